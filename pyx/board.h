@@ -1,0 +1,39 @@
+/* Board: where a node publishes which round of each partition is complete. Ranks map it read-only.
+ *
+ *   offset  width  meaning
+ *        0      4  magic
+ *        4      4  state: 0 running, 1 aborted (reason below)
+ *        8      4  number of words
+ *       64   4032  reason, UTF-8, NUL-terminated; complete before state becomes 1
+ *     4096   64*n  word of partition i at 4096 + 64*i: the last complete round (0: none yet)
+ *
+ * Words are a cache line apart. Ranks sleep on the word itself (a read-only mapping suffices for FUTEX_WAIT)
+ * and say so in their lane's `sleepers`, so an uncontended publication makes no system call.
+ */
+#ifndef BPS_BOARD_H
+#define BPS_BOARD_H
+
+#include "futex.h"
+
+#define BPS_BOARD_MAGIC 0x42504244u
+#define BPS_BOARD_HEADER 4096
+#define BPS_BOARD_STRIDE 64
+#define BPS_REASON_OFFSET 64
+#define BPS_REASON_NBYTES 4032
+#define BPS_MAX_PARTS 65536u
+
+struct bps_board {
+    uint32_t magic;
+    uint32_t state;
+    uint32_t n_words;
+};
+
+static inline uint32_t *bps_board_word(void *board, uint32_t part)
+{
+    return (uint32_t *)((char *)board + BPS_BOARD_HEADER + (uint64_t)part * BPS_BOARD_STRIDE);
+}
+
+/* Rounds are compared as a signed difference, so they may wrap. */
+static inline int bps_reached(uint32_t have, uint32_t want) { return (int32_t)(have - want) >= 0; }
+
+#endif

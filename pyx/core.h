@@ -1,0 +1,319 @@
+/* Core: the engine's state and its threads. One lock; kernels run outside it.
+ *
+ *   lanes, transports --bps_arrive--> part complete --bps_ready--> heap --bps_run_part--> kernel
+ *       owned part   bps_hand_out: board word, lanes of peers on this host, RESULT event
+ *       member part  bps_forward:  lane of an owner on this host, or FORWARD event
+ *   result of a member part --bps_arrive--> board word
+ */
+#ifndef BPS_CORE_H
+#define BPS_CORE_H
+
+#include "board.h"
+#include "events.h"
+#include "part.h"
+#include "record.h"
+
+enum { BPS_RANK = 1, BPS_SHM_PEER = 2, BPS_WIRE_PEER = 3, BPS_CLOSED = 4 };
+
+#define BPS_MAX_SOURCES 4096u
+#define BPS_MAX_SEGMENTS 65536u
+#define BPS_SLEEP_NS 1000000000u
+
+struct bps_source {
+    int kind;
+    struct bps_lane *lane; /* what it announces to us (rank, shm peer) */
+    uint32_t capacity;
+    struct bps_lane *outgoing; /* what we announce to it (shm peer) */
+    uint32_t outgoing_capacity;
+    struct bps_doorbell *doorbell; /* its engine's (shm peer) */
+    uint64_t *addresses;           /* where its segments are mapped here; 0: not yet */
+    uint64_t *nbytes;
+    uint32_t n_segments;
+};
+
+struct bps_worker {
+    struct bps_core *core;
+    int index;
+    pthread_t thread;
+    void *pointers[BPS_MAX_SOURCES];
+};
+
+struct bps_core {
+    pthread_mutex_t lock;
+    pthread_cond_t idle; /* no kernel runs */
+    struct bps_part *parts;
+    struct bps_heap heap;
+    uint32_t *parked; /* complete parts with an input in a segment nobody has mapped yet */
+    uint32_t n_parked, n_parts, generation;
+    struct bps_source *sources;
+    uint32_t n_sources;
+    int frozen, stopping, running, n_workers;
+    void *board;
+    struct bps_doorbell *doorbell;
+    uint64_t nontemporal_nbytes;
+    struct bps_worker *workers;
+    struct bps_trace trace;
+    struct bps_events events;
+    uint64_t sums, bytes_summed, published, forwarded, stale, allocations;
+};
+
+static inline void bps_event_out(struct bps_core *core, uint32_t kind, uint32_t source, uint32_t part, uint32_t round,
+                                 uint32_t code, uint64_t address, uint64_t nbytes)
+{
+    struct bps_event event = {kind, source, part, round, code, address, nbytes};
+    if (bps_events_push(&core->events, event) != 0) /* a lost event is a hang: end the job instead */
+        bps_store(&((struct bps_board *)core->board)->state, 1);
+}
+
+static inline void bps_broken(struct bps_core *core, uint32_t source, uint32_t part, uint32_t round)
+{
+    bps_event_out(core, BPS_EVENT_LOST, source, part, round, EPROTO, 0, 0);
+}
+
+/* Where an input lies in this process; NULL while its segment is not mapped here. */
+static inline void *bps_resolve(struct bps_core *core, const struct bps_input *input, uint64_t nbytes)
+{
+    struct bps_source *source = &core->sources[input->source];
+    if (input->slot != 0)
+        return (void *)input->slot;
+    if (input->segment >= source->n_segments || source->addresses[input->segment] == 0)
+        return NULL;
+    uint64_t room = source->nbytes[input->segment];
+    if (nbytes > room || input->offset > room - nbytes) {
+        bps_broken(core, input->source, 0, 0);
+        return NULL;
+    }
+    return (void *)(source->addresses[input->segment] + input->offset);
+}
+
+/* Make a round visible to the local ranks; the word to wake, or NULL if nobody sleeps. */
+static inline uint32_t *bps_publish(struct bps_core *core, uint32_t index, uint32_t round)
+{
+    uint32_t *word = bps_board_word(core->board, index);
+    bps_store(word, round);
+    core->published++;
+    bps_fence();
+    for (uint32_t i = 0; i < core->n_sources; i++)
+        if (core->sources[i].kind == BPS_RANK && bps_load(&core->sources[i].lane->sleepers) != 0)
+            return word;
+    return NULL;
+}
+
+/* Tell a peer on this host. Its lane never fills: it has room for a partial and a result of every part. */
+static inline void bps_announce(struct bps_core *core, uint32_t peer, uint32_t part, uint32_t round, uint16_t flags,
+                                uint16_t segment, uint64_t offset)
+{
+    struct bps_source *source = &core->sources[peer];
+    struct bps_entry entry = {part, 1, round, flags, segment, offset, bps_now_ns()};
+    if (bps_lane_push(source->outgoing, source->outgoing_capacity, &entry) != 0)
+        bps_broken(core, peer, part, round);
+    else
+        bps_ring_doorbell(source->doorbell, 1);
+}
+
+/* Member: pass this node's partial of the current round to the owner. */
+static inline void bps_forward(struct bps_core *core, uint32_t index, int empty, uint16_t segment, uint64_t offset,
+                               uint64_t address)
+{
+    struct bps_part *part = &core->parts[index];
+    uint32_t round = part->round + 1;
+    uint16_t flags = empty ? BPS_FLAG_EMPTY : 0;
+    bps_part_next_round(part);
+    core->forwarded++;
+    if (core->sources[part->owner].kind == BPS_SHM_PEER)
+        bps_announce(core, part->owner, index, round, flags, segment, offset);
+    else
+        bps_event_out(core, BPS_EVENT_FORWARD, part->owner, index, round, flags, address, empty ? 0 : part->nbytes);
+}
+
+/* Owner: publish the result here and tell everybody who waits for it; the word to wake, or NULL. */
+static inline uint32_t *bps_hand_out(struct bps_core *core, uint32_t index, uint32_t round)
+{
+    struct bps_part *part = &core->parts[index];
+    bps_part_next_round(part);
+    uint32_t *word = bps_publish(core, index, round);
+    for (uint32_t i = 0; i < part->n_shm_peers; i++)
+        bps_announce(core, part->shm_peers[i], index, round, 0, 0, 0);
+    if (part->to_wire)
+        bps_event_out(core, BPS_EVENT_RESULT, 0, index, round, 0, part->outputs[round & 1], part->nbytes);
+    return word;
+}
+
+/* Queue a complete part for a thread, or forward at once what needs no sum; whether it was queued. */
+static inline int bps_ready(struct bps_core *core, uint32_t index)
+{
+    struct bps_part *part = &core->parts[index];
+    if (!part->owned) {
+        struct bps_input *only = NULL;
+        uint32_t n_filled = 0;
+        for (uint32_t i = 0; i < part->n_inputs; i++)
+            if (!part->inputs[i].empty) {
+                n_filled++;
+                only = &part->inputs[i];
+            }
+        void *address = n_filled == 1 ? bps_resolve(core, only, part->nbytes) : NULL;
+        if (n_filled == 0 || address != NULL) {
+            bps_forward(core, index, n_filled == 0, only ? only->segment : 0, only ? only->offset : 0,
+                        (uint64_t)address);
+            return 0;
+        }
+    }
+    bps_heap_push(&core->heap, core->parts, index);
+    return 1;
+}
+
+/* One input or result has arrived whole; whether a part became ready for a thread. */
+static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t index, uint32_t round, uint32_t flags,
+                             uint16_t segment, uint64_t offset)
+{
+    if (index >= BPS_MAX_PARTS || core->parts[index].inputs == NULL) {
+        bps_broken(core, source, index, round);
+        return 0;
+    }
+    struct bps_part *part = &core->parts[index];
+    if (!part->owned && source == part->owner) { /* the result of what we forwarded */
+        if (round != part->round) {
+            core->stale++;
+            return 0;
+        }
+        uint32_t *word = bps_publish(core, index, round);
+        if (word != NULL)
+            bps_wake(word, INT_MAX);
+        return 0;
+    }
+    if (core->trace.records != NULL && part->n_missing == part->n_inputs)
+        part->first_ns = bps_now_ns();
+    int what = bps_part_arrive(part, source, round, flags, segment, offset);
+    if (what == BPS_STALE) {
+        core->stale++;
+    } else if (what < 0) {
+        bps_broken(core, source, index, round);
+    } else if (what == BPS_COMPLETE) {
+        if (core->trace.records != NULL) {
+            part->complete_ns = bps_now_ns();
+            bps_record_add(&core->trace, BPS_GATHER, 0, index, round, part->nbytes, part->first_ns, part->complete_ns);
+        }
+        if (part->generation <= core->generation) /* else it waits for our commit */
+            return bps_ready(core, index);
+    }
+    return 0;
+}
+
+/* Take in what ranks and peers of this host have announced. */
+static inline void bps_drain(struct bps_core *core)
+{
+    struct bps_entry entry;
+    for (uint32_t i = 0; i < core->n_sources; i++) {
+        struct bps_source *source = &core->sources[i];
+        if (source->kind != BPS_RANK && source->kind != BPS_SHM_PEER)
+            continue;
+        while (bps_lane_pop(source->lane, source->capacity, &entry) == 0) {
+            if (entry.count > BPS_MAX_PARTS || entry.part > BPS_MAX_PARTS - entry.count) {
+                bps_broken(core, i, entry.part, entry.round);
+                continue;
+            }
+            for (uint32_t k = entry.part; k < entry.part + entry.count; k++)
+                bps_arrive(core, i, k, entry.round, entry.flags, entry.segment,
+                           entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset);
+        }
+    }
+}
+
+/* Append the addresses of the filled inputs first..first+n; the new count, or -1 if one is not mapped. */
+static inline int bps_collect(struct bps_core *core, const struct bps_part *part, void **pointers, uint32_t first,
+                              uint32_t n, int used)
+{
+    for (uint32_t i = first; used >= 0 && i < first + n; i++) {
+        if (part->inputs[i].empty)
+            continue;
+        pointers[used] = bps_resolve(core, &part->inputs[i], part->nbytes);
+        used = pointers[used] == NULL ? -1 : used + 1;
+    }
+    return used;
+}
+
+/* Sum one complete part and pass it on. Called with the lock held; drops it around the kernel. */
+static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker, uint32_t index)
+{
+    struct bps_part *part = &core->parts[index];
+    uint32_t round = part->round + 1;
+    void *output = (void *)part->outputs[part->owned ? round & 1 : 0];
+    void **in = worker->pointers;
+    int before = bps_collect(core, part, in, 0, part->n_before, 0);
+    int local = bps_collect(core, part, in, part->n_before, part->n_local, before);
+    int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, local);
+    if (total < 0) {
+        core->parked[core->n_parked++] = index;
+        return;
+    }
+    core->running++;
+    pthread_mutex_unlock(&core->lock);
+    uint64_t begin_ns = bps_now_ns();
+    if (total == 0)
+        memset(output, 0, part->nbytes);
+    else
+        part->kernel(output, in, before, local - before, total - local, (int64_t)part->n_elements, part->divisor,
+                     part->nbytes >= core->nontemporal_nbytes);
+    uint64_t end_ns = bps_now_ns();
+    bps_record_add(&core->trace, BPS_QUEUE, worker->index, index, round, part->nbytes, part->complete_ns, begin_ns);
+    bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, (uint64_t)total * part->nbytes, begin_ns, end_ns);
+    pthread_mutex_lock(&core->lock);
+    core->running--;
+    core->sums++;
+    core->bytes_summed += (uint64_t)total * part->nbytes;
+    uint32_t *word = NULL;
+    if (part->owned)
+        word = bps_hand_out(core, index, round);
+    else
+        bps_forward(core, index, 0, part->partial_segment, part->partial_offset, part->outputs[0]);
+    if (core->frozen && core->running == 0)
+        pthread_cond_broadcast(&core->idle);
+    if (word != NULL) {
+        pthread_mutex_unlock(&core->lock);
+        bps_wake(word, INT_MAX);
+        pthread_mutex_lock(&core->lock);
+    }
+}
+
+static void *bps_work(void *argument)
+{
+    struct bps_worker *worker = argument;
+    struct bps_core *core = worker->core;
+    for (;;) {
+        uint32_t seen = bps_load(&core->doorbell->rings);
+        pthread_mutex_lock(&core->lock);
+        bps_drain(core);
+        while (core->heap.used != 0 && !core->frozen && !core->stopping) {
+            int spare = core->n_workers - 1 - core->running;
+            if (core->heap.used > 1 && spare > 0)
+                bps_ring_doorbell(core->doorbell, (int)core->heap.used - 1 < spare ? (int)core->heap.used - 1 : spare);
+            bps_run_part(core, worker, bps_heap_pop(&core->heap, core->parts));
+            bps_drain(core);
+        }
+        int stopping = core->stopping;
+        pthread_mutex_unlock(&core->lock);
+        if (stopping)
+            return NULL;
+        bps_await_doorbell(core->doorbell, seen, BPS_SLEEP_NS);
+    }
+}
+
+/* `bps_arrived_fn`: a transport has received a payload whole. */
+static void bps_on_arrived(void *engine, uint32_t source, uint32_t part, uint32_t round, uint32_t flags)
+{
+    struct bps_core *core = engine;
+    pthread_mutex_lock(&core->lock);
+    int queued = bps_arrive(core, source, part, round, flags, 0, 0);
+    pthread_mutex_unlock(&core->lock);
+    if (queued)
+        bps_ring_doorbell(core->doorbell, 1);
+}
+
+/* `bps_notify_fn`: a transport has something for Python. */
+static void bps_on_notify(void *engine, uint32_t kind, uint32_t source, uint32_t part, uint32_t round, uint32_t code,
+                          uint64_t nbytes)
+{
+    bps_event_out(engine, kind, source, part, round, code, 0, nbytes);
+}
+
+#endif

@@ -1,0 +1,74 @@
+"""Extern declarations of the engine's core: part.h, events.h, core.h, lifecycle.h."""
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
+
+
+cdef extern from "part.h" nogil:
+    ctypedef void (*bps_kernel)(void *, void **, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) noexcept nogil
+    struct bps_input:
+        uint32_t source
+        uint8_t arrived
+        uint64_t slot
+    struct bps_part:
+        bps_kernel kernel
+        bps_input *inputs
+        uint32_t *shm_peers
+        uint64_t nbytes, n_elements, unit_offset
+        int64_t divisor
+        uint64_t outputs[2]
+        uint64_t partial_offset
+        uint32_t n_before, n_local, n_after, n_inputs, n_shm_peers, owner
+        uint16_t partial_segment
+        uint8_t owned, to_wire
+        uint32_t generation, order, round, n_missing
+    struct bps_heap:
+        uint32_t used
+    void bps_part_free(bps_part *)
+    void bps_heap_push(bps_heap *, bps_part *, uint32_t)
+
+cdef extern from "events.h" nogil:
+    struct bps_event:
+        uint32_t kind, source, part, round, code
+        uint64_t address, nbytes
+    struct bps_events:
+        pthread_mutex_t lock
+        bps_event *items
+        uint32_t used
+        uint64_t grown
+    void bps_events_await(bps_events *, uint64_t)
+    void bps_events_wake(bps_events *)
+
+cdef extern from "core.h" nogil:
+    enum: BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, BPS_MAX_SOURCES, BPS_MAX_SEGMENTS
+    struct bps_source:
+        int kind
+        bps_lane *lane
+        bps_lane *outgoing
+        uint32_t capacity, outgoing_capacity
+        bps_doorbell *doorbell
+    struct bps_core:
+        pthread_mutex_t lock
+        bps_part *parts
+        bps_heap heap
+        uint32_t *parked
+        uint32_t n_parked, n_parts, generation, n_sources
+        bps_source *sources
+        int frozen, stopping
+        void *board
+        bps_doorbell *doorbell
+        uint64_t nontemporal_nbytes
+        bps_trace trace
+        bps_events events
+        uint64_t sums, bytes_summed, published, forwarded, stale, allocations
+    int bps_ready(bps_core *, uint32_t)
+    void bps_on_arrived(void *, uint32_t, uint32_t, uint32_t, uint32_t)
+    void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
+
+cdef extern from "lifecycle.h" nogil:
+    bps_core *bps_core_make(int, uint64_t)
+    void bps_core_free(bps_core *)
+    int bps_start(bps_core *, int)
+    void bps_stop(bps_core *)
+    int bps_freeze(bps_core *, uint64_t)
+    int bps_source_map(bps_source *, uint32_t, uint64_t, uint64_t)

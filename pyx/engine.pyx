@@ -1,0 +1,390 @@
+# cython: language_level=3, binding=True
+"""Engine: the vertex that sums. Native threads take complete partitions in policy order and pass them on.
+
+For each partition the engine knows its inputs, a kernel, an output and who comes next (`part.h`). When the
+last input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready;
+threads pop the ready ones by their integer rank, run the kernel without any lock, and (`core.h`)
+
+    owner   publish on the board, tell peers of this host by lane, hand EVENT_RESULT to Python for the others
+    member  announce the partial to an owner on this host, or hand EVENT_FORWARD to Python
+
+so a job on one machine never enters Python per partition. Policy lives outside: integer ranks come with
+`commit`, and what is sent next is decided by whoever reads `events`. Results are double-buffered by round
+parity; inputs are never written.
+"""
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from pyx.core cimport (
+    BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_core, bps_core_free, bps_core_make,
+    bps_event, bps_events, bps_events_await, bps_events_wake, bps_freeze, bps_heap_push, bps_input, bps_kernel,
+    bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map, bps_start,
+    bps_stop,
+)
+from pyx.words cimport (
+    BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
+    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
+    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn,
+    bps_ring_doorbell, bps_store, bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+)
+
+
+EVENT_FORWARD, EVENT_RESULT = BPS_EVENT_FORWARD, BPS_EVENT_RESULT
+EVENT_DELIVERED, EVENT_LOST = BPS_EVENT_DELIVERED, BPS_EVENT_LOST
+FLAG_EMPTY = BPS_FLAG_EMPTY
+
+cdef enum:
+    MAX_THREADS = 64
+    WAKE_ALL = 2147483647
+
+
+@cython.final
+cdef class _Held:
+    """Holds the export of a buffer that the threads read and write."""
+
+    cdef Py_buffer view
+
+    def __cinit__(self, buffer):
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+
+    cdef bps_lane *lane(self, uint32_t *capacity) except NULL:
+        capacity[0] = bps_lane_capacity(<bps_lane *>self.view.buf, self.view.len)
+        if capacity[0] == 0:
+            raise ValueError(f"the buffer of {self.view.len} bytes is no formatted lane")
+        return <bps_lane *>self.view.buf
+
+    cdef bps_doorbell *doorbell(self) except NULL:
+        if self.view.len < 64 or (<bps_doorbell *>self.view.buf).magic != BPS_DOORBELL_MAGIC:
+            raise ValueError(f"the buffer of {self.view.len} bytes is no formatted doorbell")
+        return <bps_doorbell *>self.view.buf
+
+    cdef void *board(self) except NULL:
+        if (self.view.len < BPS_BOARD_HEADER + BPS_MAX_PARTS * BPS_BOARD_STRIDE
+                or (<bps_board *>self.view.buf).magic != BPS_BOARD_MAGIC):
+            raise ValueError(f"the buffer of {self.view.len} bytes is no formatted board")
+        return self.view.buf
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+
+@cython.final
+cdef class Engine:
+    """Sum on *n_threads* native threads; publish on *board*; sleep on *doorbell* (formatted shared buffers).
+
+    *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores.
+    *trace_capacity*: records kept for `trace` (0: tracing is off). All methods may be called from any thread,
+    `events` and `close` from one. Addresses given to `add_owned`, `add_member` and `map_segment` stay valid
+    until `close`: the engine does not own them.
+    """
+
+    cdef bps_core *core
+    cdef list held
+
+    def __cinit__(self, board, doorbell, *, int n_threads, uint64_t nontemporal_nbytes=1 << 20,
+                  uint64_t trace_capacity=0):
+        cdef _Held held_board = _Held(board)
+        cdef _Held held_doorbell = _Held(doorbell)
+        cdef int rc
+        self.held = [held_board, held_doorbell]
+        if not 1 <= n_threads <= MAX_THREADS:
+            raise ValueError(f"n_threads must be 1 to {MAX_THREADS}, got {n_threads}")
+        held_board.board()
+        held_doorbell.doorbell()
+        self.core = bps_core_make(n_threads, trace_capacity)
+        if self.core == NULL:
+            raise MemoryError(f"engine tables and a trace of {trace_capacity} records")
+        self.core.board, self.core.doorbell = held_board.board(), held_doorbell.doorbell()
+        self.core.nontemporal_nbytes = nontemporal_nbytes
+        rc = bps_start(self.core, n_threads)
+        if rc:
+            raise OSError(rc, f"pthread_create({n_threads} engine threads)")
+
+    @property
+    def handle(self):
+        """Address that the two hooks take as their first argument; valid until the engine is collected."""
+        return <uintptr_t>self.core
+
+    @property
+    def arrived_address(self):
+        """Address of the `bps_arrived_fn` (hooks.h)."""
+        return <uintptr_t>&bps_on_arrived
+
+    @property
+    def notify_address(self):
+        """Address of the `bps_notify_fn` (hooks.h)."""
+        return <uintptr_t>&bps_on_notify
+
+    @property
+    def generation(self):
+        """The generation committed last (0: none)."""
+        return self.core.generation
+
+    cdef uint32_t _add_source(self, int kind, _Held incoming, _Held outgoing, _Held doorbell) except? 0xffffffff:
+        cdef bps_core *core = self.core
+        cdef bps_source source
+        memset(&source, 0, sizeof(source))
+        source.kind = kind
+        if incoming is not None:
+            source.lane = incoming.lane(&source.capacity)
+        if outgoing is not None:
+            source.outgoing = outgoing.lane(&source.outgoing_capacity)
+            source.doorbell = doorbell.doorbell()
+        self.held += [incoming, outgoing, doorbell]
+        pthread_mutex_lock(&core.lock)
+        index = core.n_sources
+        if index < BPS_MAX_SOURCES:
+            core.sources[index] = source
+            core.n_sources += 1
+        pthread_mutex_unlock(&core.lock)
+        if index == BPS_MAX_SOURCES:
+            raise ValueError(f"an engine has at most {BPS_MAX_SOURCES} sources")
+        return index
+
+    def add_rank(self, lane):
+        """Take inputs from a local rank's *lane*; return its source id. The export is held until `close`."""
+        return self._add_source(BPS_RANK, _Held(lane), None, None)
+
+    def add_shm_peer(self, incoming, outgoing, doorbell):
+        """Exchange announcements with a node on this host; return its source id."""
+        return self._add_source(BPS_SHM_PEER, _Held(incoming), _Held(outgoing), _Held(doorbell))
+
+    def add_wire_peer(self):
+        """Return a source id for a node whose bytes a transport receives."""
+        return self._add_source(BPS_WIRE_PEER, None, None, None)
+
+    def map_segment(self, uint32_t source, uint32_t segment, uint64_t address, uint64_t nbytes):
+        """Say where *segment* of *source* is mapped in this process; parts that waited for it go on."""
+        cdef bps_core *core = self.core
+        cdef uint32_t i
+        cdef int rc
+        if source >= core.n_sources or segment >= BPS_MAX_SEGMENTS:
+            raise ValueError(f"segment {segment} of source {source}: there are {core.n_sources} sources, "
+                             f"and at most {BPS_MAX_SEGMENTS} segments each")
+        pthread_mutex_lock(&core.lock)
+        rc = bps_source_map(&core.sources[source], segment, address, nbytes)
+        for i in range(core.n_parked):
+            bps_heap_push(&core.heap, core.parts, core.parked[i])
+        core.n_parked = 0
+        pthread_mutex_unlock(&core.lock)
+        bps_ring_doorbell(core.doorbell, WAKE_ALL)
+        if rc:
+            raise MemoryError(f"table for segment {segment} of source {source}")
+
+    def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
+                  uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire):
+        """Own *part*: sum all inputs of the job for it, publish, pass the result on.
+
+        *before* and *after* are (source, slot address) of the nodes before and after this one in node order
+        (slot 0: the source announces where it lies), *local* the source ids of this machine's ranks in
+        local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
+        lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. Active from the
+        next `commit` on; what arrives before that waits for it.
+        """
+        cdef bps_part fresh
+        memset(&fresh, 0, sizeof(fresh))
+        fresh.owned, fresh.to_wire, fresh.divisor = True, to_wire, divisor
+        fresh.outputs[0], fresh.outputs[1] = outputs
+        fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
+        fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
+        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers)
+
+    def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
+                   uintptr_t kernel, local, uint32_t owner, partial):
+        """Take part in *part*: sum this machine's ranks into *partial* and forward it to source *owner*.
+
+        *partial* is (address, segment, offset) of the partial's place; a single rank's input is forwarded as it
+        is. The owner's result is published when it arrives.
+        """
+        cdef bps_part fresh
+        memset(&fresh, 0, sizeof(fresh))
+        fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
+        fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
+        fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
+        self._install(part, fresh, kernel, [(source, 0) for source in local], ())
+
+    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers) except -1:
+        cdef bps_core *core = self.core
+        cdef bint is_free
+        if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
+            raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
+        for source, _ in inputs:
+            if source >= core.n_sources:
+                raise ValueError(f"part {index}: source {source} of {core.n_sources}")
+        fresh.kernel = <bps_kernel>kernel
+        fresh.n_inputs = fresh.n_missing = len(inputs)
+        fresh.n_shm_peers = len(shm_peers)
+        fresh.order = index
+        fresh.inputs = <bps_input *>calloc(len(inputs), sizeof(bps_input))
+        fresh.shm_peers = <uint32_t *>calloc(len(shm_peers) + 1, sizeof(uint32_t))
+        if fresh.inputs == NULL or fresh.shm_peers == NULL:
+            bps_part_free(&fresh)
+            raise MemoryError(f"inputs of part {index}")
+        for i, (source, slot) in enumerate(inputs):
+            fresh.inputs[i].source, fresh.inputs[i].slot = source, slot
+        for i, peer in enumerate(shm_peers):
+            fresh.shm_peers[i] = peer
+        pthread_mutex_lock(&core.lock)
+        fresh.generation = core.generation + 1
+        is_free = core.parts[index].inputs == NULL
+        if is_free:
+            core.parts[index] = fresh
+            core.n_parts = max(core.n_parts, index + 1)
+            core.allocations += 1
+        pthread_mutex_unlock(&core.lock)
+        if not is_free:
+            bps_part_free(&fresh)
+            raise ValueError(f"part {index} is there already")
+        return 0
+
+    def remove(self, uint32_t part):
+        """Forget a part whose generation was refused before it was committed."""
+        cdef bps_core *core = self.core
+        pthread_mutex_lock(&core.lock)
+        if part < core.n_parts and core.parts[part].generation > core.generation:
+            bps_part_free(&core.parts[part])
+        pthread_mutex_unlock(&core.lock)
+
+    def freeze(self, double timeout_s):
+        """Start no kernel any more; return once none runs. `commit` ends it.
+
+        Raises
+        ------
+        TimeoutError
+            If a kernel still runs after *timeout_s*; the engine is then not frozen.
+        """
+        cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
+        cdef int running
+        with nogil:
+            running = bps_freeze(self.core, timeout_ns)
+        if running:
+            raise TimeoutError(f"{running} kernels still run {timeout_s} s after freeze")
+
+    def report(self):
+        """Return (part, last consumed round, inputs missing for the next) of every part: what a commit decides on."""
+        cdef bps_core *core = self.core
+        cdef uint32_t i
+        found = []
+        pthread_mutex_lock(&core.lock)
+        for i in range(core.n_parts):
+            if core.parts[i].inputs != NULL:
+                found.append((i, core.parts[i].round, core.parts[i].n_missing))
+        pthread_mutex_unlock(&core.lock)
+        return found
+
+    def missing(self, uint32_t part):
+        """Return (round, sources that have not delivered it); a member that lacks only the result names the owner."""
+        cdef bps_core *core = self.core
+        cdef bps_part *found
+        cdef uint32_t i
+        if part >= core.n_parts or core.parts[part].inputs == NULL:
+            raise ValueError(f"there is no part {part}")
+        pthread_mutex_lock(&core.lock)
+        found = &core.parts[part]
+        round = found.round + 1
+        sources = [found.inputs[i].source for i in range(found.n_inputs) if not found.inputs[i].arrived]
+        if not found.owned and found.n_missing == found.n_inputs:
+            if bps_load(bps_board_word(core.board, part)) != found.round:
+                round, sources = found.round, [found.owner]
+        pthread_mutex_unlock(&core.lock)
+        return round, sources
+
+    def commit(self, uint32_t generation, order):
+        """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.
+
+        Raises
+        ------
+        ValueError
+            If the engine is not frozen, the generation is not the next, or a part has no rank.
+        """
+        cdef bps_core *core = self.core
+        cdef uint32_t i
+        ranks = list(order)
+        if not core.frozen or generation != core.generation + 1 or len(ranks) < core.n_parts:
+            raise ValueError(f"commit({generation}) after {core.generation}, frozen: {bool(core.frozen)}, "
+                             f"{len(ranks)} ranks for {core.n_parts} parts")
+        pthread_mutex_lock(&core.lock)
+        core.generation = generation
+        for i in range(core.n_parts):
+            core.parts[i].order = ranks[i]
+        core.heap.used = core.n_parked = 0
+        for i in range(core.n_parts):
+            if core.parts[i].inputs != NULL and core.parts[i].n_missing == 0:
+                bps_ready(core, i)
+        core.frozen = False
+        pthread_mutex_unlock(&core.lock)
+        bps_ring_doorbell(core.doorbell, WAKE_ALL)
+
+    def arrived(self, uint32_t source, uint32_t part, uint32_t round, uint32_t flags):
+        """Say that a wire peer's bytes have arrived: what a transport does through `arrived_address`."""
+        with nogil:
+            bps_on_arrived(self.core, source, part, round, flags)
+
+    def events(self, double timeout_s):
+        """Return all events since the last call as (kind, source, part, round, code, address, nbytes), or [] in time.
+
+        One reader thread; `events.h` says what each kind means.
+        """
+        cdef bps_events *queue = &self.core.events
+        cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
+        cdef bps_event *event
+        cdef uint32_t i
+        with nogil:
+            bps_events_await(queue, timeout_ns)
+        found = []
+        pthread_mutex_lock(&queue.lock)
+        for i in range(queue.used):
+            event = &queue.items[i]
+            found.append((event.kind, event.source, event.part, event.round, event.code, event.address, event.nbytes))
+        queue.used = 0
+        pthread_mutex_unlock(&queue.lock)
+        return found
+
+    def wake(self):
+        """Make a waiting `events` return."""
+        bps_events_wake(&self.core.events)
+
+    def abort(self, str reason):
+        """Write *reason* on the board and wake every rank: all waits end with it. The first reason stays."""
+        cdef bps_core *core = self.core
+        cdef bytes text = reason.encode()[:BPS_REASON_NBYTES - 1] + b"\0"
+        cdef char *source = text
+        cdef uint32_t i
+        pthread_mutex_lock(&core.lock)
+        if bps_load(&(<bps_board *>core.board).state) == 0:
+            memcpy(<char *>core.board + BPS_REASON_OFFSET, source, len(text))
+            bps_store(&(<bps_board *>core.board).state, 1)
+        pthread_mutex_unlock(&core.lock)
+        for i in range(core.n_parts):
+            bps_wake(bps_board_word(core.board, i), WAKE_ALL)
+
+    def counters(self):
+        """Return what the engine has done since it was made. `allocations` grows with commits, never with rounds."""
+        cdef bps_core *core = self.core
+        return {"sums": core.sums, "bytes_summed": core.bytes_summed, "published": core.published,
+                "forwarded": core.forwarded, "stale": core.stale,
+                "allocations": core.allocations + core.events.grown,
+                "trace_dropped": max(0, <int64_t>core.trace.used - <int64_t>core.trace.capacity) if core.trace.records else 0}
+
+    def trace(self):
+        """Return the records so far (`record.h`)."""
+        cdef bps_trace *trace = &self.core.trace
+        return PyBytes_FromStringAndSize(<char *>trace.records, <Py_ssize_t>(32 * min(trace.used, trace.capacity)))
+
+    def close(self):
+        """Stop the threads and let go of all buffers. Idempotent. Close every transport first."""
+        if self.core.stopping:
+            return
+        with nogil:
+            bps_stop(self.core)
+        self.held.clear()
+
+    def __dealloc__(self):
+        if self.core != NULL:
+            if not self.core.stopping:
+                bps_stop(self.core)
+            bps_core_free(self.core)

@@ -1,0 +1,77 @@
+/* Events: what native threads have for the node's Python loop, taken by it in batches.
+ *
+ *   FORWARD    a partial waits to be written to `source`, the owner (code: flags of the entry)
+ *   RESULT     a result waits to be written to every wire peer with ranks
+ *   DELIVERED  `nbytes` of `part` have reached `source`: credit returns
+ *   LOST       the connection to `source` is gone or broke the protocol; code is an errno, 0 an orderly end
+ */
+#ifndef BPS_EVENTS_H
+#define BPS_EVENTS_H
+
+#include <stdlib.h>
+
+#include "futex.h"
+#include "hooks.h"
+#include "thread.h"
+
+struct bps_event {
+    uint32_t kind, source, part, round, code;
+    uint64_t address, nbytes;
+};
+
+struct bps_events {
+    pthread_mutex_t lock;
+    struct bps_event *items;
+    uint32_t used, capacity;
+    uint32_t word, reader_waits; /* futex of the one reader */
+    uint64_t grown;
+};
+
+static inline int bps_events_init(struct bps_events *events, uint32_t capacity)
+{
+    pthread_mutex_init(&events->lock, NULL);
+    events->items = calloc(capacity, sizeof *events->items);
+    events->capacity = capacity;
+    return events->items == NULL ? -1 : 0;
+}
+
+/* 0, or -1 without memory: the event is lost, and the caller must end the job. */
+static inline int bps_events_push(struct bps_events *events, struct bps_event event)
+{
+    pthread_mutex_lock(&events->lock);
+    if (events->used == events->capacity) {
+        struct bps_event *more = realloc(events->items, 2 * (size_t)events->capacity * sizeof *more);
+        if (more == NULL) {
+            pthread_mutex_unlock(&events->lock);
+            return -1;
+        }
+        events->items = more;
+        events->capacity *= 2;
+        events->grown++;
+    }
+    events->items[events->used++] = event;
+    bps_add(&events->word, 1);
+    pthread_mutex_unlock(&events->lock);
+    if (__atomic_load_n(&events->reader_waits, __ATOMIC_SEQ_CST) != 0)
+        bps_wake(&events->word, 1);
+    return 0;
+}
+
+/* Sleep until there is an event, somebody called bps_events_wake, or the time is over. Reader only. */
+static inline void bps_events_await(struct bps_events *events, uint64_t timeout_ns)
+{
+    uint32_t seen = bps_load(&events->word);
+    if (__atomic_load_n(&events->used, __ATOMIC_ACQUIRE) != 0)
+        return;
+    bps_add(&events->reader_waits, 1);
+    bps_wait(&events->word, seen, timeout_ns);
+    bps_add(&events->reader_waits, (uint32_t)-1);
+}
+
+static inline void bps_events_wake(struct bps_events *events)
+{
+    bps_add(&events->word, 1);
+    bps_wake(&events->word, 1);
+}
+
+#endif

@@ -1,0 +1,79 @@
+/* Words in shared memory: ordered access, futex wait and wake, the clock of all traces.
+ *
+ * Futexes are not PRIVATE: the words lie in memfd segments that several processes map.
+ */
+#ifndef BPS_FUTEX_H
+#define BPS_FUTEX_H
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static inline uint32_t bps_load(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+static inline void bps_store(uint32_t *word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+static inline uint32_t bps_add(uint32_t *word, uint32_t n) { return __atomic_fetch_add(word, n, __ATOMIC_SEQ_CST); }
+static inline void bps_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+static inline void bps_pause(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static inline uint64_t bps_now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* Sleep while *word == expected, at most timeout_ns. 0, or the errno (EAGAIN, ETIMEDOUT, EINTR). */
+static inline int bps_wait(uint32_t *word, uint32_t expected, uint64_t timeout_ns)
+{
+    struct timespec t = {(time_t)(timeout_ns / 1000000000u), (long)(timeout_ns % 1000000000u)};
+    return syscall(SYS_futex, word, FUTEX_WAIT, expected, &t, NULL, 0) == 0 ? 0 : errno;
+}
+
+static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FUTEX_WAKE, n, NULL, NULL, 0); }
+
+/* Doorbell: one word that many ring and the engine's threads of one node sleep on.
+ * A ring is two instructions when nobody sleeps, one system call otherwise. */
+#define BPS_DOORBELL_MAGIC 0x42504442u /* "BDPB" */
+
+struct bps_doorbell {
+    uint32_t magic;
+    uint32_t pad0[15];
+    uint32_t rings;   /* counts rings; what sleepers compare with */
+    uint32_t pad1[15];
+    uint32_t sleepers;
+    uint32_t pad2[15];
+};
+
+static inline void bps_ring_doorbell(struct bps_doorbell *bell, int n)
+{
+    bps_add(&bell->rings, 1);
+    if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) != 0)
+        bps_wake(&bell->rings, n);
+}
+
+/* Sleep until somebody rang after `seen` was read, at most timeout_ns. */
+static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, uint64_t timeout_ns)
+{
+    for (int i = 0; i < 48; i++) { /* a longer spin costs 1 ms at p99 once cores are over-committed */
+        if (bps_load(&bell->rings) != seen)
+            return;
+        bps_pause();
+    }
+    bps_add(&bell->sleepers, 1);
+    bps_wait(&bell->rings, seen, timeout_ns);
+    bps_add(&bell->sleepers, (uint32_t)-1);
+}
+
+#endif

@@ -1,0 +1,304 @@
+# cython: language_level=3, binding=True, freethreading_compatible=False
+"""Pages: memory that gradients live in and that other processes map.
+
+A `Segment` is one memfd: page-aligned, pre-faulted, sealed against resizing, passed on by descriptor
+(SCM_RIGHTS), and gone with its last mapping: nothing to collide with by name, nothing left after ``kill -9``.
+A `Window` maps runs of several segments side by side, so that a tensor whose partitions lie in different
+segments is one contiguous array. Both export buffers and refuse to unmap while an export lives: a NIC or a
+NumPy array never points into freed memory.
+"""
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.errno cimport EINVAL, ENOSYS, errno
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport strerror
+
+import os
+
+
+cdef extern from *:
+    """
+    #define _GNU_SOURCE
+    #include <fcntl.h>
+    #include <sys/mman.h>
+    #include <sys/stat.h>
+    #include <unistd.h>
+    #ifndef MADV_POPULATE_WRITE
+    #define MADV_POPULATE_READ 22
+    #define MADV_POPULATE_WRITE 23
+    #endif
+    #ifndef MFD_HUGE_2MB
+    #define MFD_HUGE_2MB (21u << 26)
+    #endif
+    #ifndef F_ADD_SEALS
+    #define F_ADD_SEALS 1033
+    #define F_SEAL_SEAL 1
+    #define F_SEAL_SHRINK 2
+    #define F_SEAL_GROW 4
+    #endif
+    static int bps_seal(int fd) { return fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW); }
+    /* Fault pages in by touching them, for kernels before 5.14 (no MADV_POPULATE_WRITE). */
+    static void bps_touch(volatile char *p, size_t n, size_t page) { for (size_t i = 0; i < n; i += page) p[i] = p[i]; }
+    """
+    ctypedef long off_t
+    int memfd_create(const char *name, unsigned int flags) nogil
+    int ftruncate(int fd, off_t length) nogil
+    int close(int fd) nogil
+    int dup(int fd) nogil
+    void *mmap(void *addr, size_t length, int prot, int flags, int fd, off_t offset) nogil
+    int munmap(void *addr, size_t length) nogil
+    int madvise(void *addr, size_t length, int advice) nogil
+    int bps_seal(int fd) nogil
+    void bps_touch(char *p, size_t n, size_t page) nogil
+    void *MAP_FAILED
+    int PROT_READ, PROT_WRITE, PROT_NONE, MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_FIXED
+    int MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_HUGEPAGE
+    unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_HUGETLB, MFD_HUGE_2MB
+
+
+cdef size_t PAGE = os.sysconf("SC_PAGE_SIZE")
+cdef size_t HUGE = 2 << 20
+
+
+def huge_page_nbytes():
+    """Return the bytes in the pool of 2 MiB huge pages that nobody has reserved (0: no pool)."""
+    pool = "/sys/kernel/mm/hugepages/hugepages-2048kB/"
+    try:
+        with open(pool + "free_hugepages") as free, open(pool + "resv_hugepages") as reserved:
+            return max(0, int(free.read()) - int(reserved.read())) * HUGE
+    except OSError:
+        return 0
+
+
+cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
+    """Fault every page in now; 0 or an errno. A pool that is too small answers here, never by SIGBUS later."""
+    if madvise(address, nbytes, MADV_POPULATE_WRITE) == 0:
+        return 0
+    if errno != EINVAL and errno != ENOSYS:
+        return errno
+    bps_touch(<char *>address, nbytes, page)
+    return 0
+
+
+@cython.final
+cdef class Segment:
+    """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
+
+    Huge pages of 2 MiB are used when *huge* is set, the segment fills at least one and the pool holds enough;
+    otherwise ordinary pages, without a word: `page_nbytes` tells. *populate* faults every page in now.
+    The memory is zero. Any thread; the object owns descriptor and mapping.
+
+    Raises
+    ------
+    ValueError
+        If nbytes is not positive.
+    OSError
+        With the errno of the call that failed and its arguments.
+    """
+
+    cdef readonly uintptr_t address
+    cdef readonly size_t nbytes, page_nbytes
+    cdef readonly bint writable
+    cdef readonly int exports
+    cdef int fd
+
+    def __cinit__(self):
+        self.fd = -1
+
+    def __init__(self, nbytes, *, name="bpsfast", huge=True, populate=True):
+        if self.fd >= 0:
+            raise ValueError("a Segment is initialised once")
+        if nbytes <= 0:
+            raise ValueError(f"a segment needs nbytes > 0, got {nbytes}")
+        self.writable = True
+        if huge and nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE:
+            if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, populate) == 0:
+                return
+        rc = self._create(nbytes, name, PAGE, 0, populate)
+        if rc:
+            raise OSError(rc, f"memfd segment(nbytes={nbytes}, name={name!r}): {strerror(rc).decode()}")
+
+    cdef int _create(self, size_t nbytes, str name, size_t page, unsigned int flags, bint populate):
+        """0, or an errno with nothing left behind."""
+        cdef size_t rounded = (nbytes + page - 1) // page * page
+        cdef void *address
+        cdef int rc = 0
+        cdef bytes label = name.encode()
+        cdef int fd = memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING | flags)
+        if fd < 0:
+            return errno
+        if ftruncate(fd, <off_t>rounded) != 0 or bps_seal(fd) != 0:
+            rc = errno
+            close(fd)
+            return rc
+        with nogil:
+            address = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+            if address == MAP_FAILED:
+                rc = errno
+            else:
+                if flags == 0 and rounded >= HUGE:
+                    madvise(address, rounded, MADV_HUGEPAGE)
+                if populate:
+                    rc = _populate(address, rounded, page)
+                    if rc:
+                        munmap(address, rounded)
+            if rc:
+                close(fd)
+        if rc:
+            return rc
+        self.fd, self.address, self.nbytes, self.page_nbytes = fd, <uintptr_t>address, rounded, page
+        return 0
+
+    @classmethod
+    def attach(cls, int fd, *, writable=False, populate=True):
+        """Map the segment behind *fd*, a descriptor that another process passed; the descriptor becomes ours.
+
+        *populate* enters all its pages into this process's page table now, so that the first step does not.
+
+        Raises
+        ------
+        OSError
+            If the descriptor cannot be mapped; it is then still the caller's.
+        """
+        cdef Segment self = cls.__new__(cls)
+        status = os.fstat(fd)
+        cdef size_t nbytes = status.st_size
+        cdef int prot = PROT_READ | PROT_WRITE if writable else PROT_READ
+        cdef void *address = mmap(NULL, nbytes, prot, MAP_SHARED, fd, 0)
+        if address == MAP_FAILED:
+            raise OSError(errno, f"mmap(fd={fd}, nbytes={nbytes}, writable={writable}): {strerror(errno).decode()}")
+        cdef int advice = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
+        if populate:  # an old kernel that cannot: the first access of each page does it
+            with nogil:
+                madvise(address, nbytes, advice)
+        self.fd, self.address, self.nbytes, self.writable = fd, <uintptr_t>address, nbytes, writable
+        self.page_nbytes = status.st_blksize
+        return self
+
+    @property
+    def closed(self):
+        """Whether the mapping is gone."""
+        return self.address == 0
+
+    def fileno(self):
+        """Return the descriptor (the segment keeps it)."""
+        return self.fd
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if self.address == 0:
+            raise ValueError("buffer of a closed segment")
+        PyBuffer_FillInfo(buffer, self, <void *>self.address, <Py_ssize_t>self.nbytes, not self.writable, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.exports -= 1
+
+    def close(self):
+        """Unmap and close. Idempotent.
+
+        Raises
+        ------
+        BufferError
+            While exports live: something still points into the memory.
+        """
+        if self.exports:
+            raise BufferError(f"segment of {self.nbytes} bytes has {self.exports} live exports")
+        self._release()
+
+    cdef void _release(self) noexcept:
+        if self.address != 0:
+            munmap(<void *>self.address, self.nbytes)
+            self.address = 0
+        if self.fd >= 0:
+            close(self.fd)
+            self.fd = -1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __dealloc__(self):
+        self._release()
+
+
+@cython.final
+cdef class Window:
+    """Map *extents*, tuples of (descriptor, byte offset, nbytes), read-only side by side.
+
+    Offsets are page multiples, and so is every nbytes but the last. The descriptors stay the caller's; the
+    mapping outlives them.
+
+    Raises
+    ------
+    ValueError
+        If there is no extent, or one is not page-aligned.
+    OSError
+        If a mapping fails; nothing is left behind.
+    """
+
+    cdef readonly uintptr_t address
+    cdef readonly size_t nbytes
+    cdef readonly int exports
+
+    def __init__(self, extents):
+        cdef size_t total = 0, at = 0, rounded
+        cdef void *piece
+        cdef void *base
+        if self.address != 0:
+            raise ValueError("a Window is initialised once")
+        for i, (fd, offset, nbytes) in enumerate(extents):
+            if offset % PAGE or nbytes <= 0 or (nbytes % PAGE and i + 1 < len(extents)):
+                raise ValueError(f"extent {i} (offset={offset}, nbytes={nbytes}) is not made of {PAGE}-byte pages")
+            total += (<size_t>nbytes + PAGE - 1) // PAGE * PAGE
+        if total == 0:
+            raise ValueError("a window needs at least one extent")
+        base = mmap(NULL, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        if base == MAP_FAILED:
+            raise OSError(errno, f"mmap(reserve nbytes={total}): {strerror(errno).decode()}")
+        for fd, offset, nbytes in extents:
+            rounded = (<size_t>nbytes + PAGE - 1) // PAGE * PAGE
+            piece = mmap(<char *>base + at, rounded, PROT_READ, MAP_SHARED | MAP_FIXED, fd, offset)
+            if piece == MAP_FAILED:
+                error = OSError(errno, f"mmap(fd={fd}, offset={offset}, nbytes={rounded}): {strerror(errno).decode()}")
+                munmap(base, total)
+                raise error
+            at += rounded
+        with nogil:
+            madvise(base, total, MADV_POPULATE_READ)
+        self.address, self.nbytes = <uintptr_t>base, total
+
+    @property
+    def closed(self):
+        """Whether the mapping is gone."""
+        return self.address == 0
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if self.address == 0:
+            raise ValueError("buffer of a closed window")
+        PyBuffer_FillInfo(buffer, self, <void *>self.address, <Py_ssize_t>self.nbytes, True, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.exports -= 1
+
+    def close(self):
+        """Unmap. Idempotent.
+
+        Raises
+        ------
+        BufferError
+            While exports live.
+        """
+        if self.exports:
+            raise BufferError(f"window of {self.nbytes} bytes has {self.exports} live exports")
+        self._release()
+
+    cdef void _release(self) noexcept:
+        if self.address != 0:
+            munmap(<void *>self.address, self.nbytes)
+            self.address = 0
+
+    def __dealloc__(self):
+        self._release()

@@ -1,0 +1,125 @@
+/* Part: what an engine knows of one partition, and the heap of those that are ready to be summed.
+ *
+ * A part is `owned` (all inputs of the job meet here; the result is published and sent out) or a `member`
+ * (only the local ranks' inputs meet here; their partial is forwarded to the owner, whose result comes back).
+ * All functions run under the engine's lock.
+ */
+#ifndef BPS_PART_H
+#define BPS_PART_H
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "lane.h"
+
+/* dst = before + round(local...) + after, then the average: see kernels.py. */
+typedef void (*bps_kernel)(void *dst, void **inputs, int64_t n_before, int64_t n_local, int64_t n_after,
+                           int64_t n_elements, int64_t divisor, int64_t nontemporal);
+
+struct bps_input {
+    uint32_t source;  /* who delivers it */
+    uint16_t segment; /* where it lies: the source's segment and offset, */
+    uint8_t arrived, empty;
+    uint64_t offset;
+    uint64_t slot; /* or, from a wire peer, this fixed address */
+};
+
+struct bps_part {
+    bps_kernel kernel;
+    struct bps_input *inputs; /* in the order of the association: before, local, after; NULL: no such part */
+    uint32_t *shm_peers;      /* owned: sources that only need to be told */
+    uint64_t nbytes, n_elements, unit_offset;
+    int64_t divisor;
+    uint64_t outputs[2]; /* owned: result of even and odd rounds; member: [0] is the partial */
+    uint64_t partial_offset;
+    uint32_t n_before, n_local, n_after, n_inputs, n_shm_peers;
+    uint32_t owner; /* member: source of the owner */
+    uint16_t partial_segment;
+    uint8_t owned, to_wire;
+    uint32_t generation;
+    uint32_t order;     /* integer rank given by the policy; 0 is most urgent */
+    uint32_t round;     /* last round whose inputs were all consumed */
+    uint32_t n_missing; /* inputs of round+1 that have not arrived */
+    uint64_t first_ns, complete_ns;
+};
+
+enum { BPS_WAITING = 0, BPS_COMPLETE = 1, BPS_STALE = -1, BPS_AHEAD = -2, BPS_STRANGER = -3, BPS_TWICE = -4 };
+
+/* Note that `source` has delivered its input of `round`. */
+static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32_t round, uint32_t flags,
+                                  uint16_t segment, uint64_t offset)
+{
+    int32_t ahead = (int32_t)(round - (part->round + 1));
+    if (ahead != 0)
+        return ahead < 0 ? BPS_STALE : BPS_AHEAD;
+    for (uint32_t i = 0; i < part->n_inputs; i++) {
+        struct bps_input *input = &part->inputs[i];
+        if (input->source != source)
+            continue;
+        if (input->arrived)
+            return BPS_TWICE;
+        input->arrived = 1;
+        input->empty = (flags & BPS_FLAG_EMPTY) != 0;
+        input->segment = segment;
+        input->offset = offset;
+        return --part->n_missing == 0 ? BPS_COMPLETE : BPS_WAITING;
+    }
+    return BPS_STRANGER;
+}
+
+/* Forget this round's arrivals: the next round may come as soon as this returns. */
+static inline void bps_part_next_round(struct bps_part *part)
+{
+    part->round++;
+    part->n_missing = part->n_inputs;
+    part->first_ns = 0;
+    for (uint32_t i = 0; i < part->n_inputs; i++)
+        part->inputs[i].arrived = 0;
+}
+
+static inline void bps_part_free(struct bps_part *part)
+{
+    free(part->inputs);
+    free(part->shm_peers);
+    memset(part, 0, sizeof *part);
+}
+
+/* Heap of part indexes, least `order` first. Orders change only between `clear` and the pushes of a commit. */
+struct bps_heap {
+    uint32_t *index;
+    uint32_t used;
+};
+
+static inline void bps_heap_push(struct bps_heap *heap, const struct bps_part *parts, uint32_t part)
+{
+    uint32_t i = heap->used++;
+    while (i > 0) {
+        uint32_t up = (i - 1) / 2;
+        if (parts[heap->index[up]].order <= parts[part].order)
+            break;
+        heap->index[i] = heap->index[up];
+        i = up;
+    }
+    heap->index[i] = part;
+}
+
+static inline uint32_t bps_heap_pop(struct bps_heap *heap, const struct bps_part *parts)
+{
+    uint32_t top = heap->index[0], last = heap->index[--heap->used], i = 0;
+    for (;;) {
+        uint32_t down = 2 * i + 1;
+        if (down >= heap->used)
+            break;
+        if (down + 1 < heap->used && parts[heap->index[down + 1]].order < parts[heap->index[down]].order)
+            down++;
+        if (parts[last].order <= parts[heap->index[down]].order)
+            break;
+        heap->index[i] = heap->index[down];
+        i = down;
+    }
+    heap->index[i] = last;
+    return top;
+}
+
+#endif

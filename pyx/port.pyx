@@ -1,0 +1,313 @@
+# cython: language_level=3, binding=True
+"""Port: a rank's end of its node: announce inputs, wait for rounds, copy in and out, all without the GIL.
+
+A rank holds one port. Announcing is a ring entry and a doorbell; waiting is a futex on the board word of the
+partition, in slices of at most 100 ms that look at the node's process, the job's state, the deadline and
+Python's pending signals: a wait never outlives its deadline or its node.
+"""
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from pyx.words cimport (
+    BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DOORBELL_MAGIC,
+    BPS_FLAG_EMPTY, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_WAIT, bps_add, bps_board, bps_board_word, bps_doorbell,
+    bps_entry, bps_lane, bps_lane_capacity, bps_lane_push, bps_load, bps_now_ns, bps_pause, bps_reached, bps_record,
+    bps_record_add, bps_ring_doorbell, bps_trace, bps_wait, pthread_mutex_destroy, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+)
+
+
+cdef extern from "copy.h":
+    void bps_copy(void *, const void *, uint64_t, uint64_t) nogil
+
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events, revents
+    int poll(pollfd *, unsigned long, int)
+    short POLLIN
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+
+#: What a wait ends with.
+DONE, TIMED_OUT, ABORTED, NODE_DIED = 0, 1, 2, 3
+
+cdef enum:
+    _DONE = 0
+    _TIMED_OUT = 1
+    _ABORTED = 2
+    _NODE_DIED = 3
+    _INTERRUPTED = 4
+    SLICE_NS = 100000000
+    SPINS = 48
+
+#: Copies of at least this many bytes into a segment bypass the caches: the engine reads them from another core.
+cdef uint64_t STREAM_IN_NBYTES = 1 << 20
+cdef uint64_t STREAM_OUT_NBYTES = 1 << 20
+
+
+def copy(uintptr_t destination, uintptr_t source, uint64_t nbytes):
+    """Copy *nbytes* between two addresses without the GIL; the ranges do not overlap."""
+    with nogil:
+        bps_copy(<void *>destination, <void *>source, nbytes, STREAM_IN_NBYTES)
+
+
+@cython.final
+cdef class Port:
+    """Attach to a node through its *lane*, *board* and *doorbell* buffers and *node_pidfd*.
+
+    The three exports are held until `close`; the descriptor stays the caller's. Any thread may call any
+    method; the order of two announcements from two threads is the order in which they get here.
+
+    Raises
+    ------
+    ValueError
+        If a buffer is not formatted.
+    """
+
+    cdef Py_buffer lane_view, board_view, doorbell_view
+    cdef bps_lane *lane
+    cdef void *board
+    cdef bps_doorbell *doorbell
+    cdef uint32_t capacity, n_words
+    cdef int node_pidfd
+    cdef bps_trace records
+    cdef pthread_mutex_t mutex
+    cdef bint open
+
+    def __cinit__(self, lane, board, doorbell, int node_pidfd, *, trace_capacity=0):
+        pthread_mutex_init(&self.mutex, NULL)
+        self.node_pidfd = node_pidfd
+        PyObject_GetBuffer(lane, &self.lane_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        PyObject_GetBuffer(board, &self.board_view, PyBUF_SIMPLE)
+        PyObject_GetBuffer(doorbell, &self.doorbell_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.lane = <bps_lane *>self.lane_view.buf
+        self.board = self.board_view.buf
+        self.doorbell = <bps_doorbell *>self.doorbell_view.buf
+        self.capacity = bps_lane_capacity(self.lane, self.lane_view.len)
+        if self.capacity == 0:
+            raise ValueError(f"the lane buffer of {self.lane_view.len} bytes is no formatted lane")
+        if self.board_view.len < BPS_BOARD_HEADER or (<bps_board *>self.board).magic != BPS_BOARD_MAGIC:
+            raise ValueError(f"the board buffer of {self.board_view.len} bytes is no formatted board")
+        if self.doorbell_view.len < 64 or self.doorbell.magic != BPS_DOORBELL_MAGIC:
+            raise ValueError(f"the doorbell buffer of {self.doorbell_view.len} bytes is no formatted doorbell")
+        self.n_words = <uint32_t>((self.board_view.len - BPS_BOARD_HEADER) // BPS_BOARD_STRIDE)
+        if trace_capacity:
+            self.records.records = <bps_record *>calloc(trace_capacity, 32)
+            if self.records.records == NULL:
+                raise MemoryError(f"trace of {trace_capacity} records")
+            self.records.capacity = trace_capacity
+        self.open = True
+
+    cdef int _check(self, uint32_t part, uint32_t n_parts) except -1:
+        if not self.open:
+            raise ValueError("this port is closed")
+        if n_parts > self.n_words or part > self.n_words - n_parts:
+            raise ValueError(f"partitions {part} to {part + n_parts} are beyond the board's {self.n_words} words")
+        return 0
+
+    def submit(self, uint32_t part, uint32_t n_parts, uint32_t round, uint16_t segment, uint64_t offset,
+               bint empty=False):
+        """Announce that partitions *part* to *part* + *n_parts* lie in *segment* at *offset*, or contribute nothing.
+
+        The bytes must not change until the round is complete.
+
+        Raises
+        ------
+        ConnectionError
+            If the node died or aborted while its lane was full.
+        """
+        cdef int status
+        self._check(part, n_parts)
+        with nogil:
+            status = self._announce(part, n_parts, round, segment, offset, BPS_FLAG_EMPTY if empty else 0)
+        self._raise(status)
+
+    def copy_in(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
+                uint32_t round, uint16_t segment, uint64_t offset):
+        """Copy *nbytes* into the segment, *stride* bytes at a time, announcing each partition once it is whole.
+
+        *destination* is where *segment*, *offset* is mapped here. The engine sums the first partitions while
+        the last ones are still being copied.
+        """
+        cdef uint64_t at = 0, piece, begin_ns
+        cdef uint32_t i = 0
+        cdef int status = _DONE
+        self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
+        with nogil:
+            while at < nbytes and status == _DONE:
+                piece = min(stride, nbytes - at)
+                begin_ns = bps_now_ns()
+                bps_copy(<void *>(destination + at), <void *>(source + at), piece, STREAM_IN_NBYTES)
+                bps_record_add(&self.records, BPS_COPY_IN, 0, part + i, round, piece, begin_ns, bps_now_ns())
+                status = self._announce(part + i, 1, round, segment, offset + at, 0)
+                at += piece
+                i += 1
+        self._raise(status)
+
+    cdef int _announce(self, uint32_t part, uint32_t count, uint32_t round, uint16_t segment, uint64_t offset,
+                       uint16_t flags) noexcept nogil:
+        cdef bps_entry entry
+        cdef int status = _DONE
+        entry.part, entry.count, entry.round, entry.flags = part, count, round, flags
+        entry.segment, entry.offset, entry.time_ns = segment, offset, bps_now_ns()
+        pthread_mutex_lock(&self.mutex)
+        while bps_lane_push(self.lane, self.capacity, &entry) != 0:  # the node empties it without waiting for us
+            status = self._trouble(True)
+            if status != _DONE:
+                break
+            bps_ring_doorbell(self.doorbell, 1)
+            sched_yield()
+        pthread_mutex_unlock(&self.mutex)
+        bps_ring_doorbell(self.doorbell, <int>count)
+        return status
+
+    cdef int _raise(self, int status) except -1:
+        if status == _ABORTED:
+            raise ConnectionError(f"the job was aborted: {self.state()[1]}")
+        if status == _NODE_DIED:
+            raise ConnectionError("the node process of this machine is gone")
+        return 0
+
+    def done(self, uint32_t part, uint32_t n_parts, uint32_t round):
+        """Return whether *round* of all these partitions is complete."""
+        cdef uint32_t i
+        self._check(part, n_parts)
+        for i in range(part, part + n_parts):
+            if not bps_reached(bps_load(bps_board_word(self.board, i)), round):
+                return False
+        return True
+
+    def wait(self, uint32_t part, uint32_t n_parts, uint32_t round, double timeout_s):
+        """Wait until *round* of all these partitions is complete; return DONE, TIMED_OUT, ABORTED or NODE_DIED.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            Or whatever else a Python signal handler raises, within 100 ms of the signal.
+        """
+        cdef int status = _DONE
+        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        cdef uint32_t i = part
+        self._check(part, n_parts)
+        while i < part + n_parts:
+            with nogil:
+                while i < part + n_parts:
+                    status = self._wait_one(i, round, deadline_ns)
+                    if status != _DONE:
+                        break
+                    i += 1
+            if status == _INTERRUPTED:
+                PyErr_CheckSignals()
+            elif status != _DONE:
+                return status
+        return _DONE
+
+    def deliver(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
+                uint32_t round, double timeout_s):
+        """Wait for the partitions that *source* is made of and copy each out as soon as it is complete.
+
+        *source* is the result's start (or a place inside its first partition's *stride* bytes is the caller's
+        arithmetic: partition boundaries are counted from *source*). Returns as `wait` does; on anything but
+        DONE the destination is partly written.
+        """
+        cdef int status = _DONE
+        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        cdef uint64_t at = 0, piece, begin_ns
+        cdef uint32_t i = part
+        self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
+        while at < nbytes:
+            with nogil:
+                while at < nbytes:
+                    status = self._wait_one(i, round, deadline_ns)
+                    if status != _DONE:
+                        break
+                    piece = min(stride, nbytes - at)
+                    begin_ns = bps_now_ns()
+                    bps_copy(<void *>(destination + at), <void *>(source + at), piece, STREAM_OUT_NBYTES)
+                    bps_record_add(&self.records, BPS_DELIVER, 0, i, round, piece, begin_ns, bps_now_ns())
+                    at += piece
+                    i += 1
+            if status == _INTERRUPTED:
+                PyErr_CheckSignals()
+            elif status != _DONE:
+                return status
+        return _DONE
+
+    cdef int _wait_one(self, uint32_t part, uint32_t round, uint64_t deadline_ns) noexcept nogil:
+        """Wait for one word; _INTERRUPTED after each slice, so that the caller looks at Python's signals."""
+        cdef uint32_t *word = bps_board_word(self.board, part)
+        cdef uint32_t seen
+        cdef uint64_t begin_ns, now_ns
+        cdef int i, status
+        for i in range(SPINS):
+            if bps_reached(bps_load(word), round):
+                return _DONE
+            bps_pause()
+        begin_ns = bps_now_ns()
+        while True:
+            status = self._trouble(False)
+            if status != _DONE:
+                return status
+            now_ns = bps_now_ns()
+            if now_ns >= deadline_ns:
+                return _TIMED_OUT
+            bps_add(&self.lane.sleepers, 1)
+            seen = bps_load(word)
+            if not bps_reached(seen, round):
+                bps_wait(word, seen, min(<uint64_t>SLICE_NS, deadline_ns - now_ns))
+            bps_add(&self.lane.sleepers, <uint32_t>-1)
+            if bps_reached(bps_load(word), round):
+                bps_record_add(&self.records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns())
+                return _DONE
+            if bps_now_ns() - now_ns >= SLICE_NS // 2:
+                status = self._trouble(True)
+                return _INTERRUPTED if status == _DONE else status
+
+    cdef int _trouble(self, bint look_at_node) noexcept nogil:
+        """_ABORTED or _NODE_DIED if the job is over. The node's process costs a system call to look at."""
+        cdef pollfd node
+        if bps_load(&(<bps_board *>self.board).state) != 0:
+            return _ABORTED
+        if look_at_node and self.node_pidfd >= 0:
+            node.fd, node.events, node.revents = self.node_pidfd, POLLIN, 0
+            if poll(&node, 1, 0) == 1:
+                return _NODE_DIED
+        return _DONE
+
+    def state(self):
+        """Return (0, "") while the job runs, (1, reason) once it was aborted."""
+        cdef uint32_t state
+        if not self.open:
+            raise ValueError("this port is closed")
+        state = bps_load(&(<bps_board *>self.board).state)
+        if state == 0:
+            return 0, ""
+        reason = PyBytes_FromStringAndSize(<char *>self.board + BPS_REASON_OFFSET, BPS_REASON_NBYTES)
+        return state, reason.split(b"\0", 1)[0].decode(errors="replace")
+
+    def trace(self):
+        """Return the records so far (`record.h`)."""
+        return PyBytes_FromStringAndSize(<char *>self.records.records,
+                                         <Py_ssize_t>(32 * min(self.records.used, self.records.capacity)))
+
+    def close(self):
+        """Let go of the three buffers. Idempotent; no thread may be inside another method."""
+        if self.open:
+            self.open = False
+            PyBuffer_Release(&self.lane_view)
+            PyBuffer_Release(&self.board_view)
+            PyBuffer_Release(&self.doorbell_view)
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.lane_view)
+        PyBuffer_Release(&self.board_view)
+        PyBuffer_Release(&self.doorbell_view)
+        free(self.records.records)
+        pthread_mutex_destroy(&self.mutex)

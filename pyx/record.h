@@ -1,0 +1,39 @@
+/* Record: one timed stretch of work on one partition; traces are arrays of these.
+ *
+ *   begin_ns 8, end_ns 8, part 4, round 4, kind 2, thread 2, nbytes 4 (little endian, CLOCK_MONOTONIC)
+ *
+ * A trace has a fixed capacity: once full it keeps what it has and counts what it drops, so tracing never
+ * allocates on the data path.
+ */
+#ifndef BPS_RECORD_H
+#define BPS_RECORD_H
+
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { BPS_COPY_IN = 1, BPS_QUEUE = 2, BPS_SUM = 3, BPS_WIRE = 4, BPS_WAIT = 5, BPS_DELIVER = 6, BPS_GATHER = 7 };
+
+struct bps_record {
+    uint64_t begin_ns, end_ns;
+    uint32_t part, round;
+    uint16_t kind, thread;
+    uint32_t nbytes;
+};
+
+struct bps_trace {
+    struct bps_record *records; /* NULL: tracing is off */
+    uint64_t capacity, used;
+};
+
+static inline void bps_record_add(struct bps_trace *trace, int kind, int thread, uint32_t part, uint32_t round,
+                                  uint64_t nbytes, uint64_t begin_ns, uint64_t end_ns)
+{
+    if (trace->records == NULL)
+        return;
+    uint64_t i = __atomic_fetch_add(&trace->used, 1, __ATOMIC_RELAXED);
+    if (i < trace->capacity)
+        trace->records[i] = (struct bps_record){begin_ns, end_ns, part, round, (uint16_t)kind, (uint16_t)thread,
+                                                (uint32_t)nbytes};
+}
+
+#endif

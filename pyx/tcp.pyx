@@ -1,0 +1,397 @@
+# cython: language_level=3, binding=True
+"""TCP: one-sided writes over a connected socket, straight into the slot the receiver has bound.
+
+A `Stream` owns one socket and two native threads. `post` queues a write: header (`wire.h`) and payload leave
+from the caller's memory; EVENT_DELIVERED comes when the peer's kernel has acknowledged every byte (SIOCOUTQ),
+which is when credit may return and, as the kernel held a copy long before, the source may be reused. The
+receiving thread checks each header against the bound slot before it takes one byte of payload, receives into
+the slot's memory for that round's parity, and reports through the engine's hooks (`hooks.h`). It waits for
+nothing but the wire, so every posted write completes whatever other nodes do.
+"""
+cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.errno cimport ECONNRESET, EPROTO
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, realloc
+
+from pyx.words cimport (
+    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_WIRE, bps_arrived_fn, bps_load, bps_notify_fn,
+    bps_now_ns, bps_record, bps_record_add, bps_start_thread, bps_trace, bps_wait, bps_wake, pthread_join,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
+)
+
+
+cdef extern from "wire.h":
+    struct bps_header:
+        uint32_t magic, immediate, slot, round, epoch, flags
+        uint64_t nbytes
+    enum: BPS_WIRE_MAGIC
+    uint32_t bps_immediate(uint32_t, uint32_t, uint32_t) nogil
+
+cdef extern from *:
+    """
+    #include <linux/sockios.h>
+    #include <netinet/in.h>
+    #include <netinet/tcp.h>
+    #include <sys/ioctl.h>
+    #include <sys/socket.h>
+    #include <sys/uio.h>
+
+    static void bps_tune(int fd, int send_buffer_nbytes)
+    {
+        int one = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        if (send_buffer_nbytes > 0)
+            setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &send_buffer_nbytes, sizeof send_buffer_nbytes);
+    }
+
+    /* Acknowledge what has arrived now: the sender's credit waits for it. */
+    static void bps_acknowledge(int fd)
+    {
+        int one = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_QUICKACK, &one, sizeof one);
+    }
+
+    static uint64_t bps_unacknowledged(int fd)
+    {
+        int nbytes = 0;
+        return ioctl(fd, SIOCOUTQ, &nbytes) == 0 && nbytes > 0 ? (uint64_t)nbytes : 0;
+    }
+
+    /* Send header and payload whole. 0 or an errno. */
+    static int bps_send_all(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes)
+    {
+        struct iovec piece[2] = {{header, header_nbytes}, {payload, nbytes}};
+        struct msghdr message = {0};
+        size_t left = header_nbytes + nbytes;
+        message.msg_iov = piece;
+        message.msg_iovlen = nbytes ? 2 : 1;
+        while (left > 0) {
+            ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL);
+            if (n < 0) {
+                if (errno == EINTR)
+                    continue;
+                return errno;
+            }
+            left -= (size_t)n;
+            while (n > 0 && (size_t)n >= message.msg_iov->iov_len) {
+                n -= (ssize_t)message.msg_iov->iov_len;
+                message.msg_iov++;
+                message.msg_iovlen--;
+            }
+            if (n > 0) {
+                message.msg_iov->iov_base = (char *)message.msg_iov->iov_base + n;
+                message.msg_iov->iov_len -= (size_t)n;
+            }
+        }
+        return 0;
+    }
+
+    /* Receive nbytes whole. 0, an errno, or -1 when the peer ended the connection before the first byte. */
+    static int bps_receive_all(int fd, void *buffer, size_t nbytes)
+    {
+        size_t got = 0;
+        while (got < nbytes) {
+            ssize_t n = recv(fd, (char *)buffer + got, nbytes - got, MSG_WAITALL);
+            if (n == 0)
+                return got == 0 ? -1 : ECONNRESET;
+            if (n < 0) {
+                if (errno == EINTR)
+                    continue;
+                return errno;
+            }
+            got += (size_t)n;
+        }
+        return 0;
+    }
+    """
+    void bps_tune(int, int) nogil
+    void bps_acknowledge(int) nogil
+    uint64_t bps_unacknowledged(int) nogil
+    int bps_send_all(int, void *, size_t, void *, size_t) nogil
+    int bps_receive_all(int, void *, size_t) nogil
+    int shutdown(int, int) nogil
+    int close(int) nogil
+    int SHUT_RDWR
+
+cdef enum:
+    IDLE_NS = 1000000000
+    FIRST_POLL_NS = 30000
+    LAST_POLL_NS = 2000000
+
+cdef struct Slot:
+    uint64_t addresses[2]  # for even and odd rounds; 0: not bound
+    uint64_t nbytes
+
+cdef struct Post:
+    bps_header header
+    uint64_t address, end, posted_ns
+
+cdef struct Link:
+    int fd
+    uint32_t peer, epoch, n_slots
+    void *engine
+    bps_arrived_fn arrived
+    bps_notify_fn notify
+    Slot *slots
+    pthread_mutex_t lock        # the queue
+    Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
+    uint64_t capacity, posted, sent, delivered
+    uint32_t word, closing, lost
+    uint64_t bytes_sent, bytes_received, writes_sent, writes_received
+    bps_trace records
+    pthread_t sender, receiver
+    bint started
+
+
+cdef void _lost(Link *link, int code) noexcept nogil:
+    """Report the end of the connection once, unless we are the ones who close it."""
+    cdef bint first
+    pthread_mutex_lock(&link.lock)
+    first = not link.lost and not link.closing
+    link.lost = 1
+    pthread_mutex_unlock(&link.lock)
+    if first:
+        link.notify(link.engine, BPS_EVENT_LOST, link.peer, 0, 0, <uint32_t>max(code, 0), 0)
+
+
+cdef void _deliver(Link *link) noexcept nogil:
+    """Report the writes whose last byte the peer's kernel has acknowledged. Sender thread only."""
+    cdef uint64_t acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
+    cdef Post post
+    while link.delivered < link.sent:
+        pthread_mutex_lock(&link.lock)  # `post` may be moving the queue
+        post = link.queue[link.delivered % link.capacity]
+        if post.end <= acknowledged:
+            link.delivered += 1
+        pthread_mutex_unlock(&link.lock)
+        if post.end > acknowledged:
+            return
+        bps_record_add(&link.records, BPS_WIRE, <int>link.peer, post.header.slot, post.header.round,
+                       post.header.nbytes, post.posted_ns, bps_now_ns())
+        link.notify(link.engine, BPS_EVENT_DELIVERED, link.peer, post.header.slot, post.header.round, 0,
+                    post.header.nbytes)
+
+
+cdef void *_send(void *argument) noexcept nogil:
+    cdef Link *link = <Link *>argument
+    cdef Post post
+    cdef uint32_t seen
+    cdef uint64_t pause_ns = FIRST_POLL_NS
+    cdef bint has_work
+    cdef int rc
+    while not bps_load(&link.closing):
+        seen = bps_load(&link.word)
+        pthread_mutex_lock(&link.lock)
+        has_work = link.sent < link.posted
+        if has_work:
+            post = link.queue[link.sent % link.capacity]
+        pthread_mutex_unlock(&link.lock)
+        if not has_work:
+            if link.delivered == link.sent:
+                bps_wait(&link.word, seen, IDLE_NS)
+            else:
+                bps_wait(&link.word, seen, pause_ns)
+                pause_ns = min(2 * pause_ns, <uint64_t>LAST_POLL_NS)
+                _deliver(link)
+            continue
+        pause_ns = FIRST_POLL_NS
+        rc = bps_send_all(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes)
+        if rc:
+            _lost(link, rc)
+            return NULL
+        link.bytes_sent += sizeof(bps_header) + post.header.nbytes
+        link.writes_sent += 1
+        pthread_mutex_lock(&link.lock)
+        link.queue[link.sent % link.capacity].end = link.bytes_sent
+        link.sent += 1
+        pthread_mutex_unlock(&link.lock)
+        _deliver(link)
+    return NULL
+
+
+cdef bint _acceptable(Link *link, bps_header *header) noexcept nogil:
+    cdef Slot *slot
+    if header.magic != BPS_WIRE_MAGIC or header.slot >= link.n_slots or header.epoch != link.epoch:
+        return False
+    if header.immediate != bps_immediate(header.slot, header.round, header.epoch):
+        return False
+    slot = &link.slots[header.slot]
+    if slot.addresses[0] == 0:
+        return False
+    return header.nbytes == (0 if header.flags & BPS_FLAG_EMPTY else slot.nbytes)
+
+
+cdef void *_receive(void *argument) noexcept nogil:
+    cdef Link *link = <Link *>argument
+    cdef bps_header header
+    cdef int rc
+    while True:
+        rc = bps_receive_all(link.fd, &header, sizeof(header))
+        if rc:
+            break
+        if not _acceptable(link, &header):
+            rc = EPROTO
+            break
+        if header.nbytes:
+            rc = bps_receive_all(link.fd, <void *>link.slots[header.slot].addresses[header.round & 1], header.nbytes)
+            if rc:
+                rc = ECONNRESET if rc < 0 else rc  # between header and payload there is no orderly end
+                break
+        bps_acknowledge(link.fd)
+        link.bytes_received += sizeof(header) + header.nbytes
+        link.writes_received += 1
+        link.arrived(link.engine, link.peer, header.slot, header.round, header.flags)
+    _lost(link, rc)
+    return NULL
+
+
+@cython.final
+cdef class Stream:
+    """One connection to node *peer* (a source id of the engine), which *fd* becomes the property of.
+
+    *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *keep* is
+    held so that the engine outlives the stream's threads. *epoch* is stamped on every write and checked on every
+    arrival. `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
+
+    Raises
+    ------
+    ValueError
+        From `post` and `bind`, if the slot is beyond *n_slots* or the stream is closed.
+    """
+
+    cdef Link *link
+    cdef object keep
+
+    def __cinit__(self, int fd, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify,
+                  uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0, keep=None):
+        cdef Link *link = <Link *>calloc(1, sizeof(Link))
+        if link == NULL:
+            raise MemoryError("stream")
+        self.link, self.keep = link, keep
+        link.fd = -1
+        pthread_mutex_init(&link.lock, NULL)
+        link.peer, link.epoch, link.n_slots = peer, epoch, n_slots
+        link.engine = <void *>engine
+        link.arrived, link.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
+        link.capacity = 1024
+        link.slots = <Slot *>calloc(n_slots, sizeof(Slot))
+        link.queue = <Post *>calloc(link.capacity, sizeof(Post))
+        if trace_capacity:
+            link.records.records = <bps_record *>calloc(trace_capacity, 32)
+            link.records.capacity = trace_capacity
+        if link.slots == NULL or link.queue == NULL or (trace_capacity and link.records.records == NULL):
+            raise MemoryError(f"stream of {n_slots} slots")
+        link.fd = fd
+        bps_tune(fd, send_buffer_nbytes)
+
+    @property
+    def peer(self):
+        """The engine's source id of the node at the other end."""
+        return self.link.peer
+
+    cdef Link *_open(self) except NULL:
+        if self.link.fd < 0:
+            raise ValueError(f"the stream to source {self.link.peer} is closed")
+        return self.link
+
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes):
+        """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
+
+        The memory is the caller's and stays until `close`. Bind before the peer may write.
+        """
+        cdef Link *link = self._open()
+        if slot >= link.n_slots:
+            raise ValueError(f"slot {slot} of {link.n_slots}")
+        link.slots[slot].nbytes = nbytes
+        link.slots[slot].addresses[1] = address_odd
+        link.slots[slot].addresses[0] = address_even
+
+    def start(self):
+        """Start both threads."""
+        cdef Link *link = self._open()
+        if link.started:
+            raise ValueError("a stream is started once")
+        rc = bps_start_thread(&link.receiver, _receive, link)
+        if rc:
+            raise OSError(rc, f"pthread_create(receiver of source {link.peer})")
+        rc = bps_start_thread(&link.sender, _send, link)
+        if rc:
+            shutdown(link.fd, SHUT_RDWR)
+            with nogil:
+                pthread_join(link.receiver, NULL)
+            raise OSError(rc, f"pthread_create(sender of source {link.peer})")
+        link.started = True
+
+    def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
+        """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
+        cdef Link *link = self._open()
+        cdef Post *grown
+        cdef Post *post
+        cdef uint64_t i
+        if slot >= link.n_slots:
+            raise ValueError(f"slot {slot} of {link.n_slots}")
+        pthread_mutex_lock(&link.lock)
+        if link.posted - link.delivered == link.capacity:
+            grown = <Post *>calloc(2 * link.capacity, sizeof(Post))
+            if grown == NULL:
+                pthread_mutex_unlock(&link.lock)
+                raise MemoryError("stream queue")
+            for i in range(link.delivered, link.posted):
+                grown[i % (2 * link.capacity)] = link.queue[i % link.capacity]
+            free(link.queue)
+            link.queue = grown
+            link.capacity *= 2
+        post = &link.queue[link.posted % link.capacity]
+        post.header.magic = BPS_WIRE_MAGIC
+        post.header.immediate = bps_immediate(slot, round, link.epoch)
+        post.header.slot, post.header.round, post.header.epoch, post.header.flags = slot, round, link.epoch, flags
+        post.header.nbytes = 0 if flags & BPS_FLAG_EMPTY else nbytes
+        post.address, post.posted_ns = address, bps_now_ns()
+        link.posted += 1
+        link.word += 1
+        pthread_mutex_unlock(&link.lock)
+        bps_wake(&link.word, 1)
+
+    def counters(self):
+        """Return bytes and writes in both directions, headers included."""
+        cdef Link *link = self.link
+        return {"bytes_sent": link.bytes_sent, "bytes_received": link.bytes_received,
+                "writes_sent": link.writes_sent, "writes_received": link.writes_received,
+                "writes_pending": link.posted - link.delivered}
+
+    def trace(self):
+        """Return the records so far (`record.h`)."""
+        cdef Link *link = self.link
+        return PyBytes_FromStringAndSize(<char *>link.records.records,
+                                         <Py_ssize_t>(32 * min(link.records.used, link.records.capacity)))
+
+    def close(self):
+        """Cut the connection, stop both threads, close the socket. Idempotent; undelivered writes are dropped."""
+        cdef Link *link = self.link
+        if link.fd < 0:
+            return
+        with nogil:
+            pthread_mutex_lock(&link.lock)
+            link.closing = 1
+            link.word += 1
+            pthread_mutex_unlock(&link.lock)
+            shutdown(link.fd, SHUT_RDWR)
+            bps_wake(&link.word, 2)
+            if link.started:
+                pthread_join(link.sender, NULL)
+                pthread_join(link.receiver, NULL)
+            close(link.fd)
+        link.fd = -1
+        self.keep = None
+
+    def __dealloc__(self):
+        cdef Link *link = self.link
+        if link != NULL:
+            if link.fd >= 0:
+                self.close()
+            free(link.slots)
+            free(link.queue)
+            free(link.records.records)
+            pthread_mutex_destroy(&link.lock)
+            free(link)

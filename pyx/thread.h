@@ -1,0 +1,18 @@
+/* Thread: native threads that take no signals (signals are the Python main thread's business). */
+#ifndef BPS_THREAD_H
+#define BPS_THREAD_H
+
+#include <pthread.h>
+#include <signal.h>
+
+static inline int bps_start_thread(pthread_t *thread, void *(*run)(void *), void *argument)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(thread, NULL, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return rc;
+}
+
+#endif

@@ -1,0 +1,61 @@
+"""Extern declarations of the shared-memory words: futex.h, lane.h, board.h, record.h, hooks.h."""
+from libc.stdint cimport uint16_t, uint32_t, uint64_t
+
+
+cdef extern from "futex.h" nogil:
+    struct bps_doorbell:
+        uint32_t magic, rings, sleepers
+    enum: BPS_DOORBELL_MAGIC
+    uint32_t bps_load(uint32_t *)
+    void bps_store(uint32_t *, uint32_t)
+    uint32_t bps_add(uint32_t *, uint32_t)
+    void bps_pause()
+    uint64_t bps_now_ns()
+    int bps_wait(uint32_t *, uint32_t, uint64_t)
+    void bps_wake(uint32_t *, int)
+    void bps_ring_doorbell(bps_doorbell *, int)
+    void bps_await_doorbell(bps_doorbell *, uint32_t, uint64_t)
+
+cdef extern from "lane.h" nogil:
+    struct bps_entry:
+        uint32_t part, count, round
+        uint16_t flags, segment
+        uint64_t offset, time_ns
+    struct bps_lane:
+        uint32_t magic, capacity, sleepers
+    enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY
+    int bps_lane_push(bps_lane *, uint32_t, bps_entry *)
+    int bps_lane_pop(bps_lane *, uint32_t, bps_entry *)
+    uint32_t bps_lane_capacity(bps_lane *, uint64_t)
+
+cdef extern from "board.h" nogil:
+    struct bps_board:
+        uint32_t magic, state, n_words
+    enum: BPS_BOARD_MAGIC, BPS_BOARD_HEADER, BPS_BOARD_STRIDE, BPS_REASON_OFFSET, BPS_REASON_NBYTES, BPS_MAX_PARTS
+    uint32_t *bps_board_word(void *, uint32_t)
+    int bps_reached(uint32_t, uint32_t)
+
+cdef extern from "record.h" nogil:
+    struct bps_record:
+        uint64_t begin_ns
+    struct bps_trace:
+        bps_record *records
+        uint64_t capacity, used
+    enum: BPS_COPY_IN, BPS_WAIT, BPS_DELIVER, BPS_WIRE
+    void bps_record_add(bps_trace *, int, int, uint32_t, uint32_t, uint64_t, uint64_t, uint64_t)
+
+cdef extern from "hooks.h" nogil:
+    ctypedef void (*bps_arrived_fn)(void *, uint32_t, uint32_t, uint32_t, uint32_t) noexcept nogil
+    ctypedef void (*bps_notify_fn)(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t) noexcept nogil
+    enum: BPS_EVENT_FORWARD, BPS_EVENT_RESULT, BPS_EVENT_DELIVERED, BPS_EVENT_LOST
+
+cdef extern from "thread.h" nogil:
+    ctypedef unsigned long pthread_t
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *, void *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+    int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_join(pthread_t, void **)
+    int bps_start_thread(pthread_t *, void *(*)(void *) noexcept nogil, void *)

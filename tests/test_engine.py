@@ -1,0 +1,370 @@
+"""The engine: right sums whatever the order of arrival, policy order, rounds, generations, and errors as events."""
+import errno
+import itertools
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsfast import kernels
+from bpsfast.pyx import engine as native
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.pyx.port import DONE, TIMED_OUT, Port
+from bpsfast.reference import reduce
+
+PART = 4096
+N = PART // 4
+
+
+class Vertex:
+    """One engine with its board, its ranks' lanes and inputs, and an output region; all in this process."""
+
+    def __init__(self, n_ranks=2, n_parts=4, n_threads=2, **options):
+        self.n_ranks, self.n_parts = n_ranks, n_parts
+        self.board, self.bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+        ring.format_board(self.board)
+        ring.format_doorbell(self.bell)
+        self.lanes = [Segment(ring.LANE_NBYTES) for _ in range(n_ranks)]
+        for lane in self.lanes:
+            ring.format_lane(lane)
+        self.engine = Engine(self.board, self.bell, n_threads=n_threads, **options)
+        self.ranks = [self.engine.add_rank(lane) for lane in self.lanes]
+        self.inputs = [Segment(n_parts * PART) for _ in range(n_ranks)]
+        for source, segment in zip(self.ranks, self.inputs):
+            self.engine.map_segment(source, 0, segment.address, segment.nbytes)
+        self.outputs = Segment(2 * n_parts * PART)
+        self.ports = [Port(lane, self.board, self.bell, -1) for lane in self.lanes]
+
+    def own(self, part, **changes):
+        arguments = dict(
+            nbytes=PART, n_elements=N, unit_offset=part * PART, kernel=kernels.address("float32"), divisor=1,
+            before=[], local=self.ranks, after=[], shm_peers=[], to_wire=False,
+            outputs=[self.outputs.address + (parity * self.n_parts + part) * PART for parity in (0, 1)],
+        )
+        self.engine.add_owned(part, **{**arguments, **changes})
+
+    def commit(self, order=None):
+        self.engine.freeze(5)
+        self.engine.commit(self.engine.generation + 1, order or list(range(self.n_parts)))
+
+    def input(self, rank):
+        return np.frombuffer(self.inputs[rank], np.float32).reshape(self.n_parts, N)
+
+    def output(self, round):
+        return np.frombuffer(self.outputs, np.float32).reshape(2, self.n_parts, N)[round % 2]
+
+    def close(self):
+        for port in self.ports:
+            port.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def vertex():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Vertex(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_the_sum_is_published_when_the_last_rank_has_arrived(vertex):
+    v = vertex(n_ranks=3)
+    for part in range(4):
+        v.own(part, divisor=3)
+    v.commit()
+    for rank in range(3):
+        v.input(rank)[:] = np.float32(rank + 0.1)
+    for rank in range(2):
+        v.ports[rank].submit(0, 4, 1, 0, 0)
+    assert v.ports[0].wait(0, 1, 1, 0.05) == TIMED_OUT
+    assert v.engine.missing(0) == (1, [v.ranks[2]])
+    v.ports[2].submit(0, 4, 1, 0, 0)
+    assert v.ports[0].wait(0, 4, 1, 10) == DONE
+    assert v.ports[1].done(0, 4, 1)
+    expected = reduce([[v.input(rank).ravel() for rank in range(3)]], average=True)
+    assert v.output(1).ravel().tobytes() == expected.tobytes()
+    assert v.engine.counters()["bytes_summed"] == 3 * 4 * PART
+
+
+@settings(max_examples=30, deadline=None)
+@given(order=st.permutations(list(itertools.product(range(3), range(4)))), threads=st.integers(1, 4))
+def test_bits_do_not_depend_on_the_order_of_arrival(order, threads):
+    v = Vertex(n_ranks=3, n_threads=threads)
+    try:
+        for rank in range(3):
+            v.input(rank)[:] = np.random.default_rng(rank).standard_normal((4, N), np.float32)
+        for part in range(4):
+            v.own(part, divisor=3)
+        v.commit()
+        for rank, part in order:
+            v.ports[rank].submit(part, 1, 1, 0, part * PART)
+        assert v.ports[0].wait(0, 4, 1, 10) == DONE
+        expected = reduce([[v.input(rank).ravel() for rank in range(3)]], average=True)
+        assert v.output(1).ravel().tobytes() == expected.tobytes()
+    finally:
+        v.close()
+
+
+def test_results_of_two_rounds_lie_side_by_side(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.commit()
+    for round in (1, 2, 3):
+        v.input(0)[0] = round
+        v.ports[0].submit(0, 1, round, 0, 0)
+        assert v.ports[0].wait(0, 1, round, 10) == DONE
+        assert (v.output(round)[0] == round).all()
+        if round > 1:
+            assert (v.output(round - 1)[0] == round - 1).all()
+
+
+def test_an_input_may_lie_anywhere_in_the_segment(vertex):
+    v = vertex(n_ranks=1)
+    v.own(1)
+    v.commit()
+    v.input(0)[3] = 9
+    v.ports[0].submit(1, 1, 1, 0, 3 * PART)
+    assert v.ports[0].wait(1, 1, 1, 10) == DONE
+    assert (v.output(1)[1] == 9).all()
+
+
+def test_empty_contributions_leave_the_others(vertex):
+    v = vertex(n_ranks=3)
+    v.own(0)
+    v.commit()
+    v.input(1)[0] = -0.0
+    for rank in range(3):
+        v.ports[rank].submit(0, 1, 1, 0, 0, empty=rank != 1)
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    assert np.signbit(v.output(1)[0]).all()
+
+
+def test_ready_parts_leave_in_policy_order(vertex):
+    """All parts are ready before the commit; afterwards one thread takes them by integer rank."""
+    order = [5, 0, 7, 2, 6, 1, 4, 3]
+    v = vertex(n_ranks=1, n_parts=8, n_threads=1, trace_capacity=100)
+    for part in range(8):
+        v.own(part)
+    v.engine.freeze(5)
+    for part in range(8):
+        v.ports[0].submit(part, 1, 1, 0, part * PART)
+    v.engine.commit(1, order)
+    assert v.ports[0].wait(0, 8, 1, 10) == DONE
+    records = np.frombuffer(v.engine.trace(), np.dtype(
+        [("begin", "u8"), ("end", "u8"), ("part", "u4"), ("round", "u4"), ("kind", "u2"), ("thread", "u2"), ("n", "u4")]))
+    sums = records[records["kind"] == 3]
+    assert list(sums["part"][np.argsort(sums["begin"])]) == [order.index(rank) for rank in range(8)]
+
+
+def test_a_frozen_engine_starts_nothing_and_commit_goes_on(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.commit()
+    v.engine.freeze(5)
+    v.ports[0].submit(0, 1, 1, 0, 0)
+    assert v.ports[0].wait(0, 1, 1, 0.05) == TIMED_OUT
+    v.own(1)
+    v.engine.commit(2, [0, 1, 2, 3])
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    assert v.engine.generation == 2
+    assert v.engine.report() == [(0, 1, 1), (1, 0, 1)]
+
+
+def test_arrivals_of_the_next_generation_wait_for_the_commit(vertex):
+    v = vertex(n_ranks=1)
+    peer = v.engine.add_wire_peer()
+    slots = Segment(PART)
+    np.frombuffer(slots, np.float32)[:] = 5
+    v.own(0, local=[], before=[(peer, slots.address)])
+    v.engine.arrived(peer, 0, 1, 0)
+    assert not v.ports[0].done(0, 1, 1)
+    v.commit()
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    assert (v.output(1)[0] == 5).all()
+
+
+@pytest.mark.parametrize(("n", "order", "text"), [(2, [0], r"commit\(2\)"), (1, [], "0 ranks for 1 parts")])
+def test_a_wrong_commit_is_refused_and_changes_nothing(vertex, n, order, text):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.engine.freeze(5)
+    with pytest.raises(ValueError, match=text):
+        v.engine.commit(n, order)
+    v.engine.commit(1, [0])
+    with pytest.raises(ValueError, match="frozen: False"):
+        v.engine.commit(2, [0])
+
+
+def test_a_removed_part_can_be_added_again(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    with pytest.raises(ValueError, match="there already"):
+        v.own(0)
+    v.engine.remove(0)
+    v.own(0)
+    v.commit()
+    v.engine.remove(0)  # committed: stays
+    assert v.engine.report() == [(0, 0, 1)]
+
+
+def test_a_member_forwards_its_partial_and_publishes_the_result(vertex):
+    v = vertex(n_ranks=2)
+    owner = v.engine.add_wire_peer()
+    partial = Segment(PART)
+    v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
+                        local=v.ranks, owner=owner, partial=(partial.address, 3, 0))
+    v.commit()
+    for rank in range(2):
+        v.input(rank)[0] = rank + 1
+        v.ports[rank].submit(0, 1, 1, 0, 0)
+    events = v.engine.events(10)
+    assert events == [(native.EVENT_FORWARD, owner, 0, 1, 0, partial.address, PART)]
+    assert (np.frombuffer(partial, np.float32) == 3).all()
+    assert v.engine.missing(0) == (1, [owner])
+    v.engine.arrived(owner, 0, 1, 0)
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+
+
+def test_a_single_rank_is_forwarded_without_a_sum(vertex):
+    v = vertex(n_ranks=1)
+    owner = v.engine.add_wire_peer()
+    v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
+                        local=v.ranks, owner=owner, partial=(v.outputs.address, 3, 0))
+    v.commit()
+    v.ports[0].submit(0, 1, 1, 0, 2 * PART)
+    assert v.engine.events(10) == [(native.EVENT_FORWARD, owner, 0, 1, 0, v.inputs[0].address + 2 * PART, PART)]
+    assert v.engine.counters()["sums"] == 0
+
+
+def test_a_member_whose_ranks_are_all_empty_forwards_nothing(vertex):
+    v = vertex(n_ranks=2)
+    owner = v.engine.add_wire_peer()
+    v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
+                        local=v.ranks, owner=owner, partial=(v.outputs.address, 3, 0))
+    v.commit()
+    for port in v.ports:
+        port.submit(0, 1, 1, 0, 0, empty=True)
+    assert v.engine.events(10) == [(native.EVENT_FORWARD, owner, 0, 1, native.FLAG_EMPTY, 0, 0)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_owner_takes_its_place_in_node_order(vertex, place):
+    """1e8 + 1 - 1e8 tells the orders apart in float32."""
+    v = vertex(n_ranks=1)
+    terms = [1e8, -1e8, 1.0]
+    slots = Segment(2 * PART)
+    others = [term for i, term in enumerate(terms) if i != place]
+    peers = [v.engine.add_wire_peer() for _ in others]
+    for i, term in enumerate(others):
+        np.frombuffer(slots, np.float32).reshape(2, N)[i] = term
+    bound = [(peer, slots.address + i * PART) for i, peer in enumerate(peers)]
+    v.own(0, before=bound[:place], after=bound[place:], to_wire=True)
+    v.commit()
+    v.input(0)[0] = terms[place]
+    v.ports[0].submit(0, 1, 1, 0, 0)
+    for peer in reversed(peers):
+        v.engine.arrived(peer, 0, 1, 0)
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    assert (v.output(1)[0] == np.float32(np.float32(np.float32(1e8) + np.float32(-1e8)) + np.float32(1))).all()
+    assert v.engine.events(10)[0][:4] == (native.EVENT_RESULT, 0, 0, 1)
+
+
+def test_two_engines_on_one_host_move_no_byte(vertex):
+    """Member and owner share segments: the partial is summed where it lies, the result read where it appears."""
+    member, owner = vertex(n_ranks=2), vertex(n_ranks=1)
+    there, back = Segment(ring.PEER_LANE_NBYTES, populate=False), Segment(ring.PEER_LANE_NBYTES, populate=False)
+    ring.format_lane(there)
+    ring.format_lane(back)
+    to_owner = member.engine.add_shm_peer(back, there, owner.bell)
+    to_member = owner.engine.add_shm_peer(there, back, member.bell)
+    partial = Segment(PART)
+    member.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
+                             local=member.ranks, owner=to_owner, partial=(partial.address, 9, 0))
+    owner.own(0, before=[(to_member, 0)], shm_peers=[to_member], divisor=3)
+    member.commit()
+    owner.commit()
+    for rank in range(2):
+        member.input(rank)[0] = rank + 1
+        member.ports[rank].submit(0, 1, 1, 0, 0)
+    owner.input(0)[0] = 3
+    owner.ports[0].submit(0, 1, 1, 0, 0)
+    assert owner.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT  # the member's segment 9 is not mapped yet
+    owner.engine.map_segment(to_member, 9, partial.address, partial.nbytes)
+    assert owner.ports[0].wait(0, 1, 1, 10) == DONE
+    assert member.ports[1].wait(0, 1, 1, 10) == DONE
+    assert (owner.output(1)[0] == 2).all()
+
+
+@pytest.mark.parametrize("entry", [(0, 1, 2, 0, 0, 0), (3, 1, 1, 0, 0, 0), (70000, 1, 1, 0, 0, 0), (0, 70000, 1, 0, 0, 0)],
+                         ids=["round ahead", "no such part", "part out of range", "count out of range"])
+def test_a_broken_announcement_becomes_an_event(vertex, entry):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.commit()
+    ring.Lane(v.lanes[0]).push(*entry)
+    ring.Doorbell(v.bell).ring()
+    [(kind, source, _, _, code, _, _)] = v.engine.events(10)
+    assert (kind, source, code) == (native.EVENT_LOST, v.ranks[0], errno.EPROTO)
+
+
+def test_an_input_beyond_its_segment_is_never_read(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.commit()
+    v.ports[0].submit(0, 1, 1, 0, 1 << 40)
+    assert v.engine.events(10)[0][0] == native.EVENT_LOST
+    assert not v.ports[0].done(0, 1, 1)
+
+
+def test_late_duplicates_are_dropped_and_counted(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.commit()
+    v.ports[0].submit(0, 1, 1, 0, 0)
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    v.ports[0].submit(0, 1, 1, 0, 0)
+    v.ports[0].submit(0, 1, 2, 0, 0)
+    assert v.ports[0].wait(0, 1, 2, 10) == DONE
+    assert v.engine.counters()["stale"] == 1
+
+
+def test_steady_rounds_allocate_nothing(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0, to_wire=True)
+    v.commit()
+    before = v.engine.counters()["allocations"]
+    for round in range(1, 5000):
+        v.ports[0].submit(0, 1, round, 0, 0)
+        assert v.ports[0].wait(0, 1, round, 10) == DONE
+        v.engine.events(0)
+    assert v.engine.counters()["allocations"] == before
+
+
+@pytest.mark.parametrize("arguments", [dict(n_threads=0), dict(n_threads=65)])
+def test_bad_thread_counts_are_refused(arguments):
+    with Segment(ring.BOARD_NBYTES, populate=False) as board, Segment(ring.DOORBELL_NBYTES) as bell:
+        ring.format_board(board)
+        ring.format_doorbell(bell)
+        with pytest.raises(ValueError, match="n_threads"):
+            Engine(board, bell, **arguments)
+
+
+def test_close_joins_the_threads():
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    v = Vertex(n_threads=4)
+    assert threads() == before + 4
+    v.close()
+    v.engine.close()
+    assert threads() == before

@@ -1,0 +1,216 @@
+"""Streams: payloads whole and in order, credit on acknowledgement, nothing written that was not bound."""
+import errno
+import os
+import socket
+import struct
+
+import numpy as np
+import pytest
+
+from bpsfast.pyx import engine as native
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.pyx.tcp import Stream
+
+MAGIC = 0x31575042
+EPOCH = 5
+NBYTES = 1 << 16
+
+
+@pytest.fixture
+def engine():
+    """An engine that only serves as the streams' mailbox: arrivals of a member's results and events."""
+    board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+    ring.format_board(board)
+    ring.format_doorbell(bell)
+    made = Engine(board, bell, n_threads=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sockets():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+    with left, right:
+        yield left, right
+
+
+def stream(engine, sock, **options):
+    return Stream(sock.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
+                  notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
+
+
+def header(slot=1, round=1, epoch=EPOCH, flags=0, nbytes=NBYTES, magic=MAGIC, immediate=None):
+    if immediate is None:
+        immediate = slot & 0xFFFFF | (round & 15) << 20 | (epoch & 255) << 24
+    return struct.pack("<6IQ", magic, immediate, slot, round, epoch, flags, nbytes)
+
+
+def receive(sock, nbytes):
+    sock.settimeout(20)
+    data = b""
+    while len(data) < nbytes:
+        piece = sock.recv(nbytes - len(data))
+        assert piece, f"the connection ended after {len(data)} of {nbytes} bytes"
+        data += piece
+    return data
+
+
+def events(engine, n, timeout_s=20):
+    found = []
+    while len(found) < n:
+        batch = engine.events(timeout_s)
+        assert batch, f"only {found} of {n} events came in {timeout_s} s"
+        found += batch
+    return found
+
+
+def test_the_wire_header_is_as_drawn(engine, sockets):
+    left, right = sockets
+    sender = stream(engine, left)
+    sender.start()
+    payload = np.arange(16, dtype=np.uint8)
+    sender.post(3, 18, 0, payload.ctypes.data, 16)
+    assert receive(right, 48) == header(3, 18, nbytes=16) + payload.tobytes()
+    [(kind, source, part, round, _, _, nbytes)] = events(engine, 1)
+    assert (kind, source, part, round, nbytes) == (native.EVENT_DELIVERED, sender.peer, 3, 18, 16)
+    sender.close()
+
+
+def test_payloads_land_in_the_slot_of_their_round(engine, sockets):
+    left, right = sockets
+    sender, receiver = stream(engine, left), stream(engine, right)
+    with Segment(2 * NBYTES) as slots:
+        engine.add_member(1, nbytes=NBYTES, n_elements=NBYTES, unit_offset=0, kernel=1, local=[0],
+                          owner=receiver.peer, partial=(0, 0, 0))
+        receiver.bind(1, slots.address, slots.address + NBYTES, NBYTES)
+        sender.start()
+        receiver.start()
+        got = np.frombuffer(slots, np.uint8).reshape(2, NBYTES)
+        for round in (1, 2, 3):
+            payload = np.full(NBYTES, round, np.uint8)
+            sender.post(1, round, 0, payload.ctypes.data, NBYTES)
+            assert events(engine, 1)[0][0] == native.EVENT_DELIVERED
+            while receiver.counters()["writes_received"] < round:
+                os.sched_yield()
+            assert (got[round % 2] == round).all()
+        sender.close()
+        receiver.close()
+        del got
+
+
+def test_many_posts_leave_in_order_and_are_all_acknowledged(engine, sockets):
+    left, right = sockets
+    sender = stream(engine, left, send_buffer_nbytes=1 << 16)
+    payload = np.zeros(1000, np.uint8)
+    for round in range(3000):  # more than the queue's first capacity, before anything is sent
+        sender.post(2, round, 0, payload.ctypes.data, 1000)
+    sender.start()
+    for round in range(3000):
+        data = receive(right, 1032)
+        assert struct.unpack_from("<6I", data)[3] == round
+    rounds = [event[3] for event in events(engine, 3000)]
+    assert rounds == list(range(3000))
+    assert sender.counters() == {"bytes_sent": 3000 * 1032, "bytes_received": 0, "writes_sent": 3000,
+                                 "writes_received": 0, "writes_pending": 0}
+    sender.close()
+
+
+def test_nothing_counts_as_delivered_while_the_peer_takes_nothing(engine, sockets):
+    left, right = sockets
+    sender = stream(engine, left, send_buffer_nbytes=1 << 16)
+    sender.start()
+    payload = np.zeros(32 << 20, np.uint8)
+    sender.post(1, 1, 0, payload.ctypes.data, payload.nbytes)
+    assert engine.events(0.3) == []
+    right.settimeout(20)
+    left_over = payload.nbytes + 32
+    while left_over:
+        left_over -= len(right.recv(1 << 20))
+    assert events(engine, 1)[0][0] == native.EVENT_DELIVERED
+    sender.close()
+
+
+def test_an_empty_contribution_has_no_payload(engine, sockets):
+    left, right = sockets
+    sender = stream(engine, left)
+    sender.start()
+    sender.post(1, 1, native.FLAG_EMPTY, 0, 12345)
+    assert receive(right, 32) == header(flags=native.FLAG_EMPTY, nbytes=0)
+    sender.close()
+
+
+@pytest.mark.parametrize("bad", [
+    header(magic=1), header(slot=2), header(slot=64), header(epoch=EPOCH + 1), header(nbytes=NBYTES + 1),
+    header(nbytes=NBYTES - 1), header(immediate=0), header(flags=1), b"GET / HTTP/1.1\r\n" + b" " * 16,
+], ids=["magic", "unbound slot", "slot out of range", "epoch", "too long", "too short", "immediate", "empty with payload",
+        "another protocol"])
+def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written(engine, sockets, bad):
+    left, right = sockets
+    receiver = stream(engine, right)
+    with Segment(NBYTES) as slots:
+        receiver.bind(1, slots.address, slots.address, NBYTES)
+        receiver.start()
+        left.sendall(bad)
+        [(kind, source, _, _, code, _, _)] = events(engine, 1)
+        assert (kind, source, code) == (native.EVENT_LOST, receiver.peer, errno.EPROTO)
+        left.close()
+        assert not any(bytes(memoryview(slots)))
+        receiver.close()
+
+
+@pytest.mark.parametrize("sent", [0, 10, 32, 1000])
+def test_a_peer_that_goes_away_is_reported_once(engine, sockets, sent):
+    left, right = sockets
+    receiver = stream(engine, right)
+    with Segment(NBYTES) as slots:
+        receiver.bind(1, slots.address, slots.address, NBYTES)
+        receiver.start()
+        left.sendall((header() + b"x" * NBYTES)[:sent])
+        left.close()
+        [(kind, source, _, _, code, _, _)] = events(engine, 1)
+        assert (kind, source) == (native.EVENT_LOST, receiver.peer)
+        assert code == (0 if sent == 0 else errno.ECONNRESET)
+        assert engine.events(0.05) == []
+        receiver.close()
+
+
+def test_our_own_close_is_no_loss_and_cuts_a_blocked_send(engine, sockets):
+    left, right = sockets
+    sender = stream(engine, left, send_buffer_nbytes=1 << 16)
+    sender.start()
+    payload = np.zeros(64 << 20, np.uint8)
+    sender.post(1, 1, 0, payload.ctypes.data, payload.nbytes)
+    sender.close()
+    sender.close()
+    assert engine.events(0.05) == []
+    with pytest.raises(ValueError, match="closed"):
+        sender.post(1, 1, 0, 0, 0)
+    right.settimeout(20)
+    while right.recv(1 << 20):
+        continue
+
+
+def test_slots_out_of_range_are_refused(engine, sockets):
+    made = stream(engine, sockets[0])
+    with pytest.raises(ValueError, match="slot 64 of 64"):
+        made.bind(64, 1, 1, 1)
+    with pytest.raises(ValueError, match="slot 99 of 64"):
+        made.post(99, 1, 0, 0, 0)
+    made.close()
+
+
+def test_threads_and_descriptors_end_with_the_stream(engine, sockets):
+    def census():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    left, right = sockets
+    before = census()
+    made = stream(engine, left)
+    made.start()
+    assert census()[0] == before[0] + 2
+    made.close()
+    assert census() == (before[0], before[1] - 1)
