@@ -1,0 +1,243 @@
+"""How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch?
+
+*cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition is
+touched once per turn. *warm*: one set of buffers again and again. Contestants take turns call by call, so a
+neighbour's load hits all of them; figures are medians, the spread is the quartiles, ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bpsfast import dtypes, kernels
+from bpsfast.bench import machine, native
+
+Array = np.ndarray[Any, Any]
+Operation = Callable[[list[Array]], None]
+
+PARTITION_NBYTES = 4 << 20
+_TURNS = {"cold": 60, "warm": 200}
+_QUICK_TURNS = {"cold": 15, "warm": 30}
+_QUICK_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass
+class Row:
+    """Time one contestant in one case; seconds per call."""
+
+    case: str
+    dtype: str
+    temperature: str
+    contestant: str
+    nbytes: int
+    samples_s: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+
+def run(json_path: str | None, quick: bool) -> dict[str, Any]:
+    """Measure everything, print a table, write the raw samples to *json_path*, return what was written."""
+    turns = _QUICK_TURNS if quick else _TURNS
+    torch, n_threads = _import_torch()
+    reference, c_compiler = native.build_sum4()
+    print(f"C reference: {c_compiler}")
+    names = _QUICK_DTYPES if quick else dtypes.NAMES
+    kernels.warm(names)
+    pool = _Pool(_pool_nbytes(quick))
+    rows: list[Row] = []
+    try:
+        for temperature in ("cold", "warm"):
+            pool.fill("float32")
+            fused = _fused_contestants(torch, reference)
+            rows += _measure("4-way sum", "float32", temperature, 5, fused, pool, turns)
+        for name in names:
+            pool.fill(name)
+            for temperature in ("cold", "warm"):
+                adders = _add_contestants(name, torch)
+                rows += _measure("2-way add in place", name, temperature, 2, adders, pool, turns)
+    finally:
+        if torch is not None:
+            torch.set_num_threads(n_threads)
+    print(_table(rows))
+    result = {
+        "bench": "kernels",
+        "machine": machine.describe(),
+        "c_compiler": c_compiler,
+        "pool_nbytes": pool.nbytes,
+        "partition_nbytes": PARTITION_NBYTES,
+        "quick": quick,
+        "rows": [{**asdict(row), "median_s": row.median_s, "ratio_to_bpsfast": _ratio(row, rows)} for row in rows],
+    }
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+class _Pool:
+    """Hand out page-aligned sets of partitions, walking round memory that no cache holds."""
+
+    def __init__(self, nbytes: int) -> None:
+        raw = np.empty(nbytes + 4096, np.uint8)
+        offset = -raw.ctypes.data % 4096
+        self.bytes = raw[offset : offset + nbytes]
+        self.nbytes = nbytes
+        self._cursor = 0
+
+    def fill(self, name: str) -> None:
+        """Write ones: no subnormals, no NaN, and every page exists."""
+        self.bytes.view(dtypes.lookup(name).numpy)[:] = 1
+
+    def take(self, n_arrays: int, name: str, temperature: str) -> list[Array]:
+        """Return the next (cold) or the first (warm) *n_arrays* partitions as arrays of the dtype."""
+        if temperature == "warm" or self._cursor + n_arrays * PARTITION_NBYTES > self.nbytes:
+            self._cursor = 0
+        start = self._cursor
+        self._cursor += n_arrays * PARTITION_NBYTES
+        whole = self.bytes[start : self._cursor].view(dtypes.lookup(name).numpy)
+        return list(whole.reshape(n_arrays, -1))
+
+
+def _pool_nbytes(quick: bool) -> int:
+    """Choose six times the last-level cache (quick: three times), at most a quarter of the free memory."""
+    description = machine.describe()
+    last_level = max(description["cache_nbytes"].values(), default=64 << 20)
+    wanted = max((3 if quick else 6) * last_level, 256 << 20)
+    nbytes = min(wanted, description["available_nbytes"] // 4)
+    if nbytes < 2 * last_level:
+        print(f"note: cold is not cold: the pool is {nbytes >> 20} MiB, the last-level cache {last_level >> 20} MiB")
+    return max(nbytes // PARTITION_NBYTES, 10) * PARTITION_NBYTES
+
+
+def _measure(
+    case: str,
+    name: str,
+    temperature: str,
+    n_arrays: int,
+    contestants: dict[str, Operation],
+    pool: _Pool,
+    turns: dict[str, int],
+) -> list[Row]:
+    rows = [Row(case, name, temperature, contestant, PARTITION_NBYTES) for contestant in contestants]
+    for turn in range(-1, turns[temperature]):  # turn -1 warms code and page tables
+        for row, operation in zip(rows, contestants.values()):
+            arrays = pool.take(n_arrays, name, temperature)
+            if temperature == "warm":  # what the contestant before left in the caches must not matter
+                operation(arrays)
+            start = time.perf_counter()
+            operation(arrays)
+            elapsed_s = time.perf_counter() - start
+            if turn >= 0:
+                row.samples_s.append(elapsed_s)
+    return rows
+
+
+def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dict[str, Operation]:
+    """Return ways to make d = a + b + c + e in float32."""
+    kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)(
+        kernels.address("float32")  # as the engine calls it; the C reference is called the same way
+    )
+
+    def fused(divisor: int, nontemporal: int) -> Operation:
+        def call(v: list[Array]) -> None:
+            inputs = (ctypes.c_void_p * 4)(*[array.ctypes.data for array in v[1:]])
+            kernel(v[0].ctypes.data, ctypes.addressof(inputs), 1, 2, 1, v[0].size, divisor, nontemporal)
+
+        return call
+
+    contestants = {
+        "bpsfast nontemporal": fused(1, 1),
+        "bpsfast plain": fused(1, 0),
+        "bpsfast average": fused(4, 1),
+    }
+    if reference is not None:
+        contestants["C nontemporal"] = lambda v: reference(*[array.ctypes.data for array in v], v[0].size)
+
+    def numpy_passes(v: list[Array]) -> None:
+        np.copyto(v[0], v[1])
+        for source in v[2:]:
+            np.add(v[0], source, out=v[0])
+
+    contestants["numpy copy + 3 add"] = numpy_passes
+    if torch is not None:
+
+        def torch_passes(v: list[Array]) -> None:
+            tensors = [torch.from_numpy(array) for array in v]
+            tensors[0].copy_(tensors[1])
+            for source in tensors[2:]:
+                tensors[0].add_(source)
+
+        contestants["torch copy + 3 add_"] = torch_passes
+    return contestants
+
+
+def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
+    """Return ways to make a += b."""
+    contestants: dict[str, Operation] = {"bpsfast": lambda v: kernels.add_into(v[0], v[1])}
+    if name not in ("float16", "bfloat16"):  # NumPy adds halves one by one, 40 times slower: it would set the pace
+        contestants["numpy"] = _numpy_add
+    if torch is not None:
+        dtype = getattr(torch, name)
+
+        def torch_add(v: list[Array]) -> None:
+            dst, src = (torch.from_numpy(array.view(np.uint8)).view(dtype) for array in v)
+            dst.add_(src)
+
+        contestants["torch"] = torch_add
+    return contestants
+
+
+def _numpy_add(v: list[Array]) -> None:
+    np.add(v[0], v[1], out=v[0])
+
+
+def _import_torch() -> tuple[Any, int]:
+    """Return torch on one thread and the thread count to restore; (None, 0) without torch."""
+    try:
+        import torch
+    except ImportError:
+        print("torch is not installed: its columns are left out")
+        return None, 0
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return torch, n_threads
+
+
+def _ratio(row: Row, rows: list[Row]) -> float:
+    """Return how many times longer than the first contestant (ours) of its case this one takes."""
+    ours = next(r for r in rows if (r.case, r.dtype, r.temperature) == (row.case, row.dtype, row.temperature))
+    return row.median_s / ours.median_s
+
+
+def _table(rows: list[Row]) -> str:
+    lines = [("case", "dtype", "", "contestant", "median us", "q25", "q75", "GB/s", "time / ours")]
+    for row in rows:
+        low, _, high = statistics.quantiles(row.samples_s, n=4)
+        lines.append(
+            (
+                row.case,
+                row.dtype,
+                row.temperature,
+                row.contestant,
+                f"{row.median_s * 1e6:.0f}",
+                f"{low * 1e6:.0f}",
+                f"{high * 1e6:.0f}",
+                f"{row.nbytes / row.median_s / 1e9:.2f}",
+                f"{_ratio(row, rows):.2f}",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,200 @@
+"""One element type in LLVM IR: widen, add, divide, round, for a vector or a single element of it.
+
+All methods take and return LLVM values of *n_lanes* elements (1: plain scalars). No fastmath flag is set, and no
+product is ever added to anything, so LLVM may contract nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+HALF, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+# name -> (type in memory; float16 as integers, because LLVM drops "non-temporal" from half vectors,
+#          type of the accumulator, type integers are divided in: exact for every quotient)
+_TYPES = {
+    "float32": (F32, F32, F32),
+    "float64": (F64, F64, F64),
+    "float16": (I16, F32, F32),
+    "bfloat16": (I16, F32, F32),
+    "int8": (ir.IntType(8), ir.IntType(8), F32),
+    "uint8": (ir.IntType(8), ir.IntType(8), F32),
+    "int16": (I16, I16, F32),
+    "int32": (I32, I32, F64),
+    "int64": (I64, I64, I64),
+}
+_QUIET_NAN = {F32: (I32, 0x7FC00000), F64: (I64, 0x7FF8000000000000)}
+_NBYTES = {F32: 4, F64: 8}
+
+
+def nbytes_of(element: ir.Type) -> int:
+    """Return the size of a scalar type."""
+    return int(element.width) // 8 if isinstance(element, ir.IntType) else _NBYTES[element]
+
+
+def shape(element: ir.Type, n_lanes: int) -> ir.Type:
+    """Return the type of *n_lanes* elements."""
+    return element if n_lanes == 1 else ir.VectorType(element, n_lanes)
+
+
+def constant(element: ir.Type, value: float, n_lanes: int) -> ir.Constant:
+    """Return *value* in every lane."""
+    return ir.Constant(shape(element, n_lanes), value if n_lanes == 1 else [value] * n_lanes)
+
+
+class Element:
+    """Emit the arithmetic of the wire dtype *name* at the builder's position."""
+
+    def __init__(self, builder: ir.IRBuilder, name: str, triple: str, features: str) -> None:
+        self.b = builder
+        self.name = name
+        self.wire, self.wide, self.quotient = _TYPES[name]
+        self.is_float = self.wide in _NBYTES
+        self.is_half = name in ("float16", "bfloat16")
+        # Without the instruction LLVM calls a library routine that is not there: the process would abort.
+        self.has_half = not triple.startswith(("x86", "i686")) or "+f16c" in features
+
+    def identity(self, n_lanes: int) -> ir.Constant:
+        """Return what changes nothing when added, bit for bit: -0.0 (0.0 would turn -0.0 into 0.0), or 0."""
+        return constant(self.wide, -0.0 if self.is_float else 0, n_lanes)
+
+    def add(self, left: ir.Value, right: ir.Value) -> ir.Value:
+        """Add accumulators; integers wrap."""
+        return self.b.fadd(left, right) if self.is_float else self.b.add(left, right)
+
+    def widen(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Turn wire elements into accumulator elements (exact).
+
+        A bfloat16 is the upper half of an f32. Vectors of them are widened in pairs, as 32-bit words, which needs
+        no shuffle: first all elements with even index, then all with odd index. `narrow` puts them back.
+        """
+        b = self.b
+        if self.name == "float16" and self.has_half:
+            return b.fpext(b.bitcast(value, shape(HALF, n_lanes)), shape(F32, n_lanes))
+        if self.name == "float16":
+            return self._widen_half(value, n_lanes)
+        if self.name != "bfloat16":
+            return value
+        if n_lanes == 1:
+            return b.bitcast(b.shl(b.zext(value, I32), I32(16)), F32)
+        words = b.bitcast(value, shape(I32, n_lanes // 2))
+        even = b.shl(words, constant(I32, 16, n_lanes // 2))
+        odd = b.and_(words, constant(I32, 0xFFFF0000, n_lanes // 2))
+        return b.bitcast(b.shuffle_vector(even, odd, _lanes(range(n_lanes))), shape(F32, n_lanes))
+
+    def narrow(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Round accumulator elements to the wire dtype, to nearest even; subnormals stay, NaN of halves is quiet."""
+        b = self.b
+        if self.name == "float16":
+            convert = self._narrow_half if not self.has_half else self._truncate_half
+            bits = convert(value, n_lanes)
+            magnitude = b.and_(bits, constant(I16, 0x7FFF, n_lanes))
+            is_nan = b.icmp_signed(">", magnitude, constant(I16, 0x7C00, n_lanes))
+            return b.select(is_nan, constant(I16, 0x7E00, n_lanes), bits)
+        if self.name != "bfloat16":
+            return value
+        if n_lanes == 1:
+            return b.trunc(b.lshr(self._round_bfloat16(value, 1), I32(16)), I16)
+        half = n_lanes // 2
+        even, odd = (
+            self._round_bfloat16(b.shuffle_vector(value, value, _lanes(part)), half)
+            for part in (range(half), range(half, n_lanes))
+        )
+        words = b.or_(b.lshr(even, constant(I32, 16, half)), b.and_(odd, constant(I32, 0xFFFF0000, half)))
+        return b.bitcast(words, shape(I16, n_lanes))
+
+    def finish(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Narrow, with every NaN made the quiet one: its bits must not depend on which operand came first."""
+        if not self.is_float or self.is_half:  # for the halves narrow() does it
+            return self.narrow(value, n_lanes)
+        integer, bits = _QUIET_NAN[self.wide]
+        quiet = self.b.bitcast(constant(integer, bits, n_lanes), value.type)
+        return self.b.select(self.b.fcmp_unordered("uno", value, value), quiet, value)
+
+    def divide(self, value: ir.Value, divisor: ir.Value, n_lanes: int) -> ir.Value:
+        """Divide accumulators by the i64 *divisor*: truly for floats, by floor for integers.
+
+        Up to 32 bits the floor goes by floating point (vectors have no integer division), and is exact: a / d is
+        either whole or at least 1/d away from a whole number, more than rounding moves it while |a| < 2^24
+        (8 and 16 bits in f32) or 2^53 (32 bits in f64).
+        """
+        b = self.b
+        if self.is_float:
+            return b.fdiv(value, self.splat(b.sitofp(divisor, self.wide), n_lanes))
+        if self.quotient is I64:
+            lanes = self.splat(divisor, n_lanes)
+            below = b.icmp_signed("<", b.srem(value, lanes), constant(I64, 0, n_lanes))
+            return b.add(b.sdiv(value, lanes), b.sext(below, value.type))
+        unsigned = self.name == "uint8"
+        floating = shape(self.quotient, n_lanes)
+        dividend = b.uitofp(value, floating) if unsigned else b.sitofp(value, floating)
+        ratio = b.fdiv(dividend, self.splat(b.sitofp(divisor, self.quotient), n_lanes))
+        name = "llvm.floor." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * nbytes_of(self.quotient)}"
+        floor = cgutils.get_or_insert_function(b.module, ir.FunctionType(floating, [floating]), name)
+        whole = b.call(floor, [ratio])
+        return b.fptoui(whole, value.type) if unsigned else b.fptosi(whole, value.type)
+
+    def splat(self, scalar: ir.Value, n_lanes: int) -> ir.Value:
+        """Return *scalar* in every lane."""
+        if n_lanes == 1:
+            return scalar
+        empty = ir.Constant(shape(scalar.type, n_lanes), ir.Undefined)
+        return self.b.shuffle_vector(self.b.insert_element(empty, scalar, I32(0)), empty, constant(I32, 0, n_lanes))
+
+    def _round_bfloat16(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Return f32 bits whose upper half is the rounded bfloat16; the lower half is noise.
+
+        In integers, because the hardware's conversion (vcvtneps2bf16) flushes subnormals.
+        """
+        b = self.b
+        bits = b.bitcast(value, shape(I32, n_lanes))
+        last = b.and_(b.lshr(bits, constant(I32, 16, n_lanes)), constant(I32, 1, n_lanes))
+        rounded = b.add(bits, b.add(last, constant(I32, 0x7FFF, n_lanes)))
+        return b.select(b.fcmp_unordered("uno", value, value), constant(I32, 0x7FC00000, n_lanes), rounded)
+
+    def _truncate_half(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        return self.b.bitcast(self.b.fptrunc(value, shape(HALF, n_lanes)), shape(I16, n_lanes))
+
+    def _widen_half(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Widen float16 bits without the instruction: shift into place, then correct the exponent's bias."""
+        b = self.b
+
+        def i32(bits: int) -> ir.Constant:
+            return constant(I32, bits, n_lanes)
+
+        word = b.zext(value, shape(I32, n_lanes))
+        magnitude = b.and_(word, i32(0x7FFF))
+        shifted = b.bitcast(b.shl(magnitude, i32(13)), shape(F32, n_lanes))
+        scaled = b.bitcast(b.fmul(shifted, constant(F32, 2.0**112, n_lanes)), shape(I32, n_lanes))
+        special = b.or_(scaled, i32(0x7F800000))
+        chosen = b.select(b.icmp_signed(">=", magnitude, i32(0x7C00)), special, scaled)
+        sign = b.shl(b.and_(word, i32(0x8000)), i32(16))
+        return b.bitcast(b.or_(chosen, sign), shape(F32, n_lanes))
+
+    def _narrow_half(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Round to float16 bits without the instruction, to nearest even; subnormals by the adder's own rounding."""
+        b = self.b
+
+        def i32(bits: int) -> ir.Constant:
+            return constant(I32, bits, n_lanes)
+
+        bits = b.bitcast(value, shape(I32, n_lanes))
+        magnitude = b.and_(bits, i32(0x7FFFFFFF))
+        last = b.and_(b.lshr(magnitude, i32(13)), i32(1))
+        normal = b.lshr(b.add(b.sub(magnitude, i32((127 - 15) << 23)), b.add(last, i32(0x0FFF))), i32(13))
+        # the last place of f32 near 0.5 is 2^-24, that of the float16 subnormals
+        moved = b.fadd(b.bitcast(magnitude, shape(F32, n_lanes)), constant(F32, 0.5, n_lanes))
+        subnormal = b.sub(b.bitcast(moved, shape(I32, n_lanes)), i32(0x3F000000))
+        chosen = b.select(b.icmp_signed("<", magnitude, i32((127 - 14) << 23)), subnormal, normal)
+        chosen = b.select(b.icmp_signed(">=", magnitude, i32((127 + 16) << 23)), i32(0x7C00), chosen)
+        chosen = b.select(b.icmp_signed(">", magnitude, i32(0x7F800000)), i32(0x7E00), chosen)
+        sign = b.and_(b.lshr(bits, i32(16)), i32(0x8000))
+        return b.trunc(b.or_(chosen, sign), shape(I16, n_lanes))
+
+
+def _lanes(indices: Any) -> ir.Constant:
+    return ir.Constant(ir.VectorType(I32, len(indices)), list(indices))

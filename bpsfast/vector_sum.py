@@ -1,0 +1,221 @@
+"""The fused two-level sum as LLVM IR, and the numba cfunc that holds it.
+
+Why IR rather than a numba loop: numba has no half on a CPU, promotes 32-bit integer arithmetic to 64 bit
+(bfloat16 at half speed) and cannot say "non-temporal". The loop nest, for one dtype:
+
+    for each chunk of some vectors:                              (accumulators stay in registers)
+        total = identity;  for before: total += widen(load)
+        part  = identity;  for local:  part  += widen(load)
+        total += widen(narrow(part))                             this node's partial, at its place in the order
+        for after: total += widen(load)
+        divide (a branch round it when the divisor is 1), round once, store (plain or non-temporal)
+    the rest, element by element, through the same code with one lane
+
+With at most one local input nothing is rounded in between, and all inputs go through the first loop. The
+identity starts the sums without touching a bit (`Element.identity`), so an empty group needs no branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from bpsfast import element
+from bpsfast.element import I32, I64, Element
+
+# Accumulators per chunk: enough independent additions for any core, and in half of the 32 registers of AVX-512
+# and ARM. AVX2 has 16: there the two-level form spills once a chunk, and is faster still than with 4 (measured).
+_N_REGISTERS = 8
+
+
+def target() -> tuple[str, str, str]:
+    """Return (triple, CPU name, features) numba compiles for; follows NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()[:3]
+    return triple, cpu, features
+
+
+def compile_kernel(name: str, cache: bool) -> Any:
+    """Compile the kernel of the wire dtype *name* and return numba's cfunc object (keep it: it owns the code).
+
+    With *cache* the machine code is looked up in and saved to numba's disk cache. Raises whatever numba raises
+    where that cache cannot be used (`RuntimeError`, `OSError`, unpickling errors).
+    """
+
+    def kernel(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]
+        _fused_sum(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal)  # type: ignore[call-arg]
+
+    kernel.__qualname__ = f"fused_sum_{name}" + (f"_{_fingerprint()}" if cache else "")
+    pointer = types.CPointer(types.Opaque(f"bpsfast.{name}"))
+    signature = types.void(pointer, types.CPointer(types.voidptr), *[types.int64] * 6)
+    return cfunc(signature, cache=cache)(kernel)
+
+
+def _fingerprint() -> str:
+    """Return what the cache's file name must tell apart, as a short hash: CPU and source.
+
+    CPU: numba keeps one index file per name and numbers its data files. Two processes that fill one index with
+    different entries at the same time can make one entry point at the other's code; so no two entries share a name.
+    Source: numba hashes only the file of the compiled function, and the code comes from two.
+    """
+    parts = [*target(), inspect.getsource(element), inspect.getsource(sys.modules[__name__])]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@intrinsic
+def _fused_sum(typing, dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore
+    name = dst.dtype.name.removeprefix("bpsfast.")
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        triple, _, features = target()
+        SumLoop(builder, name, triple, features, args).build()
+        return context.get_dummy_value()
+
+    return types.void(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal), codegen
+
+
+def vector_nbytes(features: str) -> int:
+    """Return the widest vector of the CPU in bytes; 16 is what every 64-bit CPU has."""
+    listed = features.split(",")
+    return 64 if "+avx512f" in listed else 32 if "+avx" in listed else 16
+
+
+class SumLoop:
+    """Emit the loop nest for one dtype at the builder's position; *args* are the kernel's eight arguments."""
+
+    def __init__(self, builder: ir.IRBuilder, name: str, triple: str, features: str, args: Any) -> None:
+        self.b = builder
+        self.element = Element(builder, name, triple, features)
+        self.is_x86 = triple.startswith(("x86", "i686"))
+        wire, self.itemsize = self.element.wire, element.nbytes_of(self.element.wire)
+        self.n_lanes = vector_nbytes(features) // self.itemsize  # loads and stores of full width
+        self.n_vectors = _N_REGISTERS * self.itemsize // element.nbytes_of(self.element.wide)
+        dst, inputs, n_before, n_local, n_after, self.n_elements, self.divisor, nontemporal = args
+        self.dst = builder.bitcast(dst, wire.as_pointer())
+        self.inputs = builder.bitcast(inputs, wire.as_pointer().as_pointer())
+        local_end = builder.add(n_before, n_local)
+        self.ends = n_before, local_end, builder.add(local_end, n_after)
+        self.two_level = builder.icmp_signed(">", n_local, I64(1))
+        self.averages = builder.icmp_signed("!=", self.divisor, I64(1))
+        aligned = builder.icmp_unsigned("==", builder.and_(builder.ptrtoint(dst, I64), I64(63)), I64(0))
+        self.streams = builder.and_(builder.icmp_signed("!=", nontemporal, I64(0)), aligned)
+
+    def build(self) -> None:
+        """Emit: whole chunks, then the rest by single elements, then the fence of the non-temporal stores."""
+        n_chunk = self.n_vectors * self.n_lanes
+        in_chunks = self.b.and_(self.n_elements, I64(-n_chunk))
+        with self.loop(I64(0), in_chunks, n_chunk) as index:
+            self.chunk(index, self.n_vectors, self.n_lanes)
+        with self.loop(in_chunks, self.n_elements, 1) as index:
+            self.chunk(index, 1, 1)
+        if self.is_x86:  # elsewhere the release of the publishing store orders them
+            with self.b.if_then(self.streams):
+                fence = ir.FunctionType(ir.VoidType(), [])
+                self.b.call(cgutils.get_or_insert_function(self.b.module, fence, "llvm.x86.sse.sfence"), [])
+
+    def chunk(self, index: ir.Value, n_vectors: int, n_lanes: int) -> None:
+        """Sum, average, round and store ``n_vectors * n_lanes`` elements from *index* on."""
+        b, element = self.b, self.element
+        start = [element.identity(n_lanes)] * n_vectors
+        before, local, everything = self.ends
+        total = self.add_inputs(start, I64(0), b.select(self.two_level, before, everything), index, n_lanes)
+        one_level, in_block = total, b.block
+        with b.if_then(self.two_level):
+            part = self.add_inputs(start, before, local, index, n_lanes)
+            rounded = [element.widen(element.narrow(value, n_lanes), n_lanes) for value in part]
+            total = [element.add(value, term) for value, term in zip(total, rounded)]
+            total = self.add_inputs(total, local, everything, index, n_lanes)
+            out_block = b.block
+        total = self.merge((one_level, in_block), (total, out_block))
+        whole, in_block = total, b.block
+        with b.if_then(self.averages):
+            quotients = [element.divide(value, self.divisor, n_lanes) for value in total]
+            out_block = b.block
+        total = self.merge((whole, in_block), (quotients, out_block))
+        self.store_chunk([element.finish(value, n_lanes) for value in total], index, n_lanes)
+
+    def add_inputs(
+        self, start: list[ir.Value], first: ir.Value, end: ir.Value, index: ir.Value, n_lanes: int
+    ) -> list[ir.Value]:
+        """Add inputs ``first .. end-1`` to *start*, in this order; return the accumulators."""
+        b = self.b
+        entry = b.block
+        body, done = b.append_basic_block("inputs"), b.append_basic_block("inputs.done")
+        b.cbranch(b.icmp_signed("<", first, end), body, done)
+        b.position_at_end(body)
+        k = b.phi(I64)
+        sums = [b.phi(value.type) for value in start]
+        source = b.gep(b.load(b.gep(self.inputs, [k])), [index])
+        new = [self.element.add(value, self.load(source, i, n_lanes)) for i, value in enumerate(sums)]
+        next_k = b.add(k, I64(1))
+        b.cbranch(b.icmp_signed("<", next_k, end), body, done)
+        k.add_incoming(first, entry)
+        k.add_incoming(next_k, body)
+        for phi, value, following in zip(sums, start, new):
+            phi.add_incoming(value, entry)
+            phi.add_incoming(following, body)
+        b.position_at_end(done)
+        return self.merge((start, entry), (new, body))
+
+    def merge(self, *ways: tuple[list[ir.Value], ir.Block]) -> list[ir.Value]:
+        """Return the values as they are on whichever of the *ways* led here."""
+        phis = [self.b.phi(value.type) for value in ways[0][0]]
+        for values, block in ways:
+            for phi, value in zip(phis, values):
+                phi.add_incoming(value, block)
+        return phis
+
+    def load(self, source: ir.Value, i: int, n_lanes: int) -> ir.Value:
+        """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""
+        pointer = self.b.gep(source, [I64(i * n_lanes)])
+        vector = element.shape(self.element.wire, n_lanes)
+        loaded = self.b.load(self.b.bitcast(pointer, vector.as_pointer()))
+        loaded.align = self.itemsize
+        return self.element.widen(loaded, n_lanes)
+
+    def store_chunk(self, values: list[ir.Value], index: ir.Value, n_lanes: int) -> None:
+        """Store one chunk at element *index* of dst, past the caches if asked for."""
+        if n_lanes == 1:
+            self.store(values, index, n_lanes, streams=False)
+            return
+        with self.b.if_else(self.streams) as (then, otherwise):
+            with then:
+                self.store(values, index, n_lanes, streams=True)
+            with otherwise:
+                self.store(values, index, n_lanes, streams=False)
+
+    def store(self, values: list[ir.Value], index: ir.Value, n_lanes: int, streams: bool) -> None:
+        """Store *values*; non-temporal stores rely on the 64-byte alignment that `streams` implies."""
+        b = self.b
+        for i, value in enumerate(values):
+            pointer = b.gep(self.dst, [b.add(index, I64(i * n_lanes))])
+            stored = b.store(value, b.bitcast(pointer, value.type.as_pointer()))
+            stored.align = self.itemsize * (n_lanes if streams else 1)
+            if streams:
+                stored.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
+
+    @contextmanager
+    def loop(self, start: ir.Value, end: ir.Value, step: int) -> Iterator[ir.Value]:
+        """``for index in range(start, end, step)`` around what is emitted inside the with-block."""
+        b = self.b
+        entry = b.block
+        head, body, done = (b.append_basic_block(f"elements.{word}") for word in ("head", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(I64)
+        b.cbranch(b.icmp_signed("<", index, end), body, done)
+        b.position_at_end(body)
+        yield index
+        index.add_incoming(start, entry)
+        index.add_incoming(b.add(index, I64(step)), b.block)
+        b.branch(head)
+        b.position_at_end(done)
