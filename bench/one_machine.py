@@ -1,0 +1,155 @@
+"""All ranks on one machine: every size against gloo and Open MPI, against the memory model; latency; a busy GIL; a model's gradients."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bpsfast.bench import memory_model, peers, resnet, steady_state, table
+from bpsfast.bench.group import Group, Hall
+from bpsfast.bench.samples import Row, best, find, take_turns
+
+_LATENCY_NBYTES = 4 << 10
+_BESIDE_NBYTES = 64 << 20
+_MODEL_FROM_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name, rounds of turns."""
+
+    sizes: tuple[int, ...]
+    n_ranks: int
+    operations: tuple[str, ...]
+    peers: tuple[str, ...]
+    quick: bool
+    say: Callable[[str], None] = print
+
+    @property
+    def n_rounds(self) -> int:
+        """Turns of every contestant at every size."""
+        return 3 if self.quick else 9
+
+
+def run(plan: Plan) -> list[dict[str, Any]]:
+    """Measure everything, print tables, return the records of the result file."""
+    largest = max(*plan.sizes, _BESIDE_NBYTES, resnet.nbytes())
+    records: list[dict[str, Any]] = []
+    with Hall(plan.n_ranks, 1, largest) as hall:
+        ours = hall.bpsfast()
+        others = {name: getattr(hall, name)() for name in plan.peers}
+        records += _by_size(plan, ours, others)
+        records += _latency(plan, ours, others)
+        records += _beside_python(plan, ours)
+        records += _gradient_list(plan, ours)
+        records += steady_state.run(plan, ours)
+    return records
+
+
+def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str, Any]]:
+    rows: list[Row] = []
+    for nbytes in plan.sizes:
+        turn = [Row(ours, variant, nbytes) for variant in plan.operations]
+        for name, group in others.items():
+            turn += [Row(group, variant, nbytes) for variant in peers.VARIANTS[name]
+                     if nbytes > peers.PIECE_NBYTES or variant == name]
+        if nbytes >= _MODEL_FROM_NBYTES:
+            turn.append(Row(ours, "memory", nbytes))
+        take_turns(turn, plan.n_rounds)
+        rows += turn
+    records = []
+    for name in dict.fromkeys(row.name for row in rows):
+        chosen = [row for row in rows if row.name == name]
+        bounds = {}
+        if name in plan.operations:
+            bounds = {row.nbytes: row.nbytes / model for row in chosen if (model := _model_s(plan, rows, row))}
+        if name != "memory":
+            plan.say(table.block(f"{name} ({chosen[0].group.name})", chosen, plan.n_ranks, 1, bounds) + "\n")
+        records += [table.record("by size", row, plan.n_ranks, 1, bounds.get(row.nbytes)) for row in chosen]
+    plan.say(_ratios(plan, rows) + "\n")
+    plan.say(_model(plan, rows) + "\n")
+    return records
+
+
+def _model_s(plan: Plan, rows: Sequence[Row], row: Row) -> float | None:
+    memory = find(rows, "memory", row.nbytes)
+    if memory is None:
+        return None
+    bandwidth = memory_model.bandwidth(row.nbytes, memory.median_s)
+    return memory_model.predicted_s(row.variant, plan.n_ranks, row.nbytes, bandwidth)
+
+
+def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
+    """How many times faster than each peer's best, by median."""
+    heads = [f"{operation} / {peer}" for operation in plan.operations for peer in plan.peers]
+    lines = [["times faster, by size (B)", *heads]]
+    for nbytes in plan.sizes:
+        line = [str(nbytes)]
+        for operation in plan.operations:
+            mine = find(rows, operation, nbytes)
+            for peer in plan.peers:
+                theirs = best(rows, peers.VARIANTS[peer], nbytes)
+                line.append(f"{theirs.median_s / mine.median_s:.2f}" if mine and theirs else "-")
+        lines.append(line)
+    return table.plain(lines)
+
+
+def _model(plan: Plan, rows: Sequence[Row]) -> str:
+    """Measured time beside what memory alone would take."""
+    lines = [["memory-stream model (B)", "GB/s of memory",
+              *(f"{operation} {head}" for operation in plan.operations for head in ("streams", "model us", "us", "model/us"))]]
+    for nbytes in plan.sizes:
+        memory = find(rows, "memory", nbytes)
+        if memory is None:
+            continue
+        line = [str(nbytes), f"{memory_model.bandwidth(nbytes, memory.median_s) / 1e9:.1f}"]
+        for operation in plan.operations:
+            row = find(rows, operation, nbytes)
+            assert row is not None
+            model = _model_s(plan, rows, row) or 0.0
+            line += [str(memory_model.streams(operation, plan.n_ranks)), f"{model * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
+                     f"{model / row.median_s:.2f}"]
+        lines.append(line)
+    return table.plain(lines)
+
+
+def _latency(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str, Any]]:
+    rows = [Row(ours, operation, _LATENCY_NBYTES) for operation in plan.operations]
+    rows += [Row(group, name, _LATENCY_NBYTES) for name, group in others.items()]
+    take_turns(rows, plan.n_rounds, n=100 if plan.quick else 400, n_warmup=20)
+    plan.say(_percentiles(f"latency of {_LATENCY_NBYTES} B (us)", rows) + "\n")
+    return [table.record("latency", row, plan.n_ranks, 1) for row in rows]
+
+
+def _percentiles(title: str, rows: Sequence[Row]) -> str:
+    names = [f"p{percent}" if percent < 100 else "max" for percent in table.PERCENTILES]
+    lines = [[title, *names, "p50 / ours", "p99 / p50"]]
+    for row in rows:
+        lines.append([row.name, *(f"{row.percentile_s(percent) * 1e6:.1f}" for percent in table.PERCENTILES),
+                      f"{row.median_s / rows[0].median_s:.2f}", f"{row.percentile_s(99) / row.percentile_s(50):.2f}"])
+    return table.plain(lines)
+
+
+def _beside_python(plan: Plan, ours: Group) -> list[dict[str, Any]]:
+    """While rank 0 runs Python in another thread, and without that, in turns."""
+    quiet = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, quiet") for operation in plan.operations]
+    beside = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, beside Python") for operation in plan.operations]
+
+    def around(row: Row, begins: bool) -> None:
+        if row in beside:
+            ours.ask("burn", begins, only=[0])
+
+    take_turns(quiet + beside, plan.n_rounds, n=8 if plan.quick else 24, n_warmup=2, around=around)
+    rows = [row for pair in zip(quiet, beside) for row in pair]
+    plan.say(_percentiles(f"{_BESIDE_NBYTES} B, and a rank that runs Python in another thread (us)", rows) + "\n")
+    return [table.record("beside Python", row, plan.n_ranks, 1) for row in rows]
+
+
+def _gradient_list(plan: Plan, ours: Group) -> list[dict[str, Any]]:
+    nbytes = resnet.nbytes()
+    rows = [Row(ours, "gradients", nbytes), Row(ours, "one tensor", nbytes)]
+    take_turns(rows, plan.n_rounds, n=4, n_warmup=1)
+    ratio = rows[0].median_s / rows[1].median_s
+    plan.say(_percentiles(f"ResNet-50, {len(resnet.gradients())} gradients, {nbytes} B (us)", rows))
+    plan.say(f"the list costs {ratio:.3f} of one tensor of the same bytes\n")
+    return [table.record("gradient list", row, plan.n_ranks, 1) for row in rows]

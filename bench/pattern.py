@@ -1,0 +1,28 @@
+"""Inputs with known sums: element i of rank r is i mod 251 + r, exact in float32 for any sensible number of ranks."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+_PERIOD = 251
+
+
+def fill(array: Array, rank: int, known: bool) -> None:
+    """Write rank *rank*'s known inputs; else zeros, which stay zeros however often they are summed in place."""
+    array[:] = 0
+    if known:
+        array += _ramp(array)
+        array += array.dtype.type(rank)
+
+
+def n_wrong(result: Array, size: int) -> int:
+    """Count the elements of *result* that are not the sum over *size* ranks."""
+    expected = _ramp(result) * result.dtype.type(size) + result.dtype.type(size * (size - 1) // 2)
+    return int(np.count_nonzero(result != expected))
+
+
+def _ramp(array: Array) -> Array:
+    ramp = np.arange(_PERIOD, dtype=array.dtype)
+    return np.resize(ramp, array.size).reshape(array.shape)

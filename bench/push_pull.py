@@ -1,0 +1,104 @@
+"""``bpsfast bench push_pull``: how long a push_pull takes, how near that is to what can be had, and what others need.
+
+One node: `one_machine`. Two nodes: `two_nodes`. All contestants are measured in turns within one run; ratios of one
+run mean something, times of two runs beside each other do not.
+"""
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bpsfast.bench import machine, one_machine, peers, table, two_nodes
+from bpsfast.orchestration.errors import ConfigError
+
+_SIZES = {1: "4K:256M", 2: "64M:64M"}
+_QUICK_SIZES = {1: "4K,64K,1M,16M,64M", 2: "64M:64M"}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print tables, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy,
+        torch, both), rate (of shaped links), json_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.get("quick", False)
+    if n_nodes not in _SIZES or n_ranks < 2:
+        raise ConfigError(f"bench push_pull measures 2 or more ranks on 1 or 2 nodes, got {n_ranks} on {n_nodes}")
+    if given.get("dtype", "float32") != "float32":
+        raise ConfigError(f"bench push_pull sums float32, got {given['dtype']} (bench kernels has all dtypes)")
+    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[n_nodes])
+    operations = _operations(given.get("api", "both"), n_nodes)
+    chosen = _peers(given.get("compare") or "")
+    start = time.time()
+    if n_nodes == 1:
+        records = one_machine.run(one_machine.Plan(sizes, n_ranks, operations, chosen, quick))
+    else:
+        rate = {"rate": given["rate"]} if "rate" in given else {}
+        records = two_nodes.run(two_nodes.Plan(sizes, n_ranks, operations, chosen, quick, **rate))
+    manifest = {"bench": "push_pull", "format": 1, "options": {name: str(value) for name, value in given.items()},
+                "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
+    records.insert(0, manifest)
+    if "json_path" in given:
+        table.write(Path(given["json_path"]), records)
+    return records
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return bytes: ``4K:256M`` is every power of two from one to the other, ``4K,1M`` a list."""
+    if ":" not in text:
+        return tuple(_size(part) for part in text.split(","))
+    low, _, high = text.partition(":")
+    sizes, at, end = [], _size(low), _size(high)
+    while at <= end:
+        sizes.append(at)
+        at *= 2
+    if not sizes:
+        raise ConfigError(f"sizes {text}: the first is larger than the last")
+    return tuple(sizes)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
+    if nbytes <= 0 or nbytes % 4:
+        raise ConfigError(f"{text!r} is no size: expected bytes (a multiple of 4) with K, M or G, such as 64M")
+    return nbytes
+
+
+def _operations(api: str, n_nodes: int) -> tuple[str, ...]:
+    if api not in _APIS:
+        raise ConfigError(f"api {api!r}: expected {', '.join(_APIS)}")
+    operations = _APIS[api]
+    if "torch" in operations and peers.missing("gloo") is not None:
+        print("torch is not installed: its operations are left out")
+        operations = ("numpy",)
+    return operations if n_nodes == 1 else operations[:1]
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in peers.VARIANTS:
+            raise ConfigError(f"compare {name!r}: known peers are {', '.join(peers.VARIANTS)}")
+    found = []
+    for name in names:
+        lacking = peers.missing(name)
+        if lacking is None:
+            found.append(name)
+        else:
+            print(lacking)
+    return tuple(found)

@@ -1,0 +1,148 @@
+"""Our side: one rank of a bpsfast job, and everything that is timed or counted on it."""
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bpsfast
+from bpsfast.bench import pattern, resnet
+from bpsfast.bench.contestant import Operation
+from bpsfast.pyx.port import copy
+
+#: What one rank copies in one call while the memory is measured: as large as a partition.
+_PIECE_NBYTES = 4 << 20
+
+
+class Ranks:
+    """One rank. Variants of `operation`:
+
+    ``numpy``
+        push_pull of an array inside the segment: the rank moves no byte.
+    ``torch``
+        push_pull_inplace of a private tensor: one copy in, one delivery out.
+    ``gradients``, ``one tensor``
+        ResNet-50's gradients by `bpsfast.Gradients`, and as many bytes as one array (any *nbytes* means theirs).
+    ``memory``
+        No communication: each rank streams its share of *nbytes* from one segment to another.
+    """
+
+    def __init__(self, largest_nbytes: int) -> None:
+        bpsfast.init()
+        self.rank, self._size = bpsfast.rank(), bpsfast.size()
+        self._largest_nbytes = largest_nbytes
+        self._inside: np.ndarray[Any, Any] | None = None
+        self._other: np.ndarray[Any, Any] | None = None
+        self._private: Any = None
+        self._gradients: bpsfast.Gradients | None = None
+        self._burning: threading.Event | None = None
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """See the class."""
+        make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
+                "one tensor": self._numpy, "memory": self._memory}[variant]
+        return make(nbytes)
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        bpsfast.barrier()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.burn(False)
+        bpsfast.shutdown()
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def _segment_array(self) -> np.ndarray[Any, Any]:
+        if self._inside is None:
+            self._inside = bpsfast.empty(self._largest_nbytes // 4, np.float32)
+        return self._inside
+
+    def _numpy(self, nbytes: int) -> Operation:
+        array, name = self._segment_array()[: nbytes // 4], f"numpy {nbytes}"
+        result: list[Any] = [None]
+
+        def run() -> None:
+            result[0] = bpsfast.push_pull(array, average=False, name=name)
+
+        return Operation(run, lambda known: pattern.fill(array, self.rank, known),
+                         lambda: pattern.n_wrong(result[0], self._size))
+
+    def _torch(self, nbytes: int) -> Operation:
+        import torch
+
+        from bpsfast.torch import push_pull_inplace
+
+        if self._private is None:
+            self._private = torch.zeros(self._largest_nbytes // 4, dtype=torch.float32)
+        tensor, name = self._private[: nbytes // 4], f"torch {nbytes}"
+        array = tensor.numpy()
+        return Operation(lambda: push_pull_inplace(tensor, average=False, name=name),
+                         lambda known: pattern.fill(array, self.rank, known),
+                         lambda: pattern.n_wrong(array, self._size))
+
+    def _gradient_list(self, nbytes: int) -> Operation:
+        shapes = resnet.gradients()
+        gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()}, average=False)
+        backward, forward = list(reversed(shapes)), list(shapes)
+        results: dict[str, Any] = {}
+
+        def run() -> None:
+            for name in backward:
+                gradients.ready(name)
+            for name in forward:
+                results[name] = gradients.wait(name)
+            gradients.step()
+
+        def fill(known: bool) -> None:
+            for name in forward:
+                pattern.fill(gradients[name].reshape(-1), self.rank, known)
+
+        return Operation(run, fill, lambda: sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward))
+
+    def _memory(self, nbytes: int) -> Operation:
+        if self._other is None:
+            self._other = bpsfast.empty(self._largest_nbytes // 4, np.float32)
+        share = nbytes // self._size
+        source, target = self._segment_array().ctypes.data, self._other.ctypes.data
+
+        def run() -> None:
+            for at in range(0, share, _PIECE_NBYTES):
+                copy(target + at, source + at, min(_PIECE_NBYTES, share - at))
+
+        return Operation(run, lambda known: None, lambda: 0)
+
+    # -- what is asked beside times --------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of this machine's node."""
+        return bpsfast.stats()
+
+    def burn(self, burning: bool) -> None:
+        """Start or stop a thread that does nothing but run Python."""
+        if self._burning is not None:
+            self._burning.set()
+            self._burning = None
+        if burning:
+            stop = self._burning = threading.Event()
+            threading.Thread(target=_burn, args=(stop,), daemon=True).start()
+
+    def process(self) -> dict[str, Any]:
+        """Return this process's resident bytes outside shared memory, its CPU seconds, and heavy modules it imported."""
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        resident = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+        return {"pid": os.getpid(), "resident_outside_segments_nbytes": resident, "cpu_s": time.process_time(),
+                "modules": sorted({"numba", "torch", "llvmlite", "zmq"} & set(sys.modules))}
+
+
+def _burn(stop: threading.Event) -> None:
+    x = 0
+    while not stop.is_set():
+        for _ in range(10_000):
+            x += 1

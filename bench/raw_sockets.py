@@ -1,0 +1,89 @@
+"""The bound of two nodes: each sends and receives the same bytes at once over plain sockets, and does nothing else.
+
+Colocated summation of M bytes on two nodes moves M bytes each way (half as partials, half as results), so the time
+of this exchange is what a push_pull would take if sums, decisions and waiting cost nothing.
+"""
+from __future__ import annotations
+
+import mmap
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from bpsfast.bench.contestant import Operation
+
+_TIMEOUT_S = 60.0
+_SNDBUF_NBYTES = 4 << 20
+
+
+class RawSockets:
+    """One of two ends: rank 1 listens at *address*, rank 0 connects. Variants: "raw 1", "raw 2" connections."""
+
+    def __init__(self, rank: int, host: str, port: int, largest_nbytes: int) -> None:
+        self.rank = rank
+        # Page-aligned and touched, as segments are.
+        self._outgoing, self._incoming = (memoryview(mmap.mmap(-1, largest_nbytes)) for _ in range(2))
+        for memory in (self._outgoing, self._incoming):
+            memory[:] = bytes(largest_nbytes)
+        self._sockets = _connect(host, port, 2) if rank == 0 else _accept(host, port, 2)
+        for sock in self._sockets:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_NBYTES)
+            sock.settimeout(None)
+        self._pool = ThreadPoolExecutor(2 * len(self._sockets))
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """Exchange *nbytes* each way over as many connections as the variant's last word says."""
+        n_streams = int(variant.split()[-1])
+        share = nbytes // n_streams
+        tasks = []
+        for i, sock in enumerate(self._sockets[:n_streams]):
+            part = slice(i * share, nbytes if i == n_streams - 1 else (i + 1) * share)
+            tasks += [(sock.sendall, self._outgoing[part]), (_receive, sock, self._incoming[part])]
+
+        def run() -> None:
+            for future in [self._pool.submit(*task) for task in tasks]:
+                future.result(_TIMEOUT_S)
+
+        return Operation(run=run, fill=lambda known: None, n_wrong=lambda: 0)
+
+    def barrier(self) -> None:
+        """Wait for the other end."""
+        self._sockets[0].sendall(b"b")
+        self._sockets[0].recv(1)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.shutdown()
+        for sock in self._sockets:
+            sock.close()
+
+
+def _receive(sock: socket.socket, memory: memoryview) -> None:
+    got = 0
+    while got < len(memory):
+        nbytes = sock.recv_into(memory[got:], 0, socket.MSG_WAITALL)
+        if not nbytes:
+            raise ConnectionError(f"the other end closed after {got} of {len(memory)} bytes")
+        got += nbytes
+
+
+def _accept(host: str, port: int, n_streams: int) -> list[socket.socket]:
+    with socket.create_server((host, port)) as server:
+        server.settimeout(_TIMEOUT_S)
+        return [server.accept()[0] for _ in range(n_streams)]
+
+
+def _connect(host: str, port: int, n_streams: int) -> list[socket.socket]:
+    deadline = time.monotonic() + _TIMEOUT_S
+    wait = threading.Event()
+    found: list[socket.socket] = []
+    while len(found) < n_streams:
+        try:
+            found.append(socket.create_connection((host, port), timeout=_TIMEOUT_S))
+        except ConnectionRefusedError:  # the other end is not listening yet
+            if time.monotonic() >= deadline:
+                raise
+            wait.wait(0.02)
+    return found

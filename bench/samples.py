@@ -1,0 +1,77 @@
+"""Rows of raw samples, taken in turns: every contestant once per round, so that a neighbour's load hits all of them."""
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from bpsfast.bench.group import Group
+
+_BATCH_NBYTES = 192 << 20
+_MAX_BATCH = 200
+
+
+@dataclass
+class Row:
+    """One contestant's operation at one size. `samples_s` are seconds per operation of the slowest rank, in order."""
+
+    group: Group = field(repr=False)
+    variant: str
+    nbytes: int
+    label: str = ""
+    n_per_round: int = 0
+    n_warmup: int = 0
+    samples_s: list[float] = field(default_factory=list)
+    n_wrong: int = 0
+    cpu_busy: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """How the row is called in tables."""
+        return self.label or self.variant
+
+    @property
+    def median_s(self) -> float:
+        """Median of all samples."""
+        return statistics.median(self.samples_s)
+
+    def percentile_s(self, percent: float) -> float:
+        """Return the smallest sample that *percent* of the samples do not exceed."""
+        ordered = sorted(self.samples_s)
+        return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def batch(nbytes: int) -> int:
+    """Return how many operations of this size make one turn: enough to time, short enough to alternate."""
+    return max(2, min(_MAX_BATCH, _BATCH_NBYTES // max(nbytes, 1)))
+
+
+def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmup: int | None = None,
+               around: Callable[[Row, bool], None] | None = None) -> None:
+    """Measure all *rows* in *n_rounds* rounds of *n* operations each (default: by size).
+
+    *around* is called with (row, True) before each turn and (row, False) after it.
+    """
+    for _ in range(n_rounds):
+        for row in rows:
+            row.n_per_round = batch(row.nbytes) if n is None else n
+            row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
+            if around is not None:
+                around(row, True)
+            samples_s, row.n_wrong, busy = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)
+            if around is not None:
+                around(row, False)
+            row.samples_s += samples_s
+            row.cpu_busy.append(busy)
+
+
+def find(rows: Iterable[Row], name: str, nbytes: int) -> Row | None:
+    """Return the row called *name* at this size."""
+    return next((row for row in rows if row.name == name and row.nbytes == nbytes), None)
+
+
+def best(rows: Iterable[Row], names: Sequence[str], nbytes: int) -> Row | None:
+    """Return the fastest (by median) of the rows called one of *names* at this size."""
+    found = [row for row in rows if row.name in names and row.nbytes == nbytes]
+    return min(found, key=lambda row: row.median_s, default=None)

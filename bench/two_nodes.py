@@ -1,0 +1,91 @@
+"""Two nodes over TCP: on links that are the limit, and on loopback, where the CPU is; against plain sockets and gloo."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bpsfast import netns
+from bpsfast.bench import table
+from bpsfast.bench.group import Hall
+from bpsfast.bench.samples import Row, best, take_turns
+from bpsfast.bench.steady_state import python_s_per_partition
+from bpsfast.cluster import Cluster
+
+_RAW = ("raw 1", "raw 2")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: sizes in bytes, ranks (spread over two nodes), peers, the rate of shaped links."""
+
+    sizes: tuple[int, ...]
+    n_ranks: int
+    operations: tuple[str, ...]
+    peers: tuple[str, ...]
+    quick: bool
+    rate: str = "1gbit"
+    say: Callable[[str], None] = print
+
+    @property
+    def n_rounds(self) -> int:
+        """Turns of every contestant at every size."""
+        return 3 if self.quick else 9
+
+
+def run(plan: Plan) -> list[dict[str, Any]]:
+    """Measure on shaped links (where namespaces can be made) and on loopback; print tables, return the records."""
+    records: list[dict[str, Any]] = []
+    lacking = netns.missing()
+    if lacking is None:
+        with Cluster(["node0", "node1"], rates=plan.rate) as cluster:
+            records += _measure(plan, f"links of {plan.rate}", cluster)
+    else:
+        plan.say(f"shaped links are left out: {lacking}\n")
+    return records + _measure(plan, "loopback", None)
+
+
+def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Take turns over one kind of network. Shaped links are slow: fewer operations, and no job without sums."""
+    shaped = cluster is not None
+    rows: list[Row] = []
+    with Hall(plan.n_ranks, 2, max(plan.sizes), cluster) as hall:
+        ours, raw = hall.bpsfast(transport="tcp"), hall.raw()
+        silent = None if shaped else hall.bpsfast(transport="tcp", sums="off")
+        gloo = hall.gloo() if "gloo" in plan.peers else None
+        before = ours.ask("counters", only=[0])[0]
+        for nbytes in plan.sizes:
+            turn = [Row(ours, operation, nbytes) for operation in plan.operations]
+            if silent is not None:
+                turn.append(Row(silent, "numpy", nbytes, label="numpy, sums off"))
+            turn += [Row(raw, name, nbytes) for name in _RAW]
+            if gloo is not None:
+                turn.append(Row(gloo, "gloo", nbytes))
+            take_turns(turn, 2 if shaped and plan.quick else plan.n_rounds, n=2 if shaped else None)
+            rows += turn
+        grown = {name: value - before.get(name, 0) for name, value in ours.ask("counters", only=[0])[0].items()}
+    return _report(plan, where, rows, python_s_per_partition(grown))
+
+
+def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> list[dict[str, Any]]:
+    """Print the tables of one network, and return its records."""
+    records = []
+    bounds = {}
+    for nbytes in plan.sizes:
+        raw = best(rows, _RAW, nbytes)
+        assert raw is not None
+        bounds[nbytes] = nbytes / raw.median_s
+    for name in dict.fromkeys(row.name for row in rows):
+        chosen = [row for row in rows if row.name == name]
+        plan.say(table.block(f"{name} ({chosen[0].group.name}), two nodes, {where}", chosen, plan.n_ranks, 2, bounds) + "\n")
+        records += [table.record(where, row, plan.n_ranks, 2, bounds[row.nbytes]) for row in chosen]
+    lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy"]]
+    for row in rows:
+        gloo = best(rows, ["gloo"], row.nbytes)
+        lines.append([f"{row.name} {row.nbytes}", f"{row.median_s * 1e6:.0f}",
+                      f"{row.nbytes / row.median_s / bounds[row.nbytes]:.3f}",
+                      f"{gloo.median_s / row.median_s:.2f}" if gloo else "-",
+                      f"{100 * sum(row.cpu_busy) / len(row.cpu_busy):.0f} %"])
+    plan.say(table.plain(lines))
+    plan.say(f"{(python_s or 0.0) * 1e6:.1f} us of the node's Python per partition\n")
+    return [*records, {"section": where, "chosen": {"n_nodes": 2}, "measured": {"python_s_per_partition": python_s}}]

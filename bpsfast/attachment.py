@@ -1,0 +1,136 @@
+"""How a rank becomes part of the job: connect to the machine's node, prove the key, get lane, board and doorbell."""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import channel as channels
+from .channel import Channel
+from .orchestration import errors
+from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from .orchestration.messages import VERSION, Attach, Attached, Refuse
+from .pyx.pages import Segment
+from .roles import Place
+from .settings import Settings, fingerprint
+
+#: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
+_GRACE_S = 5.0
+
+
+@dataclass
+class Attachment:
+    """What the node gave to this rank. `node_pidfd` and everything else is the owner's to close."""
+
+    channel: Channel
+    attached: Attached
+    lane: Segment
+    board: Segment
+    doorbell: Segment
+    node_pidfd: int
+
+    def close(self) -> None:
+        """Close everything. The port must be closed before."""
+        self.channel.close()
+        for segment in (self.lane, self.board, self.doorbell):
+            segment.close()
+        os.close(self.node_pidfd)
+
+
+def error_of(name: str, reason: str) -> BpsError:
+    """Return the error that a message names by its class; unknown names become `PeerLostError`."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, BpsError):
+        return kind(reason)
+    return PeerLostError(f"{name}: {reason}" if name else reason)
+
+
+def attach(place: Place, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
+    """Attach to this machine's node and return once the whole job has joined.
+
+    Parameters
+    ----------
+    version
+        This package's version; the node's must be the same.
+    failure
+        Says what became of the daemons this process started, or None while they are well.
+
+    Raises
+    ------
+    MismatchError, ConfigError, StallError, PeerLostError
+        What the node or the scheduler refused with, or what became of them.
+    """
+    deadline = time.monotonic() + settings.start_timeout_s + _GRACE_S
+    connection = _connect(place, settings, failure)
+    try:
+        _introduce(connection, place, settings, version)
+        while True:
+            try:
+                message, fds = connection.recv(0.2)
+                break
+            except StallError:
+                _raise_failure(failure)
+                if time.monotonic() >= deadline:
+                    raise StallError(
+                        f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not complete "
+                        f"within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the scheduler at "
+                        f"{place.scheduler[0]}:{place.scheduler[1]} is missing"
+                    ) from None
+            except PeerLostError as exc:
+                _raise_failure(failure)
+                raise PeerLostError(f"the node of this machine (pid {connection.peer[0]}) went away while rank "
+                                    f"{place.rank} was attaching; see its output") from exc
+        if isinstance(message, Refuse):
+            raise error_of(message.error, message.reason)
+        if not isinstance(message, Attached) or len(fds) != 4:
+            raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
+        return _map(connection, message, fds)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connect(place: Place, settings: Settings, failure: Callable[[], str | None]) -> Channel:
+    deadline = time.monotonic() + settings.start_timeout_s
+    name = channels.address(place.job_key, place.node_id)
+    while True:
+        try:
+            return channels.connect(name, min(0.5, max(0.0, deadline - time.monotonic())))
+        except StallError as exc:
+            _raise_failure(failure)
+            if time.monotonic() >= deadline:
+                raise StallError(f"rank {place.rank}: no node of this job listened on this machine within "
+                                 f"start_timeout_s={settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}") from exc
+
+
+def _raise_failure(failure: Callable[[], str | None]) -> None:
+    text = failure()
+    if text is not None:
+        raise PeerLostError(text)
+
+
+def _introduce(connection: Channel, place: Place, settings: Settings, version: str) -> None:
+    pid = os.getpid()
+    proof = channels.attach_proof(place.job_key, pid, place.local_rank)
+    pidfd = os.pidfd_open(pid)
+    try:
+        connection.send(
+            Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
+                   rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings)),
+            [pidfd],
+        )
+    except PeerLostError:
+        # The node may have refused before it read everything: its reason is what counts, and is read next.
+        return
+    finally:
+        os.close(pidfd)
+
+
+def _map(connection: Channel, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+    lane, board, doorbell, node_pidfd = fds
+    return Attachment(
+        channel=connection, attached=attached, node_pidfd=node_pidfd,
+        lane=Segment.attach(lane, writable=True), board=Segment.attach(board, writable=False),
+        doorbell=Segment.attach(doorbell, writable=True),
+    )

@@ -1,0 +1,282 @@
+"""broadcast: one rank's bytes to all, streamed through one fixed unit, so that memory is bounded and sizes may change.
+
+The channel is a uint8 unit of 16 partitions. The root fills partition after partition, the other ranks take part with
+empty arrivals: the "sum" of one contribution is its copy. Chunk c of the channel's life is partition c mod 16, round
+c div 16 + 1; a partition gets its next chunk when its previous round is complete, which is when every receiver has
+taken part in it, so nothing is overwritten before it was read. The first bytes of a broadcast say what it is:
+
+    offset  width  meaning
+         0      4  magic
+         4      4  number of roots: every root writes 1, and what arrives is the sum
+         8      8  number of this broadcast on the channel
+        16      8  payload bytes, which follow the header directly
+        24      4  root's rank
+        28      4  bytes of the text that are kept
+        32     32  SHA-256 of the whole description
+        64    192  description (UTF-8, cut off): name, dtype, shape
+"""
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import current as process
+from .dtypes import TABLE
+from .orchestration.errors import ConfigError, MismatchError
+from .orchestration.messages import TensorSpec
+from .pyx.port import copy
+from .tensor_input import tensor_input
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .session import Session
+
+N_PARTS = 16
+PART_NBYTES = 256 << 10
+HEADER_NBYTES = 256
+_HEADER = struct.Struct("<4sIQQII32s192s")
+_MAGIC = b"BPBC"
+_CHANNEL = TensorSpec(name="bpsfast.broadcast", dtype="uint8", shape=(N_PARTS * PART_NBYTES,), average=False,
+                      partition_nbytes=PART_NBYTES)
+
+#: (address, nbytes) of memory that is read or written in order.
+Pieces = Sequence[tuple[int, int]]
+
+
+class _Header(NamedTuple):
+    n_roots: int
+    sequence: int
+    nbytes: int
+    root: int
+    digest: bytes
+    text: str
+
+
+class Broadcaster:
+    """The broadcast channel of *session*. Any thread, one broadcast at a time; all ranks in the same order."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._chunk = 0
+        self._broken: MismatchError | None = None
+
+    def send(self, text: str, pieces: Pieces) -> None:
+        """Send the bytes of *pieces* to all other ranks, described by *text*; return when all have taken part.
+
+        Raises
+        ------
+        MismatchError
+            If another rank sends too.
+        StallError, PeerLostError
+            If a rank does not take part.
+        """
+        nbytes = sum(n for _, n in pieces)
+        with self._lock:
+            unit = self._open()
+            header = _pack(self._sequence, nbytes, self._session.rank, text)
+            memory = np.frombuffer(header, np.uint8)
+            first = self._chunk
+            stream = _Cursor([(memory.ctypes.data, HEADER_NBYTES), *pieces])
+            for _ in range(-(-(HEADER_NBYTES + nbytes) // unit.stride)):
+                self._fill(unit, stream)
+            for chunk in range(max(first, self._chunk - unit.n_parts), self._chunk):
+                self._wait(unit, chunk)
+                if chunk == first:
+                    self._check_roots(_unpack(unit, *divmod(first, unit.n_parts)), text)
+
+    def receive(self, root: int, text: str, accept: Callable[[int], Pieces]) -> None:
+        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (none of it if they are empty).
+
+        Raises
+        ------
+        MismatchError
+            If what is sent is not *text* from *root*; the channel stays usable if there was exactly one sender.
+        """
+        with self._lock:
+            unit = self._open()
+            first = self._chunk
+            self._take_part(unit, first)
+            self._wait(unit, first)
+            header = _unpack(unit, *divmod(first, unit.n_parts))
+            self._check_roots(header, text)
+            wrong = self._compare(header, root, text)
+            stream = _Cursor([] if wrong else accept(header.nbytes))
+            end = first + -(-(HEADER_NBYTES + header.nbytes) // unit.stride)
+            for chunk in range(first + 1, min(end, first + unit.n_parts)):
+                self._take_part(unit, chunk)
+            for chunk in range(first, end):
+                self._wait(unit, chunk)
+                skip = HEADER_NBYTES if chunk == first else 0
+                slot, round = chunk % unit.n_parts, chunk // unit.n_parts + 1
+                for address, n, offset in stream.take(unit.stride - skip):
+                    copy(address, unit.result_address(round, slot * unit.stride) + skip + offset, n)
+                if chunk + unit.n_parts < end:
+                    self._take_part(unit, chunk + unit.n_parts)
+            self._chunk = end
+            if wrong is not None:
+                raise wrong
+
+    def _open(self) -> Unit:
+        if self._broken is not None:
+            raise self._broken
+        self._session.declare([_CHANNEL])
+        unit = self._session.unit(_CHANNEL.name)
+        self._sequence += 1
+        return unit
+
+    def _fill(self, unit: Unit, stream: _Cursor) -> None:
+        """Put the next chunk of *stream* into its partition, once its previous round is complete, and announce it."""
+        slot, round = self._chunk % unit.n_parts, self._chunk // unit.n_parts + 1
+        if round > 1:
+            self._wait(unit, self._chunk - unit.n_parts)
+        staging = unit.staging
+        offset = slot * unit.stride
+        for address, n, at in stream.take(unit.stride):
+            copy(staging.address + offset + at, address, n)
+        with self._session.translated():
+            self._session.port.submit(unit.first_part + slot, 1, round, staging.segment, staging.offset + offset)
+        self._chunk += 1
+
+    def _take_part(self, unit: Unit, chunk: int) -> None:
+        with self._session.translated():
+            self._session.port.submit(unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1, 0, 0, empty=True)
+
+    def _wait(self, unit: Unit, chunk: int) -> None:
+        self._session.wait_parts(unit, unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1,
+                                 self._session.settings.timeout_s)
+
+    def _check_roots(self, header: _Header | None, text: str) -> None:
+        if header is not None and header.n_roots == 1 and header.sequence == self._sequence:
+            return
+        what = "no rank" if header is None or not header.n_roots else f"{header.n_roots} ranks"
+        if header is not None and header.sequence != self._sequence and header.n_roots == 1:
+            what = f"a rank that is at broadcast {header.sequence}"
+        self._broken = MismatchError(
+            f"broadcast {self._sequence} ({text}) on rank {self._session.rank}: {what} took part as root; all ranks must call "
+            "the same broadcasts in the same order with the same root_rank"
+        )
+        raise self._broken
+
+    def _compare(self, header: _Header | None, root: int, text: str) -> MismatchError | None:
+        assert header is not None, "checked by _check_roots"
+        if header.root == root and header.digest == _digest(text):
+            return None
+        return MismatchError(f"broadcast {self._sequence} differs: rank {self._session.rank} expects {text} from rank {root}, "
+                             f"but rank {header.root} sends {header.text}")
+
+
+class _Cursor:
+    """Walks through pieces of memory."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = iter(pieces)
+        self._address = self._left = 0
+
+    def take(self, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (address, nbytes, offset within these) of the next *nbytes*, or of as many as there are."""
+        offset = 0
+        while offset < nbytes:
+            if self._left == 0:
+                piece = next(self._pieces, None)
+                if piece is None:
+                    return
+                self._address, self._left = piece
+                continue
+            n = min(self._left, nbytes - offset)
+            yield self._address, n, offset
+            self._address += n
+            self._left -= n
+            offset += n
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _pack(sequence: int, nbytes: int, root: int, text: str) -> bytes:
+    kept = text.encode()[:192]
+    return _HEADER.pack(_MAGIC, 1, sequence, nbytes, root, len(kept), _digest(text), kept)
+
+
+def _unpack(unit: Unit, round_before: int, slot: int) -> _Header | None:
+    """Return the header in the result of partition *slot*; None if there is none."""
+    address = unit.result_address(round_before + 1, slot * unit.stride)
+    raw = np.empty(HEADER_NBYTES, np.uint8)
+    copy(raw.ctypes.data, address, HEADER_NBYTES)
+    magic, n_roots, sequence, nbytes, root, n_text, digest, text = _HEADER.unpack(raw.tobytes())
+    if n_roots > 1:  # the bytes of all roots were added: only this count means anything
+        return _Header(n_roots, 0, 0, 0, b"", "")
+    if magic != _MAGIC:
+        return None
+    return _Header(n_roots, sequence, nbytes, root, digest, text[:n_text].decode(errors="replace"))
+
+
+def check_root(session: Session, root_rank: int) -> None:
+    """Raise `ConfigError` if *root_rank* is no rank of the job."""
+    if not 0 <= root_rank < session.size:
+        raise ConfigError(f"root_rank={root_rank}, but the job has ranks 0 to {session.size - 1}")
+
+
+def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
+    """Give every rank the *x* of rank *root_rank*.
+
+    All ranks must call their broadcasts in one order, with the same shape and dtype; *name* is only checked to agree.
+
+    Parameters
+    ----------
+    x
+        Contiguous CPU memory, as for `push_pull`.
+
+    Returns
+    -------
+    *x*, written into, if it is writable; else a new array.
+
+    Raises
+    ------
+    MismatchError
+        If the ranks disagree on root, name, shape or dtype.
+    ConfigError
+        If there is no rank *root_rank*.
+    """
+    session = process.current()
+    check_root(session, root_rank)
+    memory = tensor_input(x)
+    text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
+    if session.rank == root_rank:
+        if session.size > 1:
+            session.broadcaster.send(text, [(memory.address, memory.nbytes)])
+        return x if memory.writable else memory.array().copy()
+    target = memory
+    if not memory.writable:
+        x = np.empty(memory.shape, TABLE[memory.dtype].numpy)
+        target = tensor_input(x)
+    session.broadcaster.receive(root_rank, text, lambda nbytes: [(target.address, nbytes)])
+    return x
+
+
+def broadcast_bytes(data: bytes | None, root_rank: int, text: str) -> bytes:
+    """Return rank *root_rank*'s *data* (None elsewhere) on every rank; any length. *text* is checked to agree."""
+    session = process.current()
+    check_root(session, root_rank)
+    if session.rank == root_rank:
+        assert data is not None, "the root has data"
+        if session.size > 1:
+            memory = np.frombuffer(data, np.uint8)
+            session.broadcaster.send(text, [(memory.ctypes.data, memory.nbytes)])
+        return data
+    received = np.empty(0, np.uint8)
+
+    def accept(nbytes: int) -> Pieces:
+        nonlocal received
+        received = np.empty(nbytes, np.uint8)
+        return [(received.ctypes.data, nbytes)]
+
+    session.broadcaster.receive(root_rank, text, accept)
+    return received.tobytes()

@@ -1,0 +1,99 @@
+"""The one session of this process, and what BytePS calls its basics: init, shutdown, rank, size, barrier."""
+from __future__ import annotations
+
+import os
+
+from .lifetime import Watch
+from .orchestration.errors import ClosedError
+from .session import Session
+
+_current: Session | None = None
+_watch: Watch | None = None
+
+
+def init(**settings: object) -> None:
+    """Join the job: attach to this machine's node, which is started if this process is the one to do so.
+
+    Blocks until all ranks, nodes and helpers are there. A second call changes nothing.
+
+    Parameters
+    ----------
+    settings
+        Settings by name, as the command line would give them (`bpsfast settings` lists them).
+
+    Raises
+    ------
+    ConfigError, MismatchError, StallError, PeerLostError
+        If the job cannot come together; the text names the setting, or who is missing.
+    """
+    global _current, _watch
+    if _current is not None and not _current.closed and _current.pid == os.getpid():
+        return
+    from . import __version__, attachment, daemons, logs, roles
+    from .settings import load
+
+    found = load(settings)
+    logs.configure(found.log_level, "rank")
+    place = roles.detect(found)
+    started = daemons.start(place, found)
+    try:
+        session = Session(attachment.attach(started.place, started.place.settings(found), __version__, started.failure), found)
+    except BaseException:
+        started.close(timeout_s=0.5)
+        raise
+    _current, _watch = session, Watch(shutdown, started)
+
+
+def shutdown() -> None:
+    """Leave the job; waits for the daemons this process started. Does nothing if there is no session.
+
+    When an uncaught exception ends the program, the other ranks are told and raise `PeerLostError`.
+    """
+    global _current, _watch
+    session, watch = _current, _watch
+    _current = _watch = None
+    if session is None or watch is None or session.pid != os.getpid():
+        return
+    # Daemons end with their starter: who started some stays until the whole job has left.
+    timeout_s = session.settings.timeout_s if watch.holds_daemons else 5.0
+    session.close(watch.failure is None, watch.failure or "", timeout_s)
+    watch.close()
+
+
+def current() -> Session:
+    """Return this process's open session; raises `ClosedError` if there is none."""
+    session = _current
+    if session is None:
+        raise ClosedError("bpsfast is not running in this process: call bpsfast.init() first (it may have been shut down)")
+    session.require_open()
+    return session
+
+
+def rank() -> int:
+    """Return the number of this rank in the job."""
+    return current().rank
+
+
+def size() -> int:
+    """Return the number of ranks in the job."""
+    return current().size
+
+
+def local_rank() -> int:
+    """Return the number of this rank on its machine."""
+    return current().local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this machine."""
+    return current().local_size
+
+
+def barrier(timeout_s: float | None = None) -> None:
+    """Wait until all ranks are here; raises `StallError` after *timeout_s* (default: the setting)."""
+    current().barrier(timeout_s)
+
+
+def stats() -> dict[str, int]:
+    """Return the counters of this machine's node: bytes moved and summed, messages, registrations."""
+    return current().counters()

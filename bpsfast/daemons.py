@@ -1,0 +1,224 @@
+"""The two daemons of a job, scheduler and node: how they are started, tied to their starter, and ended.
+
+Two ways of not outliving the starter, for two situations:
+
+* Under ``bpsfast run`` every process has the launcher as its parent and is killed with it (`tethered`).
+* Started by a rank (torchrun, BytePS's variables, a single process) a daemon must see that rank die, tell the others in
+  words, and only then end. It gets a session of its own, so that a signal to the rank's process group passes it by, and
+  the rank's pidfd: `lease_s` + 5 s after the rank has ended, a daemon that is still there ends itself.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from . import logs
+from .orchestration.errors import ConfigError
+from .roles import Place, is_loopback, job_key
+from .settings import Settings, environment, fingerprint, parse_address
+
+_log = logging.getLogger("bpsfast.daemons")
+
+#: Variables by which a launcher tells a process its place: a daemon gets its place from its starter alone.
+PLACE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
+PLACE_VARIABLES = frozenset({
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL", "PS_HEARTBEAT_TIMEOUT",
+})
+
+_STARTER_GRACE_S = 5.0
+
+
+class Daemons:
+    """The daemons that this process has started: none, a node, or a node and the scheduler. Owner thread only.
+
+    `place` is the place they were started from, its scheduler port resolved.
+    """
+
+    def __init__(self, place: Place, reserved: socket.socket | None = None) -> None:
+        self.place = place
+        self.scheduler: subprocess.Popen | None = None
+        self.node: subprocess.Popen | None = None
+        self._reserved = reserved
+
+    def failure(self) -> str | None:
+        """Return which daemon has ended with an error, in words, or None. (A node ends with 0 if another one runs.)"""
+        for name, process in (("scheduler", self.scheduler), ("node", self.node)):
+            if process is not None and process.poll():
+                return f"the {name} (pid {process.pid}) {describe_exit(process.returncode)}; its output is above"
+        return None
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Wait until the daemons have ended by themselves; end those that do not. Idempotent."""
+        deadline = time.monotonic() + timeout_s
+        for name, process in (("node", self.node), ("scheduler", self.scheduler)):
+            if process is not None and not _wait(process, deadline):
+                _log.warning("the %s (pid %d) is still running %g s after the last rank left: ending it", name,
+                             process.pid, timeout_s)
+                end(process)
+        self.node = self.scheduler = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+
+def start(place: Place, settings: Settings) -> Daemons:
+    """Start what *place* has to start on this machine: the scheduler, the node, both or neither."""
+    reserved = None
+    if place.starts_scheduler and place.scheduler[1] == 0:
+        reserved = reserve_port(place.scheduler[0])
+        place = msgspec.structs.replace(place, scheduler=(place.scheduler[0], reserved.getsockname()[1]))
+    daemons = Daemons(place, reserved)
+    try:
+        if place.starts_scheduler:
+            daemons.scheduler = start_scheduler(place, settings)
+        if place.starts_node:
+            daemons.node = start_node(place, settings)
+    except OSError:
+        daemons.close(timeout_s=0.0)
+        raise
+    return daemons
+
+
+def start_node(place: Place, settings: Settings) -> subprocess.Popen:
+    """Start the node of this machine as a child that watches this process."""
+    return _start("node", msgspec.structs.replace(place.settings(settings), rank=-1, local_rank=-1))
+
+
+def start_scheduler(place: Place, settings: Settings) -> subprocess.Popen:
+    """Start the job's scheduler as a child that watches this process."""
+    return _start("scheduler", msgspec.structs.replace(
+        place.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1))
+
+
+def _start(role: str, settings: Settings) -> subprocess.Popen:
+    starter_fd = os.pidfd_open(os.getpid())
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
+            env=clean_environment(os.environ) | environment(settings) | {"PYTHONSAFEPATH": "1"},
+            stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
+        )
+    finally:
+        os.close(starter_fd)
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return *environ* without the variables that tell a process its place or settings."""
+    return {name: value for name, value in environ.items()
+            if not name.startswith(PLACE_PREFIXES) and name not in PLACE_VARIABLES}
+
+
+def run_node(settings: Settings) -> int:
+    """Be this machine's node (or a helper) until the job is over; return the exit code."""
+    from . import node  # kernels and the engine: ranks and the launcher, which load this file too, do without them
+
+    if not settings.scheduler:
+        raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
+    name = "node" if settings.node_index < 0 else f"node {settings.node_index}"
+    logs.configure(settings.log_level, name)
+    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()))
+
+
+def run_scheduler(settings: Settings) -> int:
+    """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
+    from . import __version__
+    from .orchestration.job import JobSettings
+    from .orchestration.scheduler import Scheduler
+
+    if settings.num_nodes < 1:
+        raise ConfigError("the scheduler must know how many machines have ranks: set BPSFAST_NUM_NODES (--num-nodes)")
+    if not settings.scheduler:
+        raise ConfigError("the scheduler must know where to listen: set BPSFAST_SCHEDULER (--scheduler host:port)")
+    host, port = parse_address(settings.scheduler, "BPSFAST_SCHEDULER")
+    logs.configure(settings.log_level, "scheduler")
+    job = JobSettings(
+        num_nodes=settings.num_nodes, num_helpers=settings.num_helpers, num_server_processes=settings.num_servers,
+        size=settings.size, package=__version__, fingerprint=fingerprint(settings), placement=settings.placement,
+        partition_nbytes=settings.partition_bytes, fusion_nbytes=settings.fusion_bytes,
+        heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s, start_timeout_s=settings.start_timeout_s,
+    )
+    scheduler = Scheduler(job, job_key(settings, settings.scheduler),
+                          bind_host="127.0.0.1" if is_loopback(host) else "*", port=port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
+    return scheduler.run()
+
+
+def watch_starter(starter_fd: int, settings: Settings) -> None:
+    """Make sure that this daemon ends after its starter has: *starter_fd* is the starter's pidfd.
+
+    The daemon itself notices the loss and ends in order; this is the net below it. Starts a daemon thread.
+    """
+    grace_s = settings.lease_s + _STARTER_GRACE_S
+
+    def wait_and_end() -> None:
+        poll = select.poll()
+        poll.register(starter_fd, select.POLLIN)
+        poll.poll()
+        time.sleep(grace_s)
+        _log.error("the process that started me ended %g s ago and the job is still not over: ending", grace_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_STARTER_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=wait_and_end, name="bpsfast-starter", daemon=True).start()
+
+
+def tethered(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """Return *argv* so wrapped that the started process gets signal *number* when this process dies (see `tether`)."""
+    program = str(Path(__file__).with_name("tether.py"))
+    return [sys.executable, "-S", "-E", program, str(os.getpid()), str(int(number)), *argv]
+
+
+def reserve_port(host: str) -> socket.socket:
+    """Return a bound, not listening socket that keeps a free port of *host* for a daemon to bind.
+
+    With SO_REUSEADDR on both sockets the daemon (ZeroMQ sets it) can bind beside it; nobody else is given it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.bind((host, 0))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def describe_exit(code: int) -> str:
+    """Return "ended with exit code 3" or "was killed by SIGKILL" for a `Popen.returncode`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def end(process: subprocess.Popen, grace_s: float = 2.0) -> None:
+    """End *process* by SIGTERM, after *grace_s* by SIGKILL, and reap it."""
+    process.terminate()
+    if not _wait(process, time.monotonic() + grace_s):
+        process.kill()
+        process.wait(timeout=10.0)
+
+
+def _wait(process: subprocess.Popen, deadline: float) -> bool:
+    try:
+        process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True

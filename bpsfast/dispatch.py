@@ -1,0 +1,155 @@
+"""The communication service: one thread that decides what is written next to each node over a wire.
+
+The engine says what there is to send (`EVENT_FORWARD`: a partial to its owner, `EVENT_RESULT`: a result to every
+node with ranks) and what has arrived at the other side (`EVENT_DELIVERED`). In between stands one
+`CreditQueue` per destination: most urgent first, never more bytes under way than its credit. Moving the bytes is
+the native streams' work; this thread never touches them.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .orchestration.credit_queue import CreditQueue
+from .pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
+from .transport.tcp import TcpLink
+
+log = logging.getLogger("bpsfast.node")
+
+#: How long one call of `Engine.events` sleeps; only a bound, `stop` wakes it.
+_SLEEP_S = 1.0
+
+
+class Write(NamedTuple):
+    """One write to one node: the bytes of `part` in `round`. `flags` as in lane entries."""
+
+    part: int
+    round: int
+    flags: int
+    address: int
+    nbytes: int
+
+
+class Destination:
+    """A node behind a wire: its link, what waits for it and what is under way. The dispatcher's own."""
+
+    def __init__(self, link: TcpLink, has_ranks: bool, credit_nbytes: int) -> None:
+        self.link = link
+        self.has_ranks = has_ranks
+        self.queue: CreditQueue[Write] = CreditQueue(credit_nbytes)
+        self.lost = False
+
+
+class Dispatcher:
+    """Runs the communication service of one node.
+
+    Parameters
+    ----------
+    engine
+        Whose events it reads; nobody else may.
+    credit_nbytes
+        Bytes that may be under way to one node.
+    on_lost
+        Called from the dispatcher's thread with (source, errno) when a connection is gone.
+    """
+
+    def __init__(self, engine: Engine, credit_nbytes: int, on_lost: Callable[[int, int], None]) -> None:
+        self._engine = engine
+        self._credit_nbytes = credit_nbytes
+        self._on_lost = on_lost
+        self._destinations: dict[int, Destination] = {}
+        self._order: tuple[int, ...] = ()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
+        self.error: Exception | None = None
+        self._n_events = self._n_batches = self._n_partitions = self._cpu_ns = 0
+
+    def add(self, source: int, link: TcpLink, has_ranks: bool) -> None:
+        """Add the node that the engine knows as *source*. Before `start`."""
+        self._destinations[source] = Destination(link, has_ranks, self._credit_nbytes)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def commit(self, order: tuple[int, ...]) -> None:
+        """Use these integer ranks from now on: called just before the engine's own commit, from any thread."""
+        self._order = order
+
+    def stop(self) -> None:
+        """End the thread and wait for it. What still waits is not sent."""
+        self._stopping = True
+        self._engine.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def counters(self) -> dict[str, int]:
+        """Return events, batches, partitions handled, and the thread's own CPU time in nanoseconds."""
+        queues = [destination.queue for destination in self._destinations.values()]
+        return {
+            "events": self._n_events,
+            "batches": self._n_batches,
+            "partitions": self._n_partitions,
+            "cpu_ns": self._cpu_ns,
+            "queued": sum(queue.queued for queue in queues),
+            "in_flight_nbytes": sum(queue.in_flight_nbytes for queue in queues),
+            "peak_in_flight_nbytes": max((queue.peak_nbytes for queue in queues), default=0),
+        }
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                batch = self._engine.events(_SLEEP_S)
+                if batch:
+                    self.handle(batch)
+                    self._cpu_ns = time.thread_time_ns()
+        except Exception as exc:
+            # A dead dispatcher is a hang for everybody: the control loop must hear of it.
+            log.exception("the communication service failed")
+            self.error = exc
+            self._on_lost(-1, 0)
+
+    def handle(self, batch: list[tuple[int, int, int, int, int, int, int]]) -> None:
+        """Queue what the events of *batch* ask for, give credit back, and post what credit allows."""
+        touched: set[int] = set()
+        for kind, source, part, round_, code, address, nbytes in batch:
+            if kind == EVENT_DELIVERED:
+                self._destinations[source].queue.release(nbytes)
+                touched.add(source)
+            elif kind == EVENT_FORWARD:
+                self._put(source, Write(part, round_, code, address, nbytes))
+                touched.add(source)
+                self._n_partitions += 1
+            elif kind == EVENT_RESULT:
+                write = Write(part, round_, code, address, nbytes)
+                for peer, destination in self._destinations.items():
+                    if destination.has_ranks:
+                        self._put(peer, write)
+                        touched.add(peer)
+                self._n_partitions += 1
+            elif kind == EVENT_LOST:
+                self._lose(source, code)
+        self._n_events += len(batch)
+        self._n_batches += 1
+        for source in touched:
+            self._pump(self._destinations[source])
+
+    def _put(self, source: int, write: Write) -> None:
+        self._destinations[source].queue.put(write, order=self._order[write.part], key=write.part, nbytes=write.nbytes)
+
+    def _pump(self, destination: Destination) -> None:
+        while not destination.lost and (write := destination.queue.pop()) is not None:
+            destination.link.stream(write.part).post(write.part, write.round, write.flags, write.address, write.nbytes)
+
+    def _lose(self, source: int, code: int) -> None:
+        destination = self._destinations.get(source)
+        if destination is not None:
+            if destination.lost:
+                return  # its other streams
+            destination.lost = True
+        self._on_lost(source, code)

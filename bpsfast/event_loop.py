@@ -1,0 +1,82 @@
+"""One thread's loop over sockets, descriptors and timers, with a door for other threads."""
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+
+class EventLoop:
+    """Calls handlers when their descriptor or ZeroMQ socket is readable, when their time has come, or when asked to.
+
+    Only `call_soon` may be used from other threads (and from signal handlers). Handlers run one at a time; what one
+    raises is given to *on_error*, and the loop goes on.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self.watch(self._wake_fd, self._run_calls)
+
+    def watch(self, what: int | zmq.Socket[bytes], handler: Callable[[], None]) -> None:
+        """Call *handler* whenever *what* (a descriptor or a ZeroMQ socket) is readable or at its end."""
+        self._poller.register(what, zmq.POLLIN)
+        self._handlers[what] = handler
+
+    def forget(self, what: int | zmq.Socket[bytes]) -> None:
+        """Stop watching *what*; no harm if it is not watched. Before it is closed."""
+        if self._handlers.pop(what, None) is not None:
+            self._poller.unregister(what)
+
+    def call_at(self, when: float, handler: Callable[[], None]) -> None:
+        """Call *handler* once, at the monotonic time *when* (seconds) or soon after."""
+        heapq.heappush(self._timers, (when, next(self._counter), handler))
+
+    def call_soon(self, handler: Callable[[], None]) -> None:
+        """Call *handler* in the loop's thread as soon as possible. Any thread; nothing happens once it is closed."""
+        self._calls.append(handler)
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def run_once(self, timeout_s: float) -> None:
+        """Wait at most *timeout_s* for something to happen and call its handlers."""
+        if self._timers:
+            timeout_s = min(timeout_s, max(0.0, self._timers[0][0] - time.monotonic()))
+        # Rounded up: a timer that is due in 0.4 ms must not make the loop spin.
+        for what, _ in self._poller.poll(int(timeout_s * 1000) + 1):
+            handler = self._handlers.get(what)  # an earlier handler may have forgotten it
+            if handler is not None:
+                self._call(handler)
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            self._call(heapq.heappop(self._timers)[2])
+
+    def close(self) -> None:
+        """Close the loop's own descriptor. Watched ones are their owners'."""
+        if not self._closed:
+            self._closed = True
+            self._handlers.clear()
+            self._timers.clear()
+            os.close(self._wake_fd)
+
+    def _call(self, handler: Callable[[], None]) -> None:
+        try:
+            handler()
+        except Exception as exc:
+            self._on_error(exc)
+
+    def _run_calls(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while self._calls:
+            self._call(self._calls.popleft())

@@ -1,0 +1,233 @@
+"""The step API for trainers: all gradients of a model, in shared memory, summed as they become ready.
+
+    g = bpsfast.Gradients({name: (shape, dtype), ...})      names in forward order, on all ranks alike
+    each step:  g[name][...] = gradient; g.ready(name)      from backward, in any order
+                g.wait(name)                                the mean, read-only, when the layer needs it
+                g.step()                                    the step is over
+
+Names in forward order are priorities: what the next forward pass needs first is sent first. Small tensors are fused
+into groups with one round each: a group goes out when its last member is ready.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from . import current as process
+from .dtypes import wire_name
+from .orchestration.errors import BusyError, MismatchError
+from .orchestration.messages import MemberPlan, TensorSpec
+from .pyx.port import copy
+from .unit import Region, Unit
+
+_PAGE_NBYTES = 4096
+
+
+class Gradients:
+    """Gradients of one model, one array each in this rank's shared memory.
+
+    Returns at once; the first use of an array waits until all ranks have made theirs. Any thread; `ready` of
+    different names may come from different threads.
+
+    Parameters
+    ----------
+    tensors
+        Name -> (shape, dtype), in the order in which the forward pass needs them; the same on all ranks.
+    group_small
+        Fuse tensors below the setting fusion_bytes.
+    average
+        Divide the sums by the number of ranks.
+    prefix
+        Put before each name on the wire, where names are the job's.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True, average: bool = True,
+                 prefix: str = "") -> None:
+        self._session = process.current()
+        self._names = {name: prefix + name for name in tensors}
+        # Groups of one job have different names: two models may be trained beside each other.
+        names = list(self._names.values())
+        group = f"{names[0]} to {names[-1]}, {len(names)} tensors" if group_small and names else None
+        self._session.declare([
+            TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average, group=group,
+                       priority=-position)
+            for position, (name, (shape, dtype)) in enumerate(tensors.items())
+        ])
+        self._lock = threading.Lock()
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self._units: dict[str, Unit] = {}
+        self._regions: dict[str, Region] = {}
+        self._members: dict[str, MemberPlan] = {}
+        self._ready: set[str] = set()
+        self._pending: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the array of *name*: write the gradient here, between the step's end and `ready`."""
+        self._prepare(name)
+        return self._arrays[name]
+
+    def region(self, name: str) -> Region:
+        """Return where the bytes of *name* lie."""
+        self._prepare(name)
+        return self._regions[name]
+
+    def ready(self, name: str) -> None:
+        """Announce that the gradient of *name* is complete for this step; it must not be written until the step ends.
+
+        Raises
+        ------
+        BusyError
+            If *name* was ready in this step already, or the last step was not ended.
+        MismatchError
+            If there is no such name.
+        """
+        if self._enter(name):
+            self._units[name].push_staging()
+
+    def fill(self, name: str, address: int, nbytes: int) -> None:
+        """Copy the gradient of *name* from *address* (natively; nothing if it lies in its place), then as `ready`."""
+        self._prepare(name)
+        unit, region = self._units[name], self._regions[name]
+        if nbytes != self._members[name].nbytes:
+            raise MismatchError(f"gradient {name!r} has {self._members[name].nbytes} bytes, {nbytes} came")
+        if len(unit.members) == 1 and address != region.address:
+            if self._enter(name):
+                unit.push(address, nbytes)  # each partition is announced as soon as it is copied
+            return
+        if address != region.address:
+            self._refuse_twice(name)
+            copy(region.address, address, nbytes)
+        self.ready(name)
+
+    def zero_missing(self) -> list[str]:
+        """Let every gradient that is not ready contribute zeros; return their names."""
+        missing = self.missing()
+        for name in missing:
+            self[name].fill(0)
+            self.ready(name)
+        return missing
+
+    def missing(self) -> list[str]:
+        """Return the names that are not ready in this step."""
+        return [name for name in self._names if name not in self._ready]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a gradient of this step is ready: the step has begun and not ended."""
+        return bool(self._ready)
+
+    def wait(self, name: str, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
+        """Return the sum (mean) of *name* as a read-only array, waiting for it.
+
+        It is that of this step, if the gradient is ready in this step, else that of the last step. The array is valid
+        until the second next step's gradient of that name is ready.
+
+        Raises
+        ------
+        MismatchError
+            If there is none: nothing was ready yet, or fused neighbours are not.
+        StallError, PeerLostError
+            As `push_pull`.
+        """
+        unit, round = self._awaited(name)
+        unit.wait(round, self._timeout(timeout_s))
+        return unit.member_view(self._members[name], round)
+
+    def deliver(self, name: str, address: int, nbytes: int, timeout_s: float | None = None) -> None:
+        """Wait for the sum (mean) of *name* and copy it natively to *address*; raises as `wait`."""
+        unit, round = self._awaited(name)
+        member = self._members[name]
+        if nbytes != member.nbytes:
+            raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {nbytes} are wanted")
+        unit.deliver(round, address, member.offset, nbytes, self._timeout(timeout_s))
+
+    def step(self, timeout_s: float | None = None) -> None:
+        """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
+
+        Raises
+        ------
+        MismatchError
+            If gradients are not ready, naming them; the step goes on.
+        StallError, PeerLostError
+            As `push_pull`.
+        """
+        missing = self.missing()
+        if missing:
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise MismatchError(f"the step ends, but {len(missing)} of {len(self._names)} gradients are not ready: {shown}")
+        deadline = time.monotonic() + self._timeout(timeout_s)
+        for unit in {id(unit): unit for unit in self._units.values()}.values():
+            unit.wait(unit.round, max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._ready.clear()
+            self._pending.clear()
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self._session.settings.timeout_s if timeout_s is None else timeout_s
+
+    def _prepare(self, name: str) -> None:
+        """Check the name; at the first call wait for the units and lay the arrays out in their memory."""
+        if name not in self._names:
+            raise MismatchError(f"there is no gradient {name!r}; the names are {', '.join(list(self._names)[:8])}, ...")
+        if self._arrays:
+            return
+        with self._lock:
+            if not self._arrays:
+                self._lay_out()
+
+    def _lay_out(self) -> None:
+        units = {name: self._session.unit(wire) for name, wire in self._names.items()}
+        distinct = list({id(unit): unit for unit in units.values() if not unit.has_staging}.values())
+        rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in distinct]
+        if distinct:  # one request for all: one segment
+            memory, offset = self._session.allocate(sum(rounded)), 0
+            for unit, nbytes in zip(distinct, rounded):
+                unit.adopt_staging(memory.part(offset, nbytes))
+                offset += nbytes
+        arrays = {}
+        for name, wire in self._names.items():
+            unit = units[name]
+            member = unit.members[wire]
+            region = unit.staging.part(member.offset, member.nbytes)
+            self._members[name], self._regions[name] = member, region
+            arrays[name] = region.array.view(unit.dtype).reshape(member.shape)
+        self._units, self._arrays = units, arrays
+
+    def _refuse_twice(self, name: str) -> None:
+        if name in self._ready:
+            raise BusyError(f"gradient {name!r} is ready for the second time in one step: end the step with step() first")
+
+    def _enter(self, name: str) -> bool:
+        """Note that *name* is ready; return whether its unit is complete now."""
+        self._prepare(name)
+        unit = self._units[name]
+        with self._lock:
+            self._refuse_twice(name)
+            self._ready.add(name)
+            left = self._pending.get(unit.name, len(unit.members)) - 1
+            self._pending[unit.name] = left
+        return left == 0
+
+    def _awaited(self, name: str) -> tuple[Unit, int]:
+        """Return the unit of *name* and the round whose result is meant."""
+        self._prepare(name)
+        unit = self._units[name]
+        if name in self._ready and self._pending[unit.name]:
+            wires = {wire: own for own, wire in self._names.items()}
+            absent = [wires[wire] for wire in unit.members if wires[wire] not in self._ready]
+            raise MismatchError(f"gradient {name!r} travels together with {', '.join(absent)}, which are not ready yet")
+        if unit.round == 0:
+            raise MismatchError(f"gradient {name!r} is waited for, but it was never ready")
+        return unit, unit.round

@@ -1,0 +1,227 @@
+"""push_pull: sum a tensor over all ranks. The asynchronous form returns a `Handle`, the other waits for it.
+
+A first push of a name may come before the other ranks have declared it. It is then deferred, not waited for: ranks
+may push names in different orders without a deadlock.
+"""
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+
+from . import current as process
+from .dtypes import TABLE, wire_name
+from .orchestration.errors import BpsError, MismatchError, StallError, UnsupportedError
+from .orchestration.messages import TensorSpec
+from .session import Session
+from .tensor_input import TensorInput, tensor_input
+from .unit import Unit
+
+#: Every unnamed push_pull is a tensor of its own, with memory of its own: a loop of them is a mistake worth a word.
+_MANY_UNNAMED = 1000
+
+
+class Handle:
+    """One push_pull under way. Any thread may wait; all get the same result.
+
+    Keeps its input alive until it was waited for.
+    """
+
+    def __init__(self, session: Session, name: str, source: TensorInput, output: TensorInput | None, result: object) -> None:
+        self.name = name
+        self._session = session
+        self._source: TensorInput | None = source
+        self._output = output
+        self._result = result
+        self._shape, self._dtype = source.shape, source.dtype
+        self._unit: Unit | None = None
+        self._round = 0
+        self._error: BpsError | None = None
+        self._started = threading.Event()
+        self._finished = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "finished" if self._finished else f"round {self._round}" if self._started.is_set() else "deferred"
+        return f"<Handle {self.name!r} {state}>"
+
+    def start(self, unit: Unit) -> None:
+        """Push the input as the next round of *unit*."""
+        assert self._source is not None, "a handle starts once"
+        self._round = unit.push(self._source.address, self._source.nbytes)
+        self._unit = unit
+        self._started.set()
+
+    def start_deferred(self) -> None:
+        """Push now that the name was committed, or keep why it was not. Raises nothing: the waiter will."""
+        try:
+            self.start(self._session.unit(self.name))
+        except BpsError as exc:
+            self._error = exc
+            self._started.set()
+
+    def done(self) -> bool:
+        """Return whether `wait` will not block."""
+        if self._finished or self._error is not None:
+            return True
+        if not self._started.is_set() and self._session.unit_nowait(self.name) is None:
+            return False
+        return self._started.is_set() and (self._unit is None or self._unit.done(self._round))
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait for the round and return the result: the output that was given, else a read-only view.
+
+        Raises
+        ------
+        StallError
+            After *timeout_s* seconds (default: the setting), naming who is missing. The handle stays waitable.
+        PeerLostError
+            If the job was aborted or the node died.
+        """
+        timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            if self._finished:
+                return self._result
+            unit = self._await_start(deadline, timeout_s)
+            if self._output is not None:
+                unit.deliver(self._round, self._output.address, 0, self._output.nbytes, max(0.0, deadline - time.monotonic()))
+            unit.wait(self._round, max(0.0, deadline - time.monotonic()))
+            if self._output is None:
+                self._result = unit.view(self._round).view(TABLE[self._dtype].numpy).reshape(self._shape)
+            self._finished = True
+            self._source = self._output = None
+            return self._result
+
+    def _await_start(self, deadline: float, timeout_s: float) -> Unit:
+        if not self._started.is_set():
+            self._session.unit(self.name, max(0.0, deadline - time.monotonic()))
+            # Committed: some thread, maybe this one just now, starts everything that was deferred.
+            if not self._started.wait(max(0.0, deadline - time.monotonic())):
+                raise StallError(f"push_pull of {self.name!r} was not started within {timeout_s:g} s: the thread that was to "
+                                 "start it is stuck")
+        if self._error is not None:
+            raise self._error
+        assert self._unit is not None, "a started handle has a unit or an error"
+        return self._unit
+
+
+def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
+          result: object) -> Handle:
+    """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
+    session = process.current()
+    if name is None:
+        name = session.unnamed("auto")
+        if name == f"auto.{_MANY_UNNAMED}":
+            warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until shutdown; "
+                          "give repeated ones a name", stacklevel=3)
+    session.declare([TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)])
+    handle = Handle(session, name, source, output, result)
+    unit = session.unit_nowait(name)
+    if unit is None:
+        session.defer(name, handle.start_deferred)
+    else:
+        handle.start(unit)
+    return handle
+
+
+def push_pull_async(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
+                    out: Any = None) -> Handle:
+    """Begin to sum *x* over all ranks and return a handle for `synchronize`.
+
+    *x* must not be written until then. Parameters and results: `push_pull`.
+    """
+    source = tensor_input(x)
+    if out is not None:
+        return start(source, name, average, priority, _output(out, source), out)
+    inside = source.nbytes and process.current().locate(source.address, source.nbytes) is not None
+    if inside:
+        return start(source, name, average, priority, None, None)
+    fresh = np.empty(source.shape, TABLE[source.dtype].numpy)
+    return start(source, name, average, priority, tensor_input(fresh), fresh)
+
+
+def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None, out: Any = None) -> Any:
+    """Return the sum of *x* over all ranks, or its mean.
+
+    Parameters
+    ----------
+    x
+        C-contiguous CPU memory of the same shape and dtype on all ranks: a NumPy array, anything with ``__dlpack__``
+        or the buffer protocol. If it lies in memory of `empty`, it is not copied.
+    average
+        Divide by the number of ranks; integers are divided downwards (floor), after wrapping like NumPy's sums.
+    name
+        What makes the pushes of different ranks one operation. None: ``auto.<n>``, n counting this rank's calls
+        without a name, so that all ranks must make these in one order; each has memory of its own until `shutdown`.
+    priority
+        Higher goes first where bytes compete. None: the earlier a name is declared, the more urgent it is. Fixed by
+        the first use of the name.
+    out
+        Receives the result (it may be *x*) and is returned.
+
+    Returns
+    -------
+    Without *out*: a new array if *x* is ordinary memory; if *x* lies in memory of `empty`, a read-only view of the
+    result, which moves no byte and is valid until this rank's second next push_pull of that name.
+
+    Raises
+    ------
+    UnsupportedError
+        If *x* is not contiguous, not on the CPU, or of a dtype that bpsfast does not sum.
+    MismatchError
+        If ranks, or two uses of *name*, differ in shape, dtype or *average*.
+    BusyError
+        If *name* is in flight already.
+    ClosedError, StallError, PeerLostError
+        See there.
+    """
+    return push_pull_async(x, average, name, priority, out).wait()
+
+
+def _output(out: Any, source: TensorInput) -> TensorInput:
+    output = tensor_input(out)
+    if not output.writable:
+        raise UnsupportedError("the result cannot be written into out: its memory is read-only")
+    if (output.shape, output.dtype) != (source.shape, source.dtype):
+        raise MismatchError(f"out has shape {output.shape} and dtype {output.dtype}, the input {source.shape} and {source.dtype}")
+    return output
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether `synchronize` of *handle* will not block."""
+    return handle.done()
+
+
+def synchronize(handle: Handle, timeout_s: float | None = None) -> Any:
+    """Wait for *handle* and return its result (`Handle.wait`)."""
+    return handle.wait(timeout_s)
+
+
+def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: bool = True, priority: int | None = None) -> None:
+    """Announce that *name* will be pushed, so that its first push_pull finds everything prepared. Returns at once.
+
+    Parameters are those of the push_pulls that follow; declare in the order in which results will be needed.
+    """
+    spec = TensorSpec(name=name, dtype=wire_name(dtype), shape=tuple(shape), average=average, priority=priority)
+    process.current().declare([spec])
+
+
+def empty(shape: int | tuple[int, ...], dtype: Any = "float32") -> np.ndarray[Any, Any]:
+    """Return a new zeroed array in this rank's shared memory: push_pull of it copies nothing on this side.
+
+    The memory belongs to the job until `shutdown` and is not reused before: allocate once, not every step.
+
+    Raises
+    ------
+    CapacityError
+        If the machine cannot hold it.
+    """
+    row = TABLE[wire_name(dtype)]
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
+    region = process.current().allocate(max(nbytes, 1))
+    return region.array[:nbytes].view(row.numpy).reshape(shape)

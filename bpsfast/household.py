@@ -1,0 +1,250 @@
+"""The ranks of this machine, and the server processes beside its node: what they ask, and what they are told."""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .channel import Channel
+from .event_loop import EventLoop
+from .local_rank import LocalRank, check_attach
+from .orchestration import messages
+from .orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError
+from .reception import refuse
+from .settings import Settings
+from .wiring import Generation, Wiring
+
+if TYPE_CHECKING:
+    from .node import Node
+
+log = logging.getLogger("bpsfast.node")
+
+#: What a rank says to the scheduler; the node only checks whose it is.
+_PASSED_ON = (messages.Declare, messages.BarrierEnter, messages.Stalled)
+#: A killed process closes its channel just before its pidfd fires, which is the better reason.
+_DYING_S = 0.1
+
+
+class Household:
+    """Owns the attached ranks (in local-rank order once complete) and server processes of *node*."""
+
+    def __init__(
+        self, node: Node, loop: EventLoop, settings: Settings, package: str, fingerprint: Mapping[str, str]
+    ) -> None:
+        self.ranks: list[LocalRank] = []
+        self._node = node
+        self._loop = loop
+        self._package = package
+        self._fingerprint = dict(fingerprint)
+        self._expected = settings.local_size
+        self._servers: list[Channel] = []
+        self._writing: set[int] = set()
+        self._attached = False
+
+    @property
+    def n_servers(self) -> int:
+        """Server processes that have attached."""
+        return len(self._servers)
+
+    def wished_ranks(self) -> tuple[int, ...]:
+        """Return the global numbers the ranks ask for, by local rank (-1: any); empty until all have attached."""
+        return tuple(rank.rank for rank in self.ranks) if self.ranks and len(self.ranks) == self._expected else ()
+
+    def missing(self) -> str:
+        """Name the local ranks that have not attached."""
+        here = {rank.local_rank for rank in self.ranks}
+        return "local rank " + ", ".join(str(number) for number in range(max(1, self._expected)) if number not in here)
+
+    # -- who comes ----------------------------------------------------------------------------------------
+
+    def rank_came(self, link: Channel, message: messages.Attach, pidfd: int) -> None:
+        """Take a rank in, or raise why not. When the last one has come, the node joins the job."""
+        check_attach(message, self._package, self._fingerprint)
+        if self._node.admitted:
+            raise ConfigError(f"local rank {message.local_rank} (process {message.pid}) came too late: the job of this "
+                              "node is complete without it")
+        if self._expected < 0 and not self.ranks:
+            self._expected = message.local_size  # a server process's node: the first rank says how many come
+        if message.local_size != self._expected:
+            raise ConfigError(f"local_size: local rank {message.local_rank} (process {message.pid}) says "
+                              f"{message.local_size}, the node of this machine expects {max(0, self._expected)}")
+        for other in self.ranks:
+            if other.local_rank == message.local_rank:
+                raise ConfigError(
+                    f"local rank {message.local_rank} is process {other.pid} already, now process {message.pid} claims "
+                    "it: two machines of a job on one host need different BPSFAST_NODE_ID, on their ranks and nodes")
+        rank = LocalRank(link, message, pidfd, self._node.vertex.regions)
+        self.ranks.append(rank)
+        self.ranks.sort(key=lambda each: each.local_rank)
+        self._loop.watch(link.fileno(), lambda: self._read(rank))
+        self._loop.watch(pidfd, lambda: self._died(rank))
+        if len(self.ranks) == self._expected:
+            self._node.join()
+
+    def server_came(self, link: Channel, message: messages.AttachServer) -> None:
+        """Count a server process that found the machine's node running, and keep it until the job ends."""
+        if message.version != messages.VERSION:
+            raise ConfigError(f"protocol version: server process {message.pid} has {message.version}, the node "
+                              f"{messages.VERSION}")
+        self._servers.append(link)
+        self._loop.watch(link.fileno(), lambda: self._server_left(link))
+        if not self._node.admitted and (self._expected <= 0 or self.wished_ranks()):
+            self._node.join()
+
+    def admitted(self, me: messages.NodeInfo) -> None:
+        """Give the ranks their global numbers."""
+        for rank in self.ranks:
+            rank.rank = me.ranks[rank.local_rank]
+
+    def connected(self, me: messages.NodeInfo, welcome: messages.Welcome, transports: dict[str, str]) -> None:
+        """Tell the ranks that everybody is there, with all they need to begin."""
+        n_ranks = sum(len(node.ranks) for node in welcome.nodes)
+        n_helpers = sum(not node.ranks for node in welcome.nodes)
+        vertex = self._node.vertex
+        self._attached = True
+        for rank in self.ranks:
+            rank.tell(messages.Attached(
+                rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
+                node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
+                settings=self._fingerprint), vertex.fds_for(rank))
+
+    # -- what ranks say -----------------------------------------------------------------------------------
+
+    def _read(self, rank: LocalRank) -> None:
+        try:
+            received = rank.channel.recv_nowait()
+        except PeerLostError:
+            self._loop.forget(rank.channel.fileno())
+            self._loop.call_at(time.monotonic() + _DYING_S, lambda: self._cut(rank))
+            return
+        except ProtocolError as exc:
+            self._loop.forget(rank.channel.fileno())
+            self._lose(rank, str(exc))
+            return
+        for message, _ in received:
+            self._act(rank, message)
+
+    def _act(self, rank: LocalRank, message: messages.Message) -> None:
+        if isinstance(message, messages.Allocate) and self._attached:
+            self._allocate(rank, message)
+        elif isinstance(message, messages.Ask):
+            rank.tell(messages.Told(request=message.request, counters=self._node.counters()))
+        elif isinstance(message, messages.Detach):
+            self._detach(rank, message)
+        elif isinstance(message, _PASSED_ON) and message.rank == rank.rank:
+            self._node.send(message)
+        else:
+            self._lose(rank, f"sent {type(message).__name__}, which is not its turn or not its own")
+
+    def _allocate(self, rank: LocalRank, message: messages.Allocate) -> None:
+        try:
+            rank.allocate(message, lambda chunk: self._node.vertex.input_grew(rank.source, chunk))
+        except CapacityError as exc:
+            rank.tell(messages.Refuse(error="CapacityError", reason=str(exc)))
+
+    def _detach(self, rank: LocalRank, message: messages.Detach) -> None:
+        if rank.left:
+            return
+        rank.left = True
+        if not message.clean:
+            rank.tell(messages.Detached())
+            self._lose(rank, message.reason or "left with an error")
+        elif self._attached and not self._node.ending:
+            self._node.send(messages.RankLeft(rank=rank.rank))
+        else:
+            rank.tell(messages.Detached())
+            if not self._node.ending:
+                self._lose(rank, "gave up before the job was complete")
+
+    def _died(self, rank: LocalRank) -> None:
+        """The rank's process has ended: harmless if it said goodbye, even in its very last message."""
+        self._loop.forget(rank.pidfd)
+        if not rank.gone:
+            self._read(rank)
+        self._loop.forget(rank.channel.fileno())
+        if not rank.gone:
+            self._lose(rank, "died without leaving")
+        rank.dead = True
+
+    def _cut(self, rank: LocalRank) -> None:
+        if not rank.gone:
+            self._lose(rank, "closed its channel without leaving")
+
+    def _lose(self, rank: LocalRank, reason: str) -> None:
+        text = f"{rank.describe()} (local rank {rank.local_rank}, process {rank.pid}) is lost: {reason}"
+        self._node.fail(PeerLostError(text), rank.describe() if rank.rank >= 0 else "", reason)
+
+    def _server_left(self, link: Channel) -> None:
+        try:
+            link.recv_nowait()
+        except BpsError:
+            log.info("the server process beside this node has ended")
+            self._loop.forget(link.fileno())
+            self._servers.remove(link)
+            link.close()
+
+    # -- what ranks are told ------------------------------------------------------------------------------
+
+    def tell(self, rank: int, message: messages.Message) -> None:
+        """Tell global *rank*."""
+        for each in self.ranks:
+            if each.rank == rank:
+                each.tell(message)
+
+    def tell_all(self, message: messages.Message) -> None:
+        """Tell every rank."""
+        for rank in self.ranks:
+            rank.tell(message)
+
+    def declare(self, generation: Generation, wiring: Wiring) -> None:
+        """Tell every rank that *generation* was committed, and show it the segments its results appear in."""
+        if not self.ranks:
+            return
+        segments = list(wiring.result_segments(generation))
+        declared = messages.Declared(generation=generation.plan.generation, units=generation.ready_units())
+        for rank in self.ranks:
+            for node, number, segment in segments:
+                rank.share_result(node, number, segment)
+            rank.tell(declared)
+
+    def abort(self, error: BpsError) -> None:
+        """Tell who cannot read it on the board: ranks that wait to be attached, and server processes."""
+        for rank in self.ranks:
+            if not self._attached and not rank.dead:
+                refuse(rank.channel, error)
+        for link in self._servers:
+            refuse(link, error)
+
+    def finish(self) -> None:
+        """Let everybody go."""
+        self.tell_all(messages.Detached())
+        for link in self._servers:
+            link.post(messages.Detached())
+
+    def settled(self, exit_code: int) -> bool:
+        """Whether the node may end: all were told what there is to tell."""
+        if exit_code == 0 or not self._attached:
+            return not any(link.backlog for link in self._links())
+        return all(rank.gone for rank in self.ranks)
+
+    def flush(self) -> None:
+        """Send what channels could not take before; watch those that still cannot."""
+        for link in self._links():
+            try:
+                link.flush()
+            except PeerLostError:
+                log.debug("a local channel ended with a backlog")
+
+    def _links(self) -> list[Channel]:
+        return [rank.channel for rank in self.ranks if not rank.dead] + self._servers
+
+    def close(self) -> None:
+        """Close all channels. After the engine has ended."""
+        for rank in self.ranks:
+            self._loop.forget(rank.pidfd)
+            self._loop.forget(rank.channel.fileno())
+            rank.close()
+        for link in self._servers:
+            self._loop.forget(link.fileno())
+            link.close()

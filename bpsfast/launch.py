@@ -1,0 +1,167 @@
+"""``bpsfast run``: a whole job on this machine — a scheduler, nodes with their ranks, helpers — from one command.
+
+`plan` only decides: which processes, with which environment; ``--dry-run`` prints that, ready to be started by hand.
+The `supervisor` runs them. ``bpsfast dmlc`` does for BytePS's variables what bpslaunch did.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from . import roles
+from .cluster import Cluster, Machine
+from .daemons import clean_environment, reserve_port, run_node, run_scheduler
+from .orchestration.errors import ConfigError
+from .settings import Settings, environment
+from .supervisor import Command, Kind, Limits, Supervisor
+
+_KEY = "BPSFAST_JOB_KEY"
+_LOOPBACK = "127.0.0.1"
+_NETNS_PORT = 7700  # in a new namespace every port is free
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of what: `ranks` of each node in node order, and how many helpers."""
+
+    ranks: tuple[int, ...]
+    n_helpers: int = 0
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines' names: nodes in order, then helpers."""
+        return [f"node{i}" for i in range(len(self.ranks))] + [f"helper{i}" for i in range(self.n_helpers)]
+
+
+def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = None) -> Shape:
+    """Return the job's shape: *n_ranks* spread over *n_nodes*, the first ones one more; or as *ranks* ("2,3") says.
+
+    Raises
+    ------
+    ConfigError
+        If a node would be left without a rank.
+    """
+    if ranks is not None:
+        parts = ranks.split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise ConfigError(f"--ranks {ranks}: expected the ranks of each node, each at least 1, such as 2,3")
+        return Shape(ranks=tuple(int(part) for part in parts), n_helpers=n_helpers)
+    if not 1 <= n_nodes <= n_ranks:
+        raise ConfigError(f"{n_ranks} ranks cannot be spread over {n_nodes} nodes: each needs one (see --helpers)")
+    share, more = divmod(n_ranks, n_nodes)
+    return Shape(ranks=tuple(share + (i < more) for i in range(n_nodes)), n_helpers=n_helpers)
+
+
+def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
+         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None) -> list[Command]:
+    """Return the job's processes in the order of starting: scheduler, nodes, helpers, ranks.
+
+    Parameters
+    ----------
+    scheduler, key
+        Its address, and the job's key in hex: both end up in every environment and in no command line.
+    cluster
+        Machines to start on (named as `Shape.machines`), or None: all on this one, over loopback.
+    """
+    base = clean_environment(environ)
+    job = msgspec.structs.replace(
+        settings, scheduler=roles.format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
+        num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
+        node_index=-1,
+    )
+    commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None)]
+    ranks: list[Command] = []
+    for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
+        machine = cluster[name] if cluster else None
+        host = machine.address if machine else job.node_host or _LOOPBACK
+        here = msgspec.structs.replace(job, node_id=name, node_index=index, local_size=n_local, node_host=host)
+        title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
+        commands.append(_daemon("node", title, here, base, machine))
+        for local_rank in range(n_local):
+            mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
+            variables = _thread_defaults({**base, **environment(mine)}, mine.size)
+            ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
+    return commands + ranks
+
+
+def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
+        limits: Limits | None = None, tee_dir: Path | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Run the job to its end; return its exit code. Main thread only."""
+    environ = os.environ if environ is None else environ
+    key = settings.job_key or secrets.token_hex(32)
+    if netns:
+        with Cluster(shape.machines, rates=rate) as cluster:
+            commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster)
+            return Supervisor(commands, limits=limits, tee_dir=tee_dir).run()
+    with reserve_port(_LOOPBACK) as reserved:
+        commands = plan(shape, program, settings, environ, reserved.getsockname(), key)
+        return Supervisor(commands, limits=limits, tee_dir=tee_dir).run()
+
+
+def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
+    """Print the commands of the job, so that each can be started by hand (in any order, after the first line)."""
+    with reserve_port(_LOOPBACK) as reserved:
+        commands = plan(shape, program, settings, {}, reserved.getsockname(), key="00" * 32)
+    show(f"export {_KEY}=$(python3 -c 'import secrets; print(secrets.token_hex(32))')")
+    for command in commands:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items() if name != _KEY]
+        show(f"# {command.name}")
+        show(" ".join([*variables, shlex.join(command.argv)]))
+
+
+def dmlc(program: Sequence[str], settings: Settings, environ: Mapping[str, str] | None = None) -> int:
+    """Act by ``DMLC_ROLE`` as bpslaunch did: scheduler, server (the machine's node or a helper), or ranks.
+
+    Returns the exit code. A scheduler or server of a job on one machine (see `roles.is_local_job`) has nothing to do.
+    """
+    environ = os.environ if environ is None else environ
+    role = environ.get("DMLC_ROLE", "")
+    if role == "worker":
+        return _dmlc_worker(program, settings, environ)
+    if role not in ("scheduler", "server"):
+        raise ConfigError(f"DMLC_ROLE = {role!r}: expected scheduler, server or worker")
+    place = roles.detect(settings, environ)
+    if not place.job_key:
+        print(f"bpsfast: a job on one machine needs no {role}: nothing to do", file=sys.stderr)
+        return 0
+    filled = place.settings(settings)
+    return run_scheduler(filled) if role == "scheduler" else run_node(filled)
+
+
+def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[str, str]) -> int:
+    if not program:
+        raise ConfigError("DMLC_ROLE = worker: expected the program to start, `bpsfast dmlc -- python train.py`")
+    n_local = settings.local_size
+    if n_local < 0:
+        devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
+        n_local = len(devices.split(",")) if devices and devices not in ("all", "none", "void") else 1
+    base = _thread_defaults(dict(environ), n_local)
+    if roles.is_local_job(settings, environ) and not (settings.job_key or settings.job_key_file):
+        base[_KEY] = secrets.token_hex(32)
+    commands = [
+        Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),
+                base | {"BYTEPS_LOCAL_RANK": str(i), "BYTEPS_LOCAL_SIZE": str(n_local)})
+        for i in range(n_local)
+    ]
+    return Supervisor(commands).run()
+
+
+def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None) -> Command:
+    environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
+    return Command(title, Kind.DAEMON, (sys.executable, "-m", "bpsfast", role), environ, _via(machine))
+
+
+def _thread_defaults(environ: dict[str, str], n_ranks: int) -> dict[str, str]:
+    """Add what ranks that share this machine's cores need, where the user has not decided."""
+    cores = len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(max(1, cores // n_ranks)), "PYTHONUNBUFFERED": "1"} | environ
+
+
+def _via(machine: Machine | None) -> tuple[str, ...]:
+    return () if machine is None else tuple(machine.via())
+

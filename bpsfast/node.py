@@ -1,0 +1,317 @@
+"""The node: one process per machine that sums, owns memory and connections, and carries out the scheduler's plans.
+
+    gather    local ranks attach (a helper has none)
+    join      Join -> Welcome -> connect to all peers -> Attached
+    serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
+    end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
+
+Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
+streams' native threads. A helper is a node to which no rank attaches.
+"""
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from . import __version__, logs, reception, trace, transport
+from .attachment import error_of
+from .counters import told
+from .event_loop import EventLoop
+from .household import Household
+from .orchestration import messages
+from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from .orchestration.membership import Membership
+from .plans import Plans
+from .settings import Settings, fingerprint, parse_address
+from .stop_signals import StopSignals
+from .transport import Peering, shm, tcp
+from .vertex import Vertex
+
+log = logging.getLogger("bpsfast.node")
+
+#: How long ranks have to read why a job was aborted, and a scheduler to say what a lost peer means.
+GRACE_S = 2.0
+_TICK_S = 0.25
+
+
+def main(settings: Settings) -> int:
+    """Be this machine's node until the job ends; return the exit code.
+
+    If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
+    any other returns 0 at once: the ranks attach to the one that is there.
+    """
+    logs.configure(settings.log_level, "node")
+    key = bytes.fromhex(settings.job_key)
+    try:
+        transport.check(settings)
+        listener = reception.bind(key, settings.node_id)
+        if listener is None:
+            log.info("this machine already has a node (node_id %r)", settings.node_id)
+            if settings.local_size >= 0:
+                return 0
+            return reception.attach_server(key, settings.node_id, os.getpid(), settings.start_timeout_s)
+        return Node(settings, key, listener).run()
+    except BpsError as exc:
+        log.error("%s: %s", type(exc).__name__, exc)
+        return 1
+
+
+class Node:
+    """See the module. Made and run by one thread; owns everything it makes."""
+
+    def __init__(self, settings: Settings, key: bytes, listener: socket.socket) -> None:
+        self._settings = settings
+        self._key = key
+        self._fingerprint = fingerprint(settings)
+        self._loop = EventLoop(self._broken)
+        self._home = Household(self, self._loop, settings, __version__, self._fingerprint)
+        self._reception = reception.Reception(self._loop, listener, key, self._home.rank_came, self._home.server_came,
+                                              self._peer_came)
+        self._vertex = Vertex(settings, self._source_lost_soon)
+        self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
+        self._scheduler = parse_address(settings.scheduler)
+        self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
+        self._membership: Membership | None = None
+        self._peering: Peering | None = None
+        self._welcome: messages.Welcome | None = None
+        self._lost_peers: set[int] = set()
+        self._n_control = 0
+        self._exit_code: int | None = None
+        self._leave_at = 0.0
+        self._handlers: dict[type, Callable[..., None]] = {
+            messages.Welcome: self._on_welcome, messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
+            messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
+            messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
+            messages.StallAnswer: self._on_stall_answer, messages.Abort: self._on_abort,
+            messages.Finish: self._on_finish,
+        }
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until the job ends; return the exit code."""
+        self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
+        with StopSignals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
+            try:
+                if self._settings.local_size <= 0:
+                    self.join()
+                while not self._over():
+                    self._loop.run_once(_TICK_S)
+                    self._turn()
+            finally:
+                self._close()
+        assert self._exit_code is not None
+        return self._exit_code
+
+    def join(self) -> None:
+        """Ask to be admitted with the ranks that have attached; asking again replaces what was said before."""
+        if self._membership is None:
+            host, port = self._scheduler
+            self._membership = Membership(
+                host, port, self._key, now=time.monotonic(), heartbeat_s=self._settings.heartbeat_s,
+                lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s)
+            for sock in self._membership.sockets:
+                self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
+        host, port = self._data_listener.getsockname()[:2]
+        self._membership.send(messages.Join(
+            version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
+            index=self._settings.node_index, ranks=self._home.wished_ranks(),
+            server_processes=self._home.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
+            shm_name=self._reception.name.lstrip(b"\0").decode(), nic_rate_bytes=self._settings.nic_rate * 1e9 / 8,
+            settings=self._fingerprint))
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the scheduler has closed the job's list of members."""
+        return self._welcome is not None
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is over for this node, well or not."""
+        return self._exit_code is not None
+
+    @property
+    def vertex(self) -> Vertex:
+        """What sums here."""
+        return self._vertex
+
+    def send(self, message: messages.Message) -> None:
+        """Send *message* to the scheduler."""
+        self._n_control += 1
+        if self._membership is not None:
+            self._membership.send(message)
+
+    def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True) -> None:
+        """End the job with *error* on all ranks.
+
+        The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
+        """
+        if self._exit_code is not None:
+            return
+        log.error("%s: %s", type(error).__name__, error)
+        if tell and self._membership is not None:
+            self.send(messages.Lost(who=who or self._name(), reason=reason or str(error)))
+        self._vertex.abort(error)
+        self._home.abort(error)
+        self._end(1)
+
+    def counters(self) -> dict[str, int]:
+        """Return everything that is counted here."""
+        return told(self._vertex, self._n_control)
+
+    def _end(self, code: int) -> None:
+        self._exit_code = code
+        self._leave_at = time.monotonic() + GRACE_S
+
+    def _over(self) -> bool:
+        if self._exit_code is None:
+            return False
+        return self._home.settled(self._exit_code) or time.monotonic() >= self._leave_at
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._membership is not None:
+            for message in self._membership.recv_nowait(now):
+                self._n_control += 1
+                self._handlers[type(message)](message)
+            if self._exit_code is None:
+                self._membership.tick(now)
+        self._home.flush()
+        self._vertex.flush()
+
+    def _turn(self) -> None:
+        try:
+            self._tick()
+        except Exception as exc:
+            self._broken(exc)
+
+    def _broken(self, exc: Exception) -> None:
+        """End the job in words, whatever was raised: a node that goes on half-broken is a hang for everybody."""
+        if isinstance(exc, BpsError):
+            self.fail(exc)
+        else:
+            log.error("the node failed", exc_info=exc)
+            self.fail(ProtocolError(f"{self._name()} failed: {type(exc).__name__}: {exc}"))
+
+    def _stopped(self, name: str) -> None:
+        self.fail(PeerLostError(f"{self._name()} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"))
+
+    def _check_gathered(self) -> None:
+        if self._membership is None and self._exit_code is None:
+            self.fail(StallError(f"{self._home.missing()} did not attach to the node of this machine (pid "
+                                 f"{os.getpid()}) within {self._settings.start_timeout_s:g} s"))
+
+    def _name(self) -> str:
+        return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
+
+    def _close(self) -> None:
+        if self._membership is not None:
+            self._membership.close()
+        self._reception.close()
+        if self._peering is not None:
+            self._peering.close()
+        self._data_listener.close()
+        records = self._vertex.stop()
+        if self._settings.trace_dir and self._welcome is not None:
+            trace.write(self._settings.trace_dir, self._name(), records, self._vertex.part_names)
+        self._home.close()
+        self._vertex.close()
+        self._loop.close()
+
+    # -- peers --------------------------------------------------------------------------------------------
+
+    def _on_welcome(self, message: messages.Welcome) -> None:
+        self._welcome = message
+        me = message.nodes[message.index]
+        logs.configure(self._settings.log_level, self._name())
+        self._home.admitted(me)
+        doorstep = self._vertex.doorstep
+        self._peering = Peering(self._settings, self._key, message.epoch, me, message.nodes, self._data_listener,
+                                doorstep, lambda: self._loop.call_soon(self._peering_changed))
+        self._peering.start()
+        self._reception.know(message.index, message.epoch, doorstep)
+        self._peering_changed()
+
+    def _peer_came(self, link: shm.ShmLink) -> None:
+        assert self._peering is not None
+        self._peering.offer(link, "a memfd exchange over this node's local socket worked")
+
+    def _peering_changed(self) -> None:
+        """Once every peer is connected: tell the engine, the ranks, and do what was held back."""
+        assert self._peering is not None and self._welcome is not None
+        if self._peering.error is not None:
+            self.fail(self._peering.error)
+        if not self._peering.done or self._vertex.connected or self._exit_code is not None:
+            return
+        for name, choice in self._peering.describe().items():
+            log.info("%s by %s", name, choice)
+        me = self._welcome.nodes[self._welcome.index]
+        self._vertex.connect(me, self._welcome, self._peering.links, self._peering.describe(), self._home.ranks)
+        for link in self._vertex.shm_links():
+            self._loop.watch(link.channel.fileno(), lambda link=link: self._read_peer(link))
+            self._loop.watch(link.pidfd, lambda link=link: self._peer_lost(link.index, "its process is gone"))
+        self._home.connected(me, self._welcome, self._peering.describe())
+        self._plans.connected()
+
+    def _read_peer(self, link: shm.ShmLink) -> None:
+        try:
+            received = link.channel.recv_nowait()
+        except PeerLostError:
+            self._loop.forget(link.channel.fileno())
+            self._peer_lost(link.index, "its process is gone")
+            return
+        for message, fds in received:
+            self._n_control += 1
+            self._plans.peer_said(link, message, fds)
+
+    def _source_lost_soon(self, source: int, code: int) -> None:
+        self._loop.call_soon(lambda: self._source_lost(source, code))
+
+    def _source_lost(self, source: int, code: int) -> None:
+        """The engine or a stream gave a source up: a broken connection, or rubbish that was announced."""
+        who, index = self._vertex.who(source)
+        if code == errno.EPROTO or index is None:
+            self.fail(ProtocolError(f"{who} announced or sent what fits no partition: mixed versions, or our bug"), who)
+        else:
+            self._peer_lost(index, f"its data connection ended ({os.strerror(code) if code else 'closed'})")
+
+    def _peer_lost(self, index: int, reason: str) -> None:
+        """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""
+        link = self._vertex.links.get(index)
+        if isinstance(link, shm.ShmLink):
+            self._loop.forget(link.pidfd)
+        if index in self._lost_peers or self._exit_code is not None:
+            return
+        self._lost_peers.add(index)
+        assert self._welcome is not None
+        host = self._welcome.nodes[index].host
+        log.info("node %d (%s) is lost: %s", index, host, reason)
+        self.send(messages.Lost(who=f"node {index}", reason=reason))
+        self._loop.call_at(time.monotonic() + GRACE_S,
+                           lambda: self.fail(PeerLostError(f"node {index} ({host}) is lost: {reason}"), tell=False))
+
+    # -- the scheduler's words ----------------------------------------------------------------------------
+
+    def _on_refuse(self, message: messages.Refuse) -> None:
+        self.fail(error_of(message.error, message.reason), tell=False)
+
+    def _on_abort(self, message: messages.Abort) -> None:
+        self.fail(error_of(message.error, message.reason), tell=False)
+
+    def _on_finish(self, message: messages.Finish) -> None:
+        if self._exit_code is None:
+            self._home.finish()
+            self._end(0)
+
+    def _on_stall_ask(self, message: messages.StallAsk) -> None:
+        ranks, nodes = self._vertex.missing(message.part, message.round)
+        self.send(messages.StallReport(part=message.part, round=message.round, missing_ranks=ranks,
+                                       missing_nodes=nodes))
+
+    def _on_stall_answer(self, message: messages.StallAnswer) -> None:
+        self._home.tell(message.rank, message)
+

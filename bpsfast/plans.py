@@ -1,0 +1,85 @@
+"""The scheduler's two-phase plans, carried out: prepare, say Ready, commit (or forget)."""
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from .event_loop import EventLoop
+from .household import Household
+from .orchestration import messages
+from .orchestration.errors import CapacityError, ProtocolError
+from .transport import shm
+from .vertex import Vertex
+from .wiring import Generation
+
+if TYPE_CHECKING:
+    from .node import Node
+
+log = logging.getLogger("bpsfast.node")
+
+
+class Plans:
+    """At most one generation is being prepared at a time; plans that come before all peers are connected wait."""
+
+    def __init__(self, node: Node, loop: EventLoop, vertex: Vertex, home: Household, timeout_s: float) -> None:
+        self._node = node
+        self._loop = loop
+        self._vertex = vertex
+        self._home = home
+        self._timeout_s = timeout_s
+        self._generation: Generation | None = None
+        self._early: list[messages.Plan] = []
+
+    def connected(self) -> None:
+        """Prepare what was planned before the last peer was connected."""
+        early, self._early = self._early, []
+        for plan in early:
+            self.prepare(plan)
+
+    def prepare(self, plan: messages.Plan) -> None:
+        """Allocate, bind and share all of *plan*; answer Ready once peers of this host have done their part too."""
+        if not self._vertex.connected:
+            self._early.append(plan)
+            return
+        try:
+            self._generation = self._vertex.wiring.prepare(plan)
+        except CapacityError as exc:
+            log.warning("generation %d was refused: %s", plan.generation, exc)
+            self._node.send(messages.PrepareFailed(generation=plan.generation, reason=str(exc)))
+            return
+        self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(plan))
+        self._announce()
+
+    def peer_said(self, link: shm.ShmLink, message: messages.Message, fds: tuple[int, ...]) -> None:
+        """Act on a message of a peer of this host: it may be the last that Ready waited for."""
+        self._vertex.peer_said(link, message, fds, self._generation)
+        self._announce()
+
+    def commit(self, message: messages.Commit) -> None:
+        """Activate the prepared generation and tell the ranks where its results appear."""
+        generation, self._generation = self._generation, None
+        if generation is None or generation.plan.generation != message.generation:
+            raise ProtocolError(f"the scheduler commits generation {message.generation}, which was not prepared here")
+        self._vertex.commit(generation, message.order)
+        self._home.declare(generation, self._vertex.wiring)
+
+    def refused(self, message: messages.DeclareFailed) -> None:
+        """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""
+        if self._generation is not None and self._generation.names & set(message.names):
+            self._vertex.wiring.drop(self._generation)
+            self._generation = None
+        self._home.tell_all(message)
+
+    def _announce(self) -> None:
+        generation = self._generation
+        if generation is not None and not generation.awaited and not generation.announced:
+            generation.announced = True
+            self._node.send(messages.Ready(generation=generation.plan.generation))
+
+    def _check(self, plan: messages.Plan) -> None:
+        generation = self._generation
+        if generation is not None and generation.plan is plan and generation.awaited:
+            names = ", ".join(f"node {index}" for index in sorted(generation.awaited))
+            self._node.send(messages.PrepareFailed(generation=plan.generation, reason=(
+                f"{names} did not say within {self._timeout_s:g} s where results lie")))

@@ -1,0 +1,183 @@
+"""Regions: the node's memory for inputs, partials, slots and results, in segments that others may map.
+
+    inputs     one arena per local rank: what the rank writes; mapped writable by the rank
+    partials   sums of the local ranks, of parts that another node owns (several local ranks only)
+    slots      where other nodes' partials land (tcp), of parts that this node owns
+    results    both parities of every part that appears here: owned, or sent back to us by tcp
+
+An arena is a list of segments filled from their start: nothing is ever given back before the job ends, so
+nothing fragments, and an address stays good for as long as a NIC or another process may use it. Segment numbers
+are unique on the node over all kinds: an entry (segment, offset) means the same to everyone who got the segment.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from . import headroom
+from .orchestration.errors import CapacityError
+from .pyx.pages import Segment
+
+PAGE_NBYTES = 4096
+#: A new segment has at least this size, so that a thousand small tensors do not make a thousand descriptors.
+MIN_SEGMENT_NBYTES = 2 << 20
+#: Lane entries carry the segment number in 16 bits.
+MAX_SEGMENTS = 1 << 16
+
+
+class Place(NamedTuple):
+    """A run of bytes: number and descriptor-owner of its segment, byte offset in it, and its address here."""
+
+    segment: int
+    offset: int
+    address: int
+
+
+class Chunk:
+    """One segment of an arena, filled from its start."""
+
+    __slots__ = ("index", "segment", "used")
+
+    def __init__(self, index: int, segment: Segment) -> None:
+        self.index = index
+        self.segment = segment
+        self.used = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left."""
+        return self.segment.nbytes - self.used
+
+
+class Arena:
+    """Memory of one kind. Made by `Regions.arena`; not thread-safe: the control loop's own."""
+
+    def __init__(self, regions: Regions, kind: str, huge: bool) -> None:
+        self.kind = kind
+        self.chunks: list[Chunk] = []
+        self._regions = regions
+        self._huge = huge
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(chunk.segment.nbytes for chunk in self.chunks)
+
+    def allocate(self, nbytes: int, coming_nbytes: int = 0) -> tuple[Place, Chunk | None]:
+        """Return *nbytes* of zeroed, page-aligned memory, and the chunk that was made for it, if one was.
+
+        *coming_nbytes* is what the caller will ask for next, this request included: a new segment is made large
+        enough for all of it.
+
+        Raises
+        ------
+        CapacityError
+            Before any page is touched, if the machine cannot hold a new segment.
+        """
+        rounded = page_round(max(1, nbytes))
+        for chunk in self.chunks:
+            if chunk.room >= rounded:
+                return self._take(chunk, rounded), None
+        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._huge)
+        self.chunks.append(chunk)
+        return self._take(chunk, rounded), chunk
+
+    @staticmethod
+    def _take(chunk: Chunk, rounded: int) -> Place:
+        place = Place(chunk.index, chunk.used, chunk.segment.address + chunk.used)
+        chunk.used += rounded
+        return place
+
+
+class Regions:
+    """All segments of one node, and the refusal of what the machine cannot hold.
+
+    Parameters
+    ----------
+    max_bytes
+        Upper bound of all segments together; 0: only the machine's limits count.
+    huge_pages
+        Try 2 MiB pages for inputs, partials and slots. Results stay on ordinary pages: ranks map runs of them
+        side by side at page granularity.
+    """
+
+    def __init__(self, max_bytes: int = 0, huge_pages: bool = False) -> None:
+        self._max_nbytes = max_bytes
+        self._huge_pages = huge_pages
+        self._chunks: list[Chunk] = []
+        self._nbytes: dict[str, int] = {}
+        self._arenas: list[Arena] = []
+        self.partials = self.arena("partial", huge_pages)
+        self.slots = self.arena("slot", huge_pages)
+        self.results = self.arena("result", False)
+
+    def arena(self, kind: str, huge: bool | None = None) -> Arena:
+        """Return a new arena of *kind*."""
+        made = Arena(self, kind, self._huge_pages if huge is None else huge)
+        self._arenas.append(made)
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(self._nbytes.values())
+
+    @property
+    def n_segments(self) -> int:
+        """Number of segments ever made: each is one registration."""
+        return len(self._chunks)
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Return the bytes of segments per kind: input, partial, slot, result."""
+        return dict(self._nbytes)
+
+    def chunk(self, index: int) -> Chunk:
+        """Return the chunk with segment number *index*."""
+        return self._chunks[index]
+
+    def require(self, wanted: Sequence[tuple[Arena, int]], purpose: str) -> None:
+        """Return if *wanted*, tuples of (arena, nbytes), can be had together for *purpose*.
+
+        Raises
+        ------
+        CapacityError
+            With what is needed and what there is; nothing was allocated.
+        """
+        needed = 0
+        for arena, nbytes in wanted:
+            # Room in chunks is no promise for a list of pieces; counting on the last one alone is never too hopeful
+            # by more than a piece, and the machine's reserve covers that.
+            room = arena.chunks[-1].room if arena.chunks else 0
+            if nbytes > room:
+                needed += max(nbytes - room, MIN_SEGMENT_NBYTES)
+        if needed:
+            self._require(needed, purpose)
+
+    def grow(self, kind: str, nbytes: int, huge: bool) -> Chunk:
+        """Make a segment of at least *nbytes*, faulted in; raises `CapacityError` before it touches a page."""
+        self._require(nbytes, f"a segment for {kind}s")
+        if len(self._chunks) >= MAX_SEGMENTS:
+            raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
+                                "declare fewer, larger tensors (or groups)")
+        chunk = Chunk(len(self._chunks), Segment(nbytes, name=f"bpsfast-{kind}", huge=huge))
+        self._chunks.append(chunk)
+        self._nbytes[kind] = self._nbytes.get(kind, 0) + chunk.segment.nbytes
+        return chunk
+
+    def close(self) -> None:
+        """Unmap everything. Only when engine and transports are closed."""
+        for chunk in self._chunks:
+            chunk.segment.close()
+
+    def _require(self, nbytes: int, purpose: str) -> None:
+        if self._max_nbytes and self.nbytes + nbytes > self._max_nbytes:
+            raise CapacityError(
+                f"{purpose} needs {nbytes} more bytes, but BPSFAST_MAX_BYTES={self._max_nbytes} leaves "
+                f"{max(0, self._max_nbytes - self.nbytes)} (segments hold {self.nbytes}): raise it, or push less"
+            )
+        headroom.require(nbytes, purpose)
+
+
+def page_round(nbytes: int) -> int:
+    """Return *nbytes* rounded up to whole pages."""
+    return (nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES * PAGE_NBYTES

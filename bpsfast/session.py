@@ -1,0 +1,416 @@
+"""A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
+
+A session knows the units that were committed, the segments that were shared, and how a wait that ends badly becomes
+an error that names who is to blame. Waits on rounds are native (`Port`); the socket is read only by a call that
+needs a reply, and beside a wait while pushes are deferred. `current` holds the one session of a process.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .attachment import Attachment, error_of
+from .mailbox import Mailbox
+from .orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
+from .orchestration.messages import (
+    Allocate,
+    Allocated,
+    Ask,
+    BarrierDone,
+    BarrierEnter,
+    Declare,
+    Declared,
+    DeclareFailed,
+    Detach,
+    Detached,
+    Message,
+    Refuse,
+    SegmentShared,
+    StallAnswer,
+    Stalled,
+    TensorSpec,
+    Told,
+)
+from .pyx.pages import Segment
+from .pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port
+from .settings import Settings
+from .unit import Region, Unit
+
+if TYPE_CHECKING:
+    from .broadcaster import Broadcaster
+
+#: How long to wait for the answer to "who is missing?".
+STALL_ANSWER_S = 2.5
+#: How long a wait on a round sleeps while pushes are deferred and their commits may arrive by socket.
+_DEFERRED_SLICE_S = 0.002
+#: A wait sleeps at most this long before it looks whether the session was closed by another thread.
+_WAIT_SLICE_S = 0.5
+#: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
+_GOODBYE_S = 5.0
+
+
+class Session:
+    """One rank's attachment to its node. Any thread; made by `init`, found by `current`."""
+
+    def __init__(self, attachment: Attachment, settings: Settings) -> None:
+        attached = attachment.attached
+        self.rank, self.size = attached.rank, attached.size
+        self.local_rank, self.local_size = attached.local_rank, attached.local_size
+        self.node, self.n_nodes, self.n_helpers = attached.node, attached.n_nodes, attached.n_helpers
+        self.transports = dict(attached.transports)
+        self.settings = settings
+        self.pid = os.getpid()
+        self.closed = False
+        self.port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
+                         trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
+        self._attachment = attachment
+        self._lock = threading.RLock()
+        self._segments: dict[tuple[str, int], Segment] = {}
+        self._inputs: list[tuple[int, Segment]] = []
+        self._specs: dict[str, TensorSpec] = {}
+        self._units: dict[str, Unit] = {}
+        self._failed: dict[str, BpsError] = {}
+        self._deferred: dict[str, Callable[[], None]] = {}
+        self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
+        self._allocated: dict[int, Allocated | BpsError] = {}
+        self._told: dict[int, dict[str, int]] = {}
+        self._stall_answers: dict[tuple[int, int], str] = {}
+        self._requests = 0
+        self._barriers_entered = 0
+        self._barriers_done = 0
+        self._unnamed: dict[str, int] = {}
+        self.order: dict[str, int] = {}
+        self._released = False
+        self._n_inside = 0
+        self._broadcaster: Broadcaster | None = None
+        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self._check_state)
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def declare(self, specs: Sequence[TensorSpec]) -> None:
+        """Tell the job about tensors. Returns at once; they may be pushed when all ranks have declared them.
+
+        Ranks may declare in any order. Declaring the same again changes nothing.
+
+        Raises
+        ------
+        MismatchError
+            If this rank declared one of the names differently before; what the ranks could not agree on stays refused.
+        """
+        self.require_open()
+        with self._lock:
+            new = [spec for spec in specs if self._is_new(spec)]
+            for spec in new:
+                self._specs[spec.name] = spec
+        if new:
+            self._mailbox.send(Declare(rank=self.rank, tensors=tuple(new)))
+
+    def _is_new(self, spec: TensorSpec) -> bool:
+        if spec.name in self._failed:
+            raise self._failed[spec.name]
+        known = self._specs.get(spec.name)
+        if known is None:
+            return True
+        for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes"):
+            before, now = getattr(known, field), getattr(spec, field)
+            if before != now and not (field == "priority" and now is None):
+                raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank {self.rank} first "
+                                    f"used the name, now {now!r}; use one name for one kind of tensor")
+        return False
+
+    def unnamed(self, prefix: str) -> str:
+        """Return the next automatic name that begins with *prefix*: prefix.0, prefix.1, ... on this rank."""
+        with self._lock:
+            number = self._unnamed.get(prefix, 0)
+            self._unnamed[prefix] = number + 1
+        return f"{prefix}.{number}"
+
+    def unit(self, name: str, timeout_s: float | None = None) -> Unit:
+        """Return the unit that tensor *name* is part of, waiting until all ranks have declared it.
+
+        Raises
+        ------
+        StallError
+            If it was not committed in time: some rank has not declared the name.
+        MismatchError
+            Or whatever the job refused the declaration with.
+        """
+        self.require_open()
+        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
+        found = self._units.get(name)
+        if found is not None:
+            return found
+        answer = self._mailbox.wait(lambda: self._units.get(name) or self._failed.get(name), timeout_s)
+        self._start_deferred()
+        if isinstance(answer, Unit):
+            return answer
+        if answer is not None:
+            raise answer
+        raise StallError(f"tensor {name!r} was declared by rank {self.rank}, but not by all {self.size} ranks within "
+                         f"{timeout_s:g} s: another rank is late, or calls it by another name")
+
+    def unit_nowait(self, name: str) -> Unit | None:
+        """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
+        self.require_open()
+        if name not in self._units:
+            self._mailbox.pump()
+            self._start_deferred()
+        failed = self._failed.get(name)
+        if failed is not None:
+            raise failed
+        return self._units.get(name)
+
+    def defer(self, name: str, start: Callable[[], None]) -> None:
+        """Call *start* in whichever thread first sees that *name* is committed. *start* raises nothing."""
+        with self._lock:
+            if name in self._deferred:
+                raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the handle "
+                                "first, or use another name")
+            self._deferred[name] = start
+        self._start_deferred()
+
+    def _start_deferred(self) -> None:
+        while self._deferred:
+            with self._lock:
+                known = next((name for name in self._deferred if name in self._units or name in self._failed), None)
+                start = self._deferred.pop(known) if known is not None else None
+            if start is None:
+                return
+            start()
+
+    @property
+    def broadcaster(self) -> Broadcaster:
+        """The session's broadcast channel."""
+        from .broadcaster import Broadcaster
+
+        with self._lock:
+            if self._broadcaster is None:
+                self._broadcaster = Broadcaster(self)
+            return self._broadcaster
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Region:
+        """Return *nbytes* of zeroed, page-aligned input memory. It stays this rank's until the session ends.
+
+        Raises
+        ------
+        CapacityError
+            If the machine cannot hold it.
+        """
+        self.require_open()
+        with self._lock:
+            self._requests += 1
+            request = self._requests
+            self._asked.append(request)
+            self._mailbox.send(Allocate(request=request, nbytes=nbytes))
+        answer = self._mailbox.wait(lambda: self._allocated.pop(request, None), self.settings.timeout_s)
+        if answer is None:
+            raise StallError(f"the node did not answer a request for {nbytes} bytes within {self.settings.timeout_s:g} s")
+        if isinstance(answer, BpsError):
+            raise answer
+        segment = self._segments["rank", answer.segment]
+        array = np.frombuffer(segment, np.uint8, nbytes, answer.offset)  # type: ignore[call-overload]
+        return Region(array, answer.segment, answer.offset, segment.address + answer.offset)
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Return (segment, offset) if these bytes lie in one of this rank's input segments."""
+        for number, segment in self._inputs:
+            if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
+                return number, address - segment.address
+        return None
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def wait_parts(self, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
+        """Wait for *round* of partitions *part* to *part* + *n_parts* of *unit*; raises as `Unit.wait` does."""
+        self._in_slices(lambda wait_s: self.port.wait(part, n_parts, round, wait_s), unit, part, n_parts, round, timeout_s)
+
+    def deliver_parts(self, unit: Unit, address: int, source: int, nbytes: int, part: int, round: int, timeout_s: float) -> None:
+        """Copy *nbytes* at *source*, the result of partitions from *part* on, to *address* as they complete."""
+        n_parts = -(-nbytes // unit.stride)
+        # A slice that ends early copies the complete partitions again: rare, and cheap beside the wait.
+        self._in_slices(lambda wait_s: self.port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
+                        unit, part, n_parts, round, timeout_s)
+
+    def _in_slices(self, wait: Callable[[float], int], unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            with self.translated():
+                outcome = wait(min(remaining_s, _DEFERRED_SLICE_S if self._deferred else _WAIT_SLICE_S))
+            if outcome == DONE:
+                return
+            if outcome != TIMED_OUT or time.monotonic() >= deadline:
+                raise self._trouble(outcome, unit, part, n_parts, round, timeout_s)
+            # Another rank may wait for a push of ours that is deferred: its commit comes by socket.
+            if self._deferred:
+                self._mailbox.pump()
+                self._start_deferred()
+
+    def _trouble(self, outcome: int, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> BpsError:
+        if outcome == ABORTED:
+            return self._abort_error()
+        if outcome == NODE_DIED:
+            return self._node_died()
+        late = next((i for i in range(part, part + n_parts) if not self.port.done(i, 1, round)), part)
+        missing = self._ask_missing(late, round, unit.name)
+        return StallError(f"rank {self.rank} waited {timeout_s:.3g} s for round {round} of {unit.name!r} (partition "
+                          f"{late - unit.first_part} of {unit.n_parts}): {missing}")
+
+    def _ask_missing(self, part: int, round: int, name: str) -> str:
+        self._mailbox.send(Stalled(rank=self.rank, part=part, round=round, name=name))
+        answer = self._mailbox.wait(lambda: self._stall_answers.pop((part, round), None), STALL_ANSWER_S)
+        return answer or f"nobody could say who is missing (no answer from node or scheduler within {STALL_ANSWER_S:g} s)"
+
+    def _abort_error(self) -> BpsError:
+        text = self.port.state()[1]
+        name, _, reason = text.partition(": ")
+        return error_of(name, reason)
+
+    def _node_died(self) -> PeerLostError:
+        if self.port.state()[0]:
+            return PeerLostError(self.port.state()[1].partition(": ")[2])
+        return PeerLostError(f"node {self.node} (pid {self._attachment.attached.node_pid} on this machine) died; "
+                             f"rank {self.rank} cannot go on without it")
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Use the port: it stays open until the block ends, and what it raises becomes the job's own error."""
+        with self._lock:
+            self.require_open()
+            self._n_inside += 1
+        try:
+            yield
+        except ConnectionError as exc:
+            if isinstance(exc, BpsError):
+                raise
+            raise (self._abort_error() if self.port.state()[0] else self._node_died()) from exc
+        finally:
+            with self._lock:
+                self._n_inside -= 1
+
+    def _check_state(self) -> None:
+        self.require_open()
+        if self.port.state()[0]:
+            raise self._abort_error()
+
+    # -- the job ---------------------------------------------------------------------------------------------------
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks have called this as often as this rank.
+
+        Raises
+        ------
+        StallError
+            If they have not in time.
+        """
+        self.require_open()
+        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
+        with self._lock:
+            self._barriers_entered += 1
+            sequence = self._barriers_entered
+        self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
+        done = self._mailbox.wait(lambda: True if self._barriers_done >= sequence else None, timeout_s)
+        self._start_deferred()
+        if not done:
+            raise StallError(f"rank {self.rank} waited {timeout_s:g} s in barrier {sequence}: "
+                             f"not all {self.size} ranks have entered it")
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of this machine's node."""
+        self.require_open()
+        with self._lock:
+            self._requests += 1
+            request = self._requests
+        self._mailbox.send(Ask(request=request))
+        told = self._mailbox.wait(lambda: self._told.pop(request, None), self.settings.timeout_s)
+        if told is None:
+            raise StallError(f"the node did not tell its counters within {self.settings.timeout_s:g} s")
+        return told
+
+    def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
+        """Enter one message of the node into the tables. Called by the mailbox, one message at a time."""
+        match message:
+            case SegmentShared():
+                segment = Segment.attach(fds[0], writable=message.owner == "rank")
+                self._segments[message.owner, message.segment] = segment
+                if message.owner == "rank":
+                    self._inputs = [*self._inputs, (message.segment, segment)]
+            case Allocated():
+                self._asked.remove(message.request)
+                self._allocated[message.request] = message
+            case Declared():
+                for ready in message.units:
+                    unit = Unit(self, ready, self._segments)
+                    for name in unit.members:
+                        self._units[name] = unit
+            case DeclareFailed():
+                for name in message.names:
+                    self._failed[name] = error_of(message.error, message.reason)
+            case Refuse():
+                self._allocated[self._asked.pop(0)] = error_of(message.error, message.reason)
+            case StallAnswer():
+                self._stall_answers[message.part, message.round] = message.missing
+            case BarrierDone():
+                self._barriers_done = max(self._barriers_done, message.sequence)
+            case Told():
+                self._told[message.request] = message.counters
+            case Detached():
+                self._released = True
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        if self.pid != os.getpid():
+            raise ClosedError(f"this process ({os.getpid()}) is a fork of rank {self.rank} (pid {self.pid}): a session is not "
+                              "inherited; call bpsfast in the process that called init()")
+        if self.closed:
+            raise ClosedError("bpsfast was shut down in this process: call bpsfast.init() before using it again")
+
+    def close(self, clean: bool = True, reason: str = "", timeout_s: float = _GOODBYE_S) -> None:
+        """Leave the job and wait up to *timeout_s* for its end. Idempotent; never raises for lost peers.
+
+        *clean* False tells the others to stop, with *reason*. Arrays that lie in the segments stay usable.
+        """
+        if self.closed or self.pid != os.getpid():
+            return
+        with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent
+            self._mailbox.send(Detach(clean=clean, reason=reason))
+            self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
+        with self._lock:
+            self.closed = True
+        self._write_trace()
+        for unit in set(self._units.values()):
+            unit.forget()
+        self._units.clear()
+        self._deferred.clear()
+        self._inputs = []
+        segments, self._segments = list(self._segments.values()), {}
+        if not self._left_by_all():
+            return  # a thread is still inside the port: better to keep the mappings than to pull them from under it
+        self.port.close()
+        self._attachment.close()
+        for segment in segments:
+            with contextlib.suppress(BufferError):  # the user still holds arrays: the last of them unmaps it
+                segment.close()
+
+    def _left_by_all(self) -> bool:
+        """Wait until no other thread is inside the port, for a few slices."""
+        deadline = time.monotonic() + _GOODBYE_S
+        while self._n_inside and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._n_inside == 0
+
+    def _write_trace(self) -> None:
+        if self.settings.trace_dir:
+            from . import trace
+
+            names = {unit.first_part + i: unit.name for unit in set(self._units.values()) for i in range(unit.n_parts)}
+            trace.write(self.settings.trace_dir, f"rank {self.rank}", self.port.trace(), names)

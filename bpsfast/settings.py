@@ -1,0 +1,260 @@
+"""All settings: one typed table that everything reads, with the origin of every value.
+
+The table *is* the `Settings` class: each field carries its unit, meaning and limits. A value comes from the first of
+
+    command line (`overrides`) > BPSFAST_NAME > BytePS's variable (`byteps_variables`) > profile file > default
+
+and an unknown ``BPSFAST_*`` variable is an error. To add a setting, add one field here; nothing else is needed.
+"""
+from __future__ import annotations
+
+import difflib
+import os
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from . import logs
+from .byteps_variables import ALIASES, report, translate
+from .orchestration.errors import ConfigError
+from .orchestration.placement import check_policy
+
+PREFIX = "BPSFAST_"
+
+
+def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
+    """Describe a field. `agree`: all roles of a job must have the same value. `limits`: ge, le, gt, pattern."""
+    return msgspec.Meta(description=doc, extra={"unit": unit, "agree": agree}, **limits)
+
+
+_Transport = Literal["auto", "shm", "tcp", "rdma"]
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting of one process, read once and never changed. -1 means "not set" where it is no value."""
+
+    # who and where: filled by a launcher, see `roles`
+    scheduler: Annotated[str, _about("where the scheduler listens", "host:port")] = ""
+    rank: Annotated[int, _about("number of this rank in the job", ge=-1)] = -1
+    size: Annotated[int, _about("ranks in the job", ge=-1)] = -1
+    local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1)] = -1
+    local_size: Annotated[int, _about("ranks on this machine; 0: the node is a helper", ge=-1)] = -1
+    node_id: Annotated[str, _about("names the machine's node on this host (several machines on one host)")] = "machine"
+    node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1)] = -1
+    num_nodes: Annotated[int, _about("machines with ranks", ge=-1)] = -1
+    num_helpers: Annotated[int, _about("machines that only sum", ge=0)] = 0
+    num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1)] = -1
+    node_host: Annotated[str, _about("own address that peers connect to", "host")] = ""
+    interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
+    job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
+    job_key_file: Annotated[str, _about("file with the secret", "path")] = ""
+
+    # what is summed where, and how it travels
+    transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"
+    allow_shm: Annotated[bool, _about("may two nodes of one host share memory", agree=True)] = True
+    placement: Annotated[str, _about("who sums what: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
+    partition_bytes: Annotated[int, _about("largest partition of a tensor", "bytes", agree=True, ge=4096)] = 4_096_000
+    fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0)] = 4_096_000
+    credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096)] = 16_777_216
+    tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=4)] = 2
+    tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection", "bytes", ge=4096)] = 4_194_304
+    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0
+    engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
+    nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
+    huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
+    max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
+
+    # how long to wait, what to tell
+    timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0)] = 300.0
+    start_timeout_s: Annotated[float, _about("deadline of the rendezvous", "s", gt=0)] = 60.0
+    heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
+    lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
+    trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
+    trace_capacity: Annotated[int, _about("trace records kept per process", ge=1)] = 65_536
+    log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
+    profile: Annotated[str, _about("TOML file with settings", "path")] = ""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    name: str
+    variable: str
+    kind: str
+    unit: str
+    default: Any
+    doc: str
+    aliases: tuple[str, ...]
+    agree: bool
+
+
+_TYPES = typing.get_type_hints(Settings, include_extras=True)
+_NAMES = Settings.__struct_fields__
+_DEFAULTS = {name: getattr(Settings(), name) for name in _NAMES}
+
+
+def table() -> tuple[Setting, ...]:
+    """Return every setting, in the order of the class."""
+    return tuple(_row(name) for name in _NAMES)
+
+
+def _row(name: str) -> Setting:
+    annotated = _TYPES[name]
+    meta = annotated.__metadata__[0]
+    choices = typing.get_args(annotated.__origin__)
+    aliases = tuple(variable for variable, alias in ALIASES.items() if alias.setting == name)
+    kind = "|".join(choices) if choices else annotated.__origin__.__name__
+    return Setting(name=name, variable=PREFIX + name.upper(), kind=kind, unit=meta.extra["unit"],
+                   default=_DEFAULTS[name], doc=meta.description, aliases=aliases, agree=meta.extra["agree"])
+
+
+def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of this process (see `load_with_origins`); set the log's level, log BytePS's variables."""
+    settings, origins = load_with_origins(overrides, environ)
+    logs.configure(settings.log_level)
+    report(os.environ if environ is None else environ, origins)
+    return settings
+
+
+def load_with_origins(
+    overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """Return the settings and, by name, where each value came from.
+
+    Parameters
+    ----------
+    overrides
+        Values of the command line by name, typed or as text; None values are skipped.
+    environ
+        The environment; `os.environ` if None. An empty variable counts as not set.
+
+    Raises
+    ------
+    ConfigError
+        An unknown name, a value of the wrong type or out of its limits, or two values that contradict.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    for name in given:
+        _known(name, name, "the command line")
+    variables = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value != ""}
+    for variable in variables:
+        _known(variable.removeprefix(PREFIX).lower(), variable, "the environment")
+    profile_path = str(given.get("profile", variables.get(PREFIX + "PROFILE", "")))
+    profile = _read_profile(profile_path) if profile_path else {}
+
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name in _NAMES:
+        variable = PREFIX + name.upper()
+        if name in given:
+            raw, origin = given[name], "command line"
+        elif variable in variables:
+            raw, origin = variables[variable], variable
+        else:
+            alias = translate(name, environ, values)
+            if alias is not None:
+                raw, origin = alias.value, f"{alias.variable} (alias)"
+            elif name in profile:
+                raw, origin = profile[name], f"profile {profile_path}"
+            else:
+                raw, origin = _DEFAULTS[name], "default"
+        values[name] = _typed(name, raw, origin)
+        origins[name] = origin
+    settings = Settings(**values)
+    _check_together(settings, origins)
+    return settings, origins
+
+
+def fingerprint(settings: Settings) -> dict[str, str]:
+    """Return, as text, the settings that all roles of one job must agree on."""
+    return {row.name: _text(getattr(settings, row.name)) for row in table() if row.agree}
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the ``BPSFAST_*`` variables that make a child load these settings; the job key is among them."""
+    return {
+        PREFIX + name.upper(): _text(getattr(settings, name))
+        for name in _NAMES
+        if getattr(settings, name) != _DEFAULTS[name] and name != "profile"
+    }
+
+
+def parse_address(text: str, origin: str = "BPSFAST_SCHEDULER") -> tuple[str, int]:
+    """Return host and port of ``host:port`` (``[v6]:port`` for IPv6).
+
+    Raises
+    ------
+    ConfigError
+        If *text* is no such thing; *origin* says who gave it.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{origin} gives {text!r} as an address: expected host:port with a port up to 65535")
+    return host, int(port)
+
+
+def _known(name: str, spelled: str, where: str) -> None:
+    if name in _NAMES:
+        return
+    near = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6)
+    spell = (lambda n: PREFIX + n.upper()) if spelled.startswith(PREFIX) else str
+    hint = f"did you mean {spell(near[0])}?" if near else "`bpsfast env` lists all settings"
+    raise ConfigError(f"{where} sets {spelled}, which is no setting of bpsfast: {hint}")
+
+
+def _typed(name: str, raw: Any, origin: str) -> Any:
+    row_type = _TYPES[name]
+    text = raw.strip() if isinstance(raw, str) else raw
+    if name == "log_level" and isinstance(text, str):
+        text = text.upper()
+    try:
+        return msgspec.convert(text, row_type, strict=False)
+    except msgspec.ValidationError as exc:
+        row = _row(name)
+        shown = "(hidden)" if name == "job_key" else repr(raw)
+        unit = f" in {row.unit}" if row.unit else ""
+        raise ConfigError(
+            f"{row.variable} = {shown} (from {origin}): {exc}; expected {row.kind}{unit}: {row.doc}"
+        ) from exc
+
+
+def _check_together(settings: Settings, origins: dict[str, str]) -> None:
+    if settings.lease_s <= 2 * settings.heartbeat_s:
+        raise ConfigError(
+            f"BPSFAST_LEASE_S = {settings.lease_s} ({origins['lease_s']}) must be more than twice BPSFAST_HEARTBEAT_S "
+            f"= {settings.heartbeat_s} ({origins['heartbeat_s']}): one late heartbeat would end the job"
+        )
+    check_policy(settings.placement)
+    if settings.scheduler:
+        parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
+    if settings.transport == "shm" and not settings.allow_shm:
+        raise ConfigError(
+            f"BPSFAST_TRANSPORT = shm ({origins['transport']}) contradicts BPSFAST_ALLOW_SHM = 0 "
+            f"({origins['allow_shm']})"
+        )
+
+
+def _read_profile(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            content = msgspec.toml.decode(file.read())
+    except OSError as exc:
+        raise ConfigError(f"BPSFAST_PROFILE = {path!r} cannot be read: {exc.strerror}") from exc
+    except ImportError as exc:
+        raise ConfigError(f"BPSFAST_PROFILE = {path!r}: TOML needs Python 3.11, or `pip install tomli`") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"BPSFAST_PROFILE = {path!r} is no TOML: {exc}") from exc
+    for name in content:
+        _known(name, name, f"the profile {path}")
+    return content
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value)

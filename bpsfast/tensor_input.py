@@ -1,0 +1,179 @@
+"""Anything a user may push -> an address, a shape and a dtype name, with what keeps the memory alive.
+
+Accepted: NumPy arrays and scalars, objects with ``__dlpack__`` on the CPU (torch, JAX, ...), and the buffer
+protocol (``array.array``, ``memoryview``, ``bytes``). Nothing is copied or converted here: what cannot be summed
+as it lies in memory is refused with the call that makes it summable.
+
+DLPack capsules are read directly (dlpack.h, versions 0 and 1) because NumPy's reader refuses bfloat16.
+"""
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .dtypes import NAMES, TABLE, wire_name
+from .orchestration.errors import UnsupportedError
+
+_CPU_DEVICES = {1, 3, 11, 13}  # kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged: the CPU may read all of them
+_DEVICE_NAMES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 14: "oneAPI", 17: "MAIA"}
+_DLPACK_KINDS = {(0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8",
+                 (2, 16): "float16", (2, 32): "float32", (2, 64): "float64", (4, 16): "bfloat16"}
+_DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """Memory of one C-contiguous CPU tensor.
+
+    `dtype` is a wire dtype name, `owner` keeps the memory alive, `writable` says whether results may be
+    written into it.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    writable: bool
+    owner: object
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """Return a NumPy array over the same memory, read-only unless `writable`."""
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        if self.nbytes == 0:
+            return np.empty(self.shape, TABLE[self.dtype].numpy)
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        memory._bpsfast_owner = self.owner  # type: ignore[attr-defined]  # the array keeps `memory`, that keeps the tensor
+        array = np.frombuffer(memory, np.uint8).view(TABLE[self.dtype].numpy).reshape(self.shape)
+        array.flags.writeable = self.writable
+        return array
+
+
+def tensor_input(x: object) -> TensorInput:
+    """Return where the elements of *x* lie.
+
+    Raises
+    ------
+    UnsupportedError
+        If *x* is no tensor, not on the CPU, not C-contiguous, or of a dtype that bpsfast does not sum.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return from_array(np.asarray(x))
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        raise UnsupportedError(f"{_kind(x)} lies in GPU memory: copy it to the CPU first")
+    try:
+        view = memoryview(x)  # type: ignore[arg-type]
+    except TypeError:
+        raise UnsupportedError(
+            f"{_kind(x)} is no NumPy array, has no __dlpack__ and no buffer: convert it with np.asarray(x, dtype)"
+        ) from None
+    return from_array(np.asarray(view))
+
+
+def from_array(array: np.ndarray[Any, Any]) -> TensorInput:
+    """Return where the elements of *array* lie."""
+    dtype = wire_name(array.dtype)
+    if not array.flags.c_contiguous:
+        raise UnsupportedError(
+            f"an array of shape {array.shape} with strides {array.strides} is not C-contiguous: "
+            "pass np.ascontiguousarray(x)"
+        )
+    return TensorInput(array.ctypes.data, array.shape, dtype, array.nbytes, array.flags.writeable, array)
+
+
+def _kind(x: object) -> str:
+    return f"an object of type {type(x).__module__}.{type(x).__qualname__}"
+
+
+# -- DLPack ----------------------------------------------------------------------------------------------------
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor of dlpack.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensor: the tensor comes first."""
+
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+class _ManagedVersioned(ctypes.Structure):
+    """DLManagedTensorVersioned of DLPack 1.x."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _Tensor),
+    ]
+
+
+_capsule_is = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is.argtypes, _capsule_is.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_int
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes, _capsule_pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+
+
+def _from_dlpack(x: Any) -> TensorInput:
+    """Read the capsule of *x*. It is never consumed: when it goes, its own destructor releases the tensor."""
+    device_type, device_id = x.__dlpack_device__()
+    if int(device_type) not in _CPU_DEVICES:
+        name = _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
+        raise UnsupportedError(f"{_kind(x)} lives on {name} device {device_id}: copy it to the CPU first")
+    capsule = _export(x)
+    if _capsule_is(capsule, b"dltensor_versioned"):
+        versioned = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major > 1:
+            raise UnsupportedError(f"{_kind(x)} exports DLPack {versioned.major}.{versioned.minor}; known is 1.x")
+        tensor, writable = versioned.tensor, not versioned.flags & _READ_ONLY
+    else:
+        # Before 1.0 nothing says whether the memory may be written (JAX: it may not), so it is not.
+        tensor, writable = _Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor, False
+    dtype = _DLPACK_KINDS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        found = f"{_DLPACK_CODES.get(tensor.code, tensor.code)}{tensor.bits}" + (f"x{tensor.lanes}" * (tensor.lanes != 1))
+        raise UnsupportedError(f"{_kind(x)} has dtype {found}, which cannot be summed; bpsfast sums {', '.join(NAMES)}")
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else _c_strides(shape)
+    if not _is_contiguous(shape, strides):
+        raise UnsupportedError(
+            f"{_kind(x)} of shape {shape} with strides {strides} (elements) is not C-contiguous: "
+            "pass x.contiguous() or np.ascontiguousarray(x)"
+        )
+    nbytes = prod(shape) * tensor.bits // 8
+    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x))
+
+
+def _export(x: Any) -> object:
+    """Ask *x* for a capsule, version 1 if it can."""
+    try:
+        try:
+            return x.__dlpack__(max_version=(1, 0))
+        except TypeError:  # the producer is older than DLPack 1.0
+            return x.__dlpack__()
+    except (BufferError, RuntimeError, ValueError, TypeError) as exc:
+        raise UnsupportedError(f"{_kind(x)} refuses to export its memory by DLPack: {exc}") from exc
+
+
+def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements follow each other in C order; dimensions of length 1 may have any stride."""
+    if 0 in shape:
+        return True
+    return all(n == 1 or have == want for n, have, want in zip(shape, strides, _c_strides(shape)))

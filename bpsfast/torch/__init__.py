@@ -1,0 +1,54 @@
+"""bpsfast for PyTorch: BytePS's API (`byteps.torch`) on CPU tensors.
+
+    import bpsfast.torch as bps
+    bps.init()
+    optimizer = bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+"""
+from __future__ import annotations
+
+from .. import current as _current
+from ..current import barrier, local_rank, local_size, rank, shutdown, size
+from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .compression import Compression
+from .ops import (
+    declare,
+    poll,
+    push_pull,
+    push_pull_async,
+    push_pull_async_inplace,
+    push_pull_inplace,
+    synchronize,
+)
+from .optimizer import DistributedOptimizer
+
+#: BytePS's second name for it.
+byteps_push_pull = push_pull_async_inplace
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "barrier",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "declare",
+    "init",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+
+def init(lazy: bool = True) -> None:
+    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so that errors show now."""
+    _current.init()

@@ -1,0 +1,163 @@
+"""Everybody starts from the same state: parameters, optimizer state and objects of one rank, given to all."""
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import current as process
+from ..broadcaster import broadcast_bytes, check_root
+from ..orchestration.errors import MismatchError, UnsupportedError
+
+#: (name, dtype, shape) of each tensor, in order.
+_Manifest = list[tuple[str, str, tuple[int, ...]]]
+
+
+class _Tensor(NamedTuple):
+    """Stands in an optimizer's state for the tensor that travels beside it."""
+
+    number: int
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int, prefix: str = "Parameter.") -> None:
+    """Overwrite *params* on all ranks by those of rank *root_rank*.
+
+    Parameters
+    ----------
+    params
+        A ``state_dict()``, ``named_parameters()`` or another sequence of (name, tensor) or of tensors.
+
+    Raises
+    ------
+    MismatchError
+        If the ranks' tensors differ in name, dtype or shape; the text names the first.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    else:
+        named = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
+    tensors = []
+    for name, tensor in named:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedError(f"{prefix}{name} is a {type(tensor).__name__}, not a tensor: use broadcast_object for it")
+        tensors.append((prefix + name, tensor))
+    _broadcast_tensors(tensors, root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere); it is pickled, by cloudpickle if that is installed.
+
+    Only members of the job, who know its key, can send one.
+    """
+    session = process.current()
+    check_root(session, root_rank)
+    is_root = session.rank == root_rank
+    data = broadcast_bytes(_dump(obj) if is_root else None, root_rank, f"object {name or ''}")
+    return obj if is_root else pickle.loads(data)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
+    """Overwrite the state and the options of *optimizer* on all ranks by those of rank *root_rank*.
+
+    A rank whose optimizer has no state yet gets it; no step is made for that.
+
+    Raises
+    ------
+    UnsupportedError
+        For LBFGS, whose state is a history of closures.
+    MismatchError
+        If the optimizers have different parameter groups.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("the state of torch.optim.LBFGS cannot be broadcast: create it after broadcast_parameters")
+    session = process.current()
+    check_root(session, root_rank)
+    tensors: list[torch.Tensor] = []
+    is_root = session.rank == root_rank
+    skeleton = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    manifest = [(f"{prefix}{i}", str(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors)]
+    skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, f"{prefix}optimizer {type(optimizer).__name__}")
+    if not is_root:
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch."))) for _, dtype, shape in manifest]
+    _broadcast_tensors([(name, tensor) for (name, _, _), tensor in zip(manifest, tensors)], root_rank)
+    if is_root:
+        return
+    try:
+        optimizer.load_state_dict(_put_tensors(skeleton, tensors))
+    except ValueError as exc:
+        raise MismatchError(f"the optimizer of rank {session.rank} has other parameter groups than rank {root_rank}'s: {exc}") from exc
+
+
+def _dump(obj: Any) -> bytes:
+    if importlib.util.find_spec("cloudpickle") is None:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    import cloudpickle
+
+    return cloudpickle.dumps(obj)
+
+
+def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
+    """Send all tensors as one stream, after a list of what they are."""
+    session = process.current()
+    check_root(session, root_rank)
+    for name, tensor in named:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense CPU tensors can be broadcast")
+    mine: _Manifest = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+    is_root = session.rank == root_rank
+    theirs: _Manifest = broadcast_object(mine, root_rank, "list of tensors")
+    dense = [(tensor, tensor.detach().contiguous()) for _, tensor in named]
+    pieces = [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
+    text = f"{len(theirs)} tensors"
+    if session.size == 1:
+        return
+    if is_root:
+        session.broadcaster.send(text, pieces)
+        return
+    difference = _difference(mine, theirs, session.rank, root_rank)
+    # What does not fit is received all the same, so that the channel stays in step.
+    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if difference else pieces)
+    if difference:
+        raise MismatchError(difference)
+    with torch.no_grad():
+        for tensor, copy in dense:
+            if copy.data_ptr() != tensor.data_ptr():
+                tensor.copy_(copy)
+
+
+def _difference(mine: _Manifest, theirs: _Manifest, rank: int, root_rank: int) -> str:
+    for number, (own, other) in enumerate(zip(mine, theirs)):
+        if own != other:
+            return (f"tensor {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "
+                    f"rank {root_rank} has {other[0]} ({other[1]}, shape {other[2]})")
+    if len(mine) != len(theirs):
+        return f"the broadcast has {len(theirs)} tensors on rank {root_rank}, {len(mine)} on rank {rank}"
+    return ""
+
+
+def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a copy of *value* whose tensors are in *tensors* instead."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Tensor(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _take_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_take_tensors(item, tensors) for item in value)
+    return value
+
+
+def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Undo `_take_tensors`."""
+    if isinstance(value, _Tensor):
+        return tensors[value.number]
+    if isinstance(value, dict):
+        return {key: _put_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_put_tensors(item, tensors) for item in value)
+    return value

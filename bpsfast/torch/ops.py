@@ -1,0 +1,122 @@
+"""push_pull of torch tensors, with BytePS's signatures (`byteps.torch.ops`)."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import current as process
+from .. import handle as operations
+from ..dtypes import NAMES
+from ..handle import Handle
+from ..orchestration.errors import UnsupportedError
+from ..tensor_input import TensorInput
+from .compression import Compression, Compressor
+
+
+def tensor_memory(tensor: torch.Tensor) -> TensorInput:
+    """Return where the elements of *tensor* lie.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is sparse, not on the CPU, not contiguous, or of a dtype that is not summed.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"expected a torch.Tensor, got {type(tensor).__name__}; bpsfast.push_pull takes other arrays")
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use tensor.to_dense() "
+                               "(or sparse=False in the embedding)")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use tensor.cpu()")
+    dtype = wire_dtype_name(tensor.dtype)
+    if not tensor.is_contiguous() or tensor.is_neg():
+        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: "
+                               "use tensor.contiguous()")
+    return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor.numel() * tensor.element_size(), True, tensor)
+
+
+def wire_dtype_name(dtype: torch.dtype) -> str:
+    """Return the wire name of *dtype*; raises `UnsupportedError` if it is not summed."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in NAMES:
+        raise UnsupportedError(f"{dtype} cannot be summed; bpsfast sums {', '.join(NAMES)}")
+    return name
+
+
+def declare(name: str) -> int:
+    """Fix the place of *name*: pushes of priority 0 go out in the order in which their names were declared. Returns 0.
+
+    All ranks must declare in one order. Names need not be declared.
+    """
+    session = process.current()
+    session.order.setdefault(name, len(session.order))
+    return 0
+
+
+def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
+                    priority: int = 0) -> Handle:
+    """Begin to sum *tensor* over all ranks; `synchronize` of the handle returns a new tensor.
+
+    *tensor* must not be written until then. *version* is BytePS's; rounds are counted here, so it changes nothing.
+    """
+    memory = tensor_memory(tensor)
+    output = torch.empty_like(tensor, requires_grad=False)
+    return operations.start(memory, name, average, _priority(name, priority), tensor_memory(output), output)
+
+
+def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
+                            priority: int = 0) -> Handle:
+    """Begin to sum *tensor* over all ranks; the result replaces its contents by the time `synchronize` returns it."""
+    memory = tensor_memory(tensor)
+    return operations.start(memory, name, average, _priority(name, priority), memory, tensor)
+
+
+def _priority(name: str | None, priority: int) -> int:
+    place = process.current().order.get(name) if name is not None else None
+    return -place if place is not None and priority == 0 else priority
+
+
+class _PushPull(torch.autograd.Function):
+    """The sum is linear: its gradient is the sum (mean) of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int) -> torch.Tensor:
+        # Forward and backward share the name, so it must be chosen here.
+        ctx.arguments = (average, name or process.current().unnamed("auto"), version, priority)
+        return push_pull_async(tensor, *ctx.arguments).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = push_pull_async(gradients[0].contiguous(), *ctx.arguments).wait()
+        return total, None, None, None, None
+
+
+def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+              compression: type[Compressor] = Compression.none) -> torch.Tensor:
+    """Return the sum (mean) of *tensor* over all ranks as a new tensor. Differentiable: backward sums the gradients.
+
+    Raises
+    ------
+    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
+        As `bpsfast.push_pull`.
+    """
+    compressed, context = compression.compress(tensor)
+    summed = _PushPull.apply(compressed, average, name, version, priority)
+    return compression.decompress(summed, context)
+
+
+def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
+                      priority: int = 0) -> torch.Tensor:
+    """Replace *tensor* by its sum (mean) over all ranks and return it."""
+    return push_pull_async_inplace(tensor, average, name, version, priority).wait()
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether `synchronize` of *handle* will not block."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> torch.Tensor:
+    """Wait for *handle* and return its tensor."""
+    return handle.wait()

@@ -1,0 +1,228 @@
+"""Two nodes on one host: lanes, doorbells and segments are shared, so gradient bytes never move between them.
+
+The connecting node says hello over the other's abstract socket; each side proves that it has the job's key
+(HMAC over both indexes and process ids) and is run by the same user (SO_PEERCRED) before a descriptor is passed:
+
+    connector                          acceptor
+    PeerHello(proof)             ->
+                                 <-    PeerWelcome(proof) + lane it reads, its doorbell, its pidfd
+    PeerLane()  + the same three ->
+
+Afterwards the channel carries segments and where results lie (`PeerSegment`, `PeerExtents`), once per
+generation. What is summed is announced natively, by lane entries.
+"""
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from .. import channel
+from ..channel import Channel
+from ..orchestration import messages, security
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ..pyx import ring
+from ..pyx.pages import Segment
+
+log = logging.getLogger("bpsfast.node")
+
+
+class PeerHello(messages.Message):
+    """Node `source` wants to share memory with node `target`."""
+
+    version: int
+    source: int
+    target: int
+    epoch: int
+    pid: int
+    proof: bytes
+
+
+class PeerWelcome(messages.Message):
+    """The acceptor's answer, with its lane, doorbell and pidfd."""
+
+    pid: int
+    proof: bytes
+
+
+class PeerLane(messages.Message):
+    """The connector's lane, doorbell and pidfd."""
+
+
+class PeerSegment(messages.Message):
+    """Segment `segment` of this node (`kind`: input, partial, result); its descriptor comes with it."""
+
+    segment: int
+    kind: str
+    nbytes: int
+
+
+class PeerExtent(messages.Record):
+    """Where this node publishes `part`: byte offsets of the even and the odd round's copy."""
+
+    part: int
+    segment: int
+    offset_even: int
+    offset_odd: int
+
+
+class PeerExtents(messages.Message):
+    """All parts of `generation` that this node owns."""
+
+    generation: int
+    extents: tuple[PeerExtent, ...]
+
+
+_DECODER = msgspec.msgpack.Decoder(
+    messages.LocalMessage | PeerHello | PeerWelcome | PeerLane | PeerSegment | PeerExtents
+)
+
+
+def decode(data: bytes) -> messages.Message:
+    """Return the message in *data*: one of a rank's, or of a peer's."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"{len(data)} bytes on a local channel are no message: {exc}") from exc
+
+
+class Doorstep:
+    """What one node offers its shm peers: its doorbell and pidfd, and how lanes are made."""
+
+    def __init__(self, doorbell: Segment) -> None:
+        self.doorbell = doorbell
+        self.pidfd = os.pidfd_open(os.getpid())
+
+    def lane(self) -> Segment:
+        """Return a new lane that this node reads."""
+        made = Segment(ring.PEER_LANE_NBYTES, name="bpsfast-lane", huge=False, populate=False)
+        ring.format_lane(made)
+        return made
+
+    def fds(self, lane: Segment) -> tuple[int, int, int]:
+        """Return what a peer gets."""
+        return lane.fileno(), self.doorbell.fileno(), self.pidfd
+
+    def close(self) -> None:
+        """Close the pidfd. The doorbell is the node's."""
+        os.close(self.pidfd)
+
+
+@dataclass
+class ShmLink:
+    """An established pair: channel, both lanes, the peer's doorbell and pidfd, and its segments mapped here."""
+
+    index: int
+    channel: Channel
+    incoming: Segment
+    outgoing: Segment
+    doorbell: Segment
+    pidfd: int
+    segments: dict[int, Segment] = field(default_factory=dict)
+
+    kind = "shm"
+
+    def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
+        """Post *message*. That the peer is gone is said by its pidfd, not here."""
+        try:
+            self.channel.post(message, fds)
+        except PeerLostError:
+            log.debug("node %d was gone before it could be told %s", self.index, type(message).__name__)
+
+    def map(self, message: PeerSegment, fd: int) -> Segment:
+        """Map a segment that the peer shared (read-only) and return it; the descriptor becomes the segment's."""
+        mapped = Segment.attach(fd, writable=False)
+        if message.segment in self.segments or mapped.nbytes < message.nbytes:
+            nbytes = mapped.nbytes
+            mapped.close()
+            raise ProtocolError(f"node {self.index} shared segment {message.segment} twice, or with {nbytes} bytes "
+                                f"instead of {message.nbytes}")
+        self.segments[message.segment] = mapped
+        return mapped
+
+    def close(self) -> None:
+        """Unmap and close everything. Only after the engine has ended."""
+        self.channel.close()
+        os.close(self.pidfd)
+        for segment in (self.incoming, self.outgoing, self.doorbell, *self.segments.values()):
+            segment.close()
+        self.segments.clear()
+
+
+def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, doorstep: Doorstep,
+            timeout_s: float) -> ShmLink:
+    """Share memory with node *peer*, whose socket is *name*; raises `BpsError` if that is impossible."""
+    # The peer was bound before it joined the job: if nobody listens now, nobody will.
+    link = channel.connect(name, 0.0, decode)
+    pid = os.getpid()
+    lane = None
+    fds: tuple[int, ...] = ()
+    try:
+        _check_user(link)
+        link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid,
+                            proof=security.prove(job_key, *_hello(mine, peer, epoch, pid))), timeout_s=timeout_s)
+        answer, fds = link.recv(timeout_s)
+        if isinstance(answer, messages.Refuse):
+            raise ProtocolError(answer.reason)
+        if not isinstance(answer, PeerWelcome) or len(fds) != 3 or not security.verify(
+            job_key, answer.proof, *_answer(peer, mine, epoch, answer.pid, pid)
+        ):
+            raise ProtocolError(f"process {link.peer[0]} behind node {peer}'s local socket did not prove the job key")
+        lane = doorstep.lane()
+        link.send(PeerLane(), doorstep.fds(lane), timeout_s)
+        return _assemble(peer, link, lane, fds)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        if lane is not None:
+            lane.close()
+        link.close()
+        raise
+
+
+def welcome(job_key: bytes, hello: PeerHello, link: Channel, mine: int, epoch: int, doorstep: Doorstep) -> Segment:
+    """Answer *hello* on *link* with a new lane and return that lane; raises `BpsError` if it is not for us.
+
+    The connector's `PeerLane` completes the pair: pass it to `complete`.
+    """
+    _check_user(link)
+    if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
+        raise ProtocolError(f"process {link.peer[0]} has another job key")
+    if (hello.version, hello.target, hello.epoch) != (messages.VERSION, mine, epoch):
+        raise ProtocolError(f"this is node {mine} (version {messages.VERSION}, epoch {epoch}), not node "
+                            f"{hello.target} (version {hello.version}, epoch {hello.epoch})")
+    lane = doorstep.lane()
+    pid = os.getpid()
+    answer = PeerWelcome(pid=pid, proof=security.prove(job_key, *_answer(mine, hello.source, epoch, pid, hello.pid)))
+    link.post(answer, doorstep.fds(lane))
+    return lane
+
+
+def complete(index: int, link: Channel, lane: Segment, fds: tuple[int, ...]) -> ShmLink:
+    """Return the established pair with node *index*, whose `PeerLane` brought *fds*."""
+    if len(fds) != 3:
+        raise ProtocolError(f"node {index} passed {len(fds)} descriptors instead of lane, doorbell and pidfd")
+    return _assemble(index, link, lane, fds)
+
+
+def _hello(*numbers: int) -> list[str]:
+    return ["shm hello", *map(str, numbers)]
+
+
+def _answer(*numbers: int) -> list[str]:
+    return ["shm welcome", *map(str, numbers)]
+
+
+def _assemble(index: int, link: Channel, incoming: Segment, fds: tuple[int, ...]) -> ShmLink:
+    outgoing = Segment.attach(fds[0], writable=True)
+    doorbell = Segment.attach(fds[1], writable=True)
+    return ShmLink(index, link, incoming, outgoing, doorbell, fds[2])
+
+
+def _check_user(link: Channel) -> None:
+    pid, uid = link.peer
+    if uid not in (os.getuid(), 0):
+        raise BpsError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: memory is not shared")

@@ -1,0 +1,172 @@
+"""Two nodes over TCP: one to four authenticated connections per pair, handed to native streams.
+
+A node listens before it joins the job, so its address is good as soon as anybody knows it. The dialler opens
+its streams one after another; each answers the HMAC challenge of `orchestration.security` in both directions
+before it counts, and says which node, which stream and which epoch it is. From then on a native
+`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`part % n_streams`), so
+payload and announcement stay in order.
+"""
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from ..orchestration import security
+from ..orchestration.errors import ConfigError, MismatchError, StallError
+from ..pyx.engine import Engine
+from ..pyx.tcp import Stream
+from ..settings import Settings
+
+CONTEXT = "bpsfast data"
+#: A stranger on the data port holds up one accepting thread for at most this long.
+CHALLENGE_TIMEOUT_S = 5.0
+
+
+def local_host(settings: Settings, scheduler_host: str) -> str:
+    """Return this node's own address: node_host, or the interface's, or that of the route to the scheduler.
+
+    Raises
+    ------
+    ConfigError
+        If the interface does not exist or has no IPv4 address, or there is no route.
+    """
+    if settings.node_host:
+        return settings.node_host
+    if settings.interface:
+        found = psutil.net_if_addrs()
+        for entry in found.get(settings.interface, ()):
+            if entry.family == socket.AF_INET:
+                return entry.address
+        raise ConfigError(f"interface={settings.interface!r} has no IPv4 address here; there are "
+                          f"{', '.join(sorted(found))}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((scheduler_host, 9))  # sends nothing: only asks the routing table
+        except OSError as exc:
+            raise ConfigError(
+                f"no route to the scheduler's host {scheduler_host!r} ({exc}): fix BPSFAST_SCHEDULER, or name this "
+                "machine's own address with BPSFAST_NODE_HOST"
+            ) from exc
+        return probe.getsockname()[0]
+
+
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens for data connections on *host*, any port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(f"cannot listen for data on {host!r}: {exc}; set BPSFAST_NODE_HOST to an address of this "
+                          "machine") from exc
+    return listener
+
+
+@dataclass
+class TcpLink:
+    """The connections to one peer, by stream number; native streams once `start` was called."""
+
+    index: int
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    streams: list[Stream] = field(default_factory=list)
+
+    kind = "tcp"
+
+    def start(self, engine: Engine, source: int, epoch: int, n_slots: int, send_buffer_nbytes: int,
+              trace_capacity: int = 0) -> None:
+        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
+        for number in sorted(self.sockets):
+            # The stream owns the descriptor from here on.
+            stream = Stream(self.sockets.pop(number).detach(), peer=source, engine=engine.handle,
+                            arrived=engine.arrived_address, notify=engine.notify_address, epoch=epoch,
+                            n_slots=n_slots, send_buffer_nbytes=send_buffer_nbytes,
+                            trace_capacity=trace_capacity, keep=engine)
+            self.streams.append(stream)
+            stream.start()
+
+    def stream(self, part: int) -> Stream:
+        """Return the stream that *part* takes, the same one in both directions and on both sides."""
+        return self.streams[part % len(self.streams)]
+
+    def counters(self) -> dict[str, int]:
+        """Return the sum of the streams' counters."""
+        total: dict[str, int] = {}
+        for stream in self.streams:
+            for name, value in stream.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def trace(self) -> bytes:
+        """Return the streams' trace records."""
+        return b"".join(stream.trace() for stream in self.streams)
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        for stream in self.streams:
+            stream.close()
+        for sock in self.sockets.values():
+            sock.close()
+        self.sockets.clear()
+
+
+def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float) -> TcpLink:
+    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
+
+    Raises
+    ------
+    BpsError
+        `StallError` when it could not be reached until *deadline* (monotonic seconds); `MismatchError` for
+        another job key or epoch.
+    """
+    link = TcpLink(peer)
+    try:
+        for number in range(n_streams):
+            sock = _reach(address, peer, deadline)
+            link.sockets[number] = sock
+            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
+            # The acceptor may still be waiting for its own Welcome: it has until the deadline.
+            answer = security.challenge_connect(sock, key, CONTEXT, hello, max(0.1, deadline - time.monotonic()))
+            if (answer.peer, answer.epoch) != (peer, epoch):
+                raise MismatchError(f"{address} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
+                                    f"epoch {epoch}")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int) -> security.StreamHello:
+    """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
+    sock.setblocking(True)
+    hello = security.challenge_accept(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S)
+    if hello.epoch != epoch:
+        raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, this is epoch {epoch}")
+    prepare(sock)
+    return hello
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set what a data connection needs: headers leave at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _reach(address: str, peer: int, deadline: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    last: Exception | None = None
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            sock = socket.create_connection((host, int(port)), timeout=remaining)
+            sock.setblocking(True)
+            prepare(sock)
+            return sock
+        except OSError as exc:
+            last = exc
+            time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
+    raise StallError(f"node {peer} could not be reached at {address} ({last}): is a firewall between the machines, or "
+                     "does BPSFAST_NODE_HOST there name an address that this machine cannot reach?")
+
+

@@ -1,0 +1,262 @@
+"""A unit on one rank: what has one round. It knows where the input goes, where results appear, and which round it is.
+
+A unit is a tensor or a fused group; its partitions have consecutive indexes and lie `stride` bytes apart, in the
+input and in the result. Results have two copies (even and odd rounds) in the segment of the node that owns the
+partition, or of this machine's node when they came over a wire: `extents` say where, run by run.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .dtypes import TABLE
+from .orchestration.errors import BusyError, ProtocolError
+from .orchestration.messages import MemberPlan, UnitReady
+from .pyx.pages import Segment, Window
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: Inputs must begin at multiples of this: the kernels' vectors.
+INPUT_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Region:
+    """Input memory of this rank: `array` is writable uint8 over it; `segment` and `offset` are how the node calls it."""
+
+    array: np.ndarray[Any, Any]
+    segment: int
+    offset: int
+    address: int
+
+    def part(self, offset: int, nbytes: int) -> Region:
+        """Return *nbytes* of this region from *offset* on."""
+        return Region(self.array[offset : offset + nbytes], self.segment, self.offset + offset, self.address + offset)
+
+
+class _Run(NamedTuple):
+    """Consecutive result bytes of the unit inside one segment; offsets by round parity."""
+
+    begin: int
+    end: int
+    segment: Segment
+    offsets: tuple[int, int]
+
+
+class Unit:
+    """One committed unit. Rounds are pushed one after another; a round must be waited for before the next.
+
+    Any thread; two threads that push the same unit at once get a `BusyError`, not a race.
+    """
+
+    def __init__(self, session: Session, ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> None:
+        plan = ready.plan
+        self.session = session
+        self.name = plan.name
+        self.nbytes = plan.nbytes
+        self.stride = plan.stride
+        self.n_parts = len(plan.parts)
+        self.first_part = plan.parts[0].part if plan.parts else 0
+        self.dtype = TABLE[plan.dtype].numpy
+        self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
+        self.round = 0
+        self.in_flight = False
+        self._lock = threading.Lock()
+        self._staging: Region | None = None
+        self._views: dict[int, np.ndarray[Any, Any]] = {}
+        self._runs = _runs(ready, segments)
+
+    # -- pushing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_staging(self) -> bool:
+        """Whether the unit has input memory already."""
+        return self._staging is not None
+
+    @property
+    def staging(self) -> Region:
+        """This rank's own input memory for the unit, allocated at the first use."""
+        with self._lock:
+            if self._staging is None:
+                self._staging = self.session.allocate(max(self.nbytes, 1))
+            return self._staging
+
+    def adopt_staging(self, region: Region) -> None:
+        """Use *region* as the input memory, unless there is one already."""
+        with self._lock:
+            if self._staging is None:
+                self._staging = region
+
+    def push(self, address: int, nbytes: int) -> int:
+        """Announce the *nbytes* at *address* as this rank's input and return the round.
+
+        Bytes inside one of this rank's segments are announced where they are; others are copied into `staging`,
+        partition by partition, each announced as soon as it is whole. In either case they must not change before the
+        round is complete (after the copy, only the copy counts).
+
+        Raises
+        ------
+        BusyError
+            If the previous round was not waited for.
+        """
+        if nbytes != self.nbytes:
+            raise ProtocolError(f"unit {self.name!r} has {self.nbytes} bytes, {nbytes} were pushed")
+        place = self.session.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 else None
+        staging = self.staging if place is None and self.n_parts else None
+        round = self._begin()
+        if self.n_parts == 0:
+            return round
+        with self.session.translated():
+            if place is not None:
+                self.session.port.submit(self.first_part, self.n_parts, round, place[0], place[1])
+            else:
+                assert staging is not None, "a unit with partitions has staging memory"
+                self.session.port.copy_in(staging.address, address, nbytes, self.first_part, self.stride, round,
+                                          staging.segment, staging.offset)
+        return round
+
+    def push_staging(self) -> int:
+        """Announce what lies in `staging` and return the round."""
+        staging = self.staging
+        round = self._begin()
+        if self.n_parts:
+            with self.session.translated():
+                self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
+        return round
+
+    def push_empty(self) -> int:
+        """Take part in the next round without contributing, and return the round."""
+        round = self._begin()
+        if self.n_parts:
+            with self.session.translated():
+                self.session.port.submit(self.first_part, self.n_parts, round, 0, 0, empty=True)
+        return round
+
+    def _begin(self) -> int:
+        with self._lock:
+            if self.in_flight:
+                raise BusyError(
+                    f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize the "
+                    "handle (or wait for the gradient) first, or use another name"
+                )
+            self.in_flight = True
+            self.round += 1
+            return self.round
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def done(self, round: int) -> bool:
+        """Return whether *round* is complete, without waiting."""
+        if self.n_parts == 0:
+            return True
+        with self.session.translated():
+            return self.session.port.done(self.first_part, self.n_parts, round)
+
+    def wait(self, round: int, timeout_s: float) -> None:
+        """Wait until *round* is complete.
+
+        Raises
+        ------
+        StallError
+            After *timeout_s* seconds, naming who is missing.
+        PeerLostError
+            If the job was aborted or the node died.
+        """
+        if self.n_parts:
+            self.session.wait_parts(self, self.first_part, self.n_parts, round, timeout_s)
+        self.finish(round)
+
+    def finish(self, round: int) -> None:
+        """Note that *round* was waited for: the next one may be pushed."""
+        with self._lock:
+            if round == self.round:
+                self.in_flight = False
+
+    def deliver(self, round: int, address: int, offset: int, nbytes: int, timeout_s: float) -> None:
+        """Copy result bytes *offset* to *offset* + *nbytes* of *round* to *address*, each partition once complete.
+
+        Does not end the round: `wait` does, at once when everything has been delivered. Raises as `wait` does; the
+        destination is then partly written.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self.session.locate(address, nbytes) is not None:
+            # The destination is an input: it stays intact until the whole unit is complete (a lost peer may need it).
+            self.session.wait_parts(self, self.first_part, self.n_parts, round, timeout_s)
+        for run in self._runs:
+            at, end = max(offset, run.begin), min(offset + nbytes, run.end)
+            while at < end:
+                # A piece that begins inside a partition ends with it: the port counts partitions from the source.
+                part, inside = divmod(at, self.stride)
+                piece = min(end - at, self.stride - inside) if inside else end - at
+                source = run.segment.address + run.offsets[round & 1] + at - run.begin
+                self.session.deliver_parts(self, address + at - offset, source, piece, self.first_part + part, round,
+                                           max(0.0, deadline - time.monotonic()))
+                at += piece
+
+    def result_address(self, round: int, offset: int) -> int:
+        """Return where byte *offset* of the result of *round* lies in this process."""
+        for run in self._runs:
+            if run.begin <= offset < run.end:
+                return run.segment.address + run.offsets[round & 1] + offset - run.begin
+        raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
+
+    def view(self, round: int) -> np.ndarray[Any, Any]:
+        """Return the result of *round* as read-only uint8, valid until this rank pushes round + 2.
+
+        The array keeps its mapping alive, but not its contents: the same memory gets the result of round + 2.
+        """
+        parity = round & 1
+        with self._lock:
+            if parity not in self._views:
+                self._views[parity] = self._map(parity)
+            return self._views[parity]
+
+    def _map(self, parity: int) -> np.ndarray[Any, Any]:
+        if not self._runs:
+            empty = np.empty(0, np.uint8)
+            empty.flags.writeable = False
+            return empty
+        if len(self._runs) == 1:
+            run = self._runs[0]
+            return np.frombuffer(run.segment, np.uint8, self.nbytes, run.offsets[parity])  # type: ignore[call-overload]
+        window = Window([(run.segment.fileno(), run.offsets[parity], run.end - run.begin) for run in self._runs])
+        return np.frombuffer(window, np.uint8, self.nbytes)  # type: ignore[call-overload]
+
+    def member_view(self, member: MemberPlan, round: int) -> np.ndarray[Any, Any]:
+        """Return the result of one member as a read-only array of its dtype and shape (lifetime as `view`)."""
+        raw = self.view(round)[member.offset : member.offset + member.nbytes]
+        return raw.view(self.dtype).reshape(member.shape)
+
+    def forget(self) -> None:
+        """Let go of all mappings and memory; arrays that were handed out keep theirs."""
+        with self._lock:
+            self._views.clear()
+            self._runs = []
+            self._staging = None
+
+
+def _runs(ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> list[_Run]:
+    """Turn the extents into runs, joined where one continues the other in both parities."""
+    runs: list[_Run] = []
+    begin = 0
+    for extent in ready.extents:
+        segment = segments.get((f"result:{extent.node}", extent.segment))
+        if segment is None:
+            raise ProtocolError(f"results of {ready.plan.name!r} lie in segment {extent.segment} of node {extent.node}, "
+                                "which the node has not shared with this rank")
+        end = min(begin + extent.nbytes, ready.plan.nbytes)
+        offsets = (extent.offset_even, extent.offset_odd)
+        last = runs[-1] if runs else None
+        if last and last.segment is segment and all(a + last.end - last.begin == b for a, b in zip(last.offsets, offsets)):
+            runs[-1] = last._replace(end=end)
+        else:
+            runs.append(_Run(begin, end, segment, offsets))
+        begin = end
+    if begin != ready.plan.nbytes:
+        raise ProtocolError(f"results of {ready.plan.name!r} cover {begin} of {ready.plan.nbytes} bytes")
+    return runs

@@ -1,0 +1,217 @@
+"""The vertex that sums: the engine with its board, doorbell, regions, links and communication service.
+
+Everything native that a node owns is made here and taken down here, in the one order that is safe: service,
+wires, engine, then the memory they wrote to.
+"""
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from .dispatch import Dispatcher
+from .local_rank import LocalRank
+from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from .orchestration.messages import Message, NodeInfo, Welcome
+from .pyx import ring
+from .pyx.engine import Engine
+from .pyx.pages import Segment
+from .regions import Chunk, Regions
+from .settings import Settings
+from .transport import Link, shm, tcp
+from .wiring import Generation, Wiring
+
+log = logging.getLogger("bpsfast.node")
+
+#: A kernel takes milliseconds; one that takes this long is stuck.
+_FREEZE_TIMEOUT_S = 30.0
+
+
+class Vertex:
+    """Sums on this node. Owned and called by the control loop's thread.
+
+    Parameters
+    ----------
+    on_lost
+        Called from the service's thread with (source, errno) when the engine or a stream gives a source up.
+    """
+
+    def __init__(self, settings: Settings, on_lost: Callable[[int, int], None]) -> None:
+        self._settings = settings
+        self._board = Segment(ring.BOARD_NBYTES, name="bpsfast-board", huge=False)
+        ring.format_board(self._board)
+        self._doorbell = Segment(ring.DOORBELL_NBYTES, name="bpsfast-doorbell", huge=False)
+        ring.format_doorbell(self._doorbell)
+        self._trace_capacity = settings.trace_capacity if settings.trace_dir else 0
+        self._engine: Engine | None = Engine(
+            self._board, self._doorbell, n_threads=settings.engine_threads or min(len(os.sched_getaffinity(0)), 8),
+            nontemporal_nbytes=settings.nontemporal_bytes, trace_capacity=self._trace_capacity)
+        self._wiring: Wiring | None = None
+        self._dispatcher: Dispatcher | None = Dispatcher(self._engine, settings.credit_bytes, on_lost)
+        self._sources: dict[int, tuple[str, int | None]] = {}
+        self._ranks: dict[int, int] = {}
+        self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
+        self.doorstep = shm.Doorstep(self._doorbell)
+        self.links: dict[int, Link] = {}
+        self.transports: dict[str, str] = {}
+
+    @property
+    def connected(self) -> bool:
+        """Whether all peers are known to the engine."""
+        return self._wiring is not None
+
+    @property
+    def wiring(self) -> Wiring:
+        """What turns plans into memory and engine parts. Only once connected."""
+        assert self._wiring is not None
+        return self._wiring
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, until `stop`."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def part_names(self) -> dict[int, str]:
+        """What each part is called in traces."""
+        return self._wiring.part_names if self._wiring is not None else {}
+
+    def connect(self, me: NodeInfo, welcome: Welcome, links: Mapping[int, Link], transports: Mapping[str, str],
+                ranks: Sequence[LocalRank]) -> None:
+        """Make ranks (in local order) and peers (in node order) the engine's sources, and start the service."""
+        engine, settings = self.engine, self._settings
+        assert self._dispatcher is not None
+        for rank in ranks:
+            rank.source = engine.add_rank(rank.lane)
+            self._sources[rank.source] = rank.describe(), None
+            self._ranks[rank.source] = rank.rank
+        self.links.update(links)
+        self.transports.update(transports)
+        source_of: dict[int, int] = {}
+        for index, link in sorted(self.links.items()):
+            if isinstance(link, shm.ShmLink):
+                source = engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
+            else:
+                source = engine.add_wire_peer()
+                self._dispatcher.add(source, link, bool(welcome.nodes[index].ranks))
+            source_of[index] = source
+            self._sources[source] = f"node {index}", index
+        self._source_of = source_of
+        self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
+                              [rank.source for rank in ranks])
+        self._dispatcher.start()
+        for index, link in self.links.items():
+            if isinstance(link, tcp.TcpLink):
+                link.start(engine, source_of[index], welcome.epoch, ring.MAX_PARTS, settings.tcp_sndbuf_bytes,
+                           self._trace_capacity)
+
+    def who(self, source: int) -> tuple[str, int | None]:
+        """Return how *source* is called, and its node index if it is a node."""
+        return self._sources.get(source, (f"source {source}", None))
+
+    def shm_links(self) -> list[shm.ShmLink]:
+        """Return the links to peers of this host."""
+        return [link for link in self.links.values() if isinstance(link, shm.ShmLink)]
+
+    def fds_for(self, rank: LocalRank) -> tuple[int, int, int, int]:
+        """Return what a rank gets when it is attached: lane, board, doorbell, the node's pidfd."""
+        return rank.lane.fileno(), self._board.fileno(), self._doorbell.fileno(), self.doorstep.pidfd
+
+    def input_grew(self, source: int, chunk: Chunk) -> None:
+        """Let the engine and the peers of this host read a new segment of a rank's inputs."""
+        self.engine.map_segment(source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
+        self.wiring.share_chunk(chunk, "input")
+
+    def peer_said(
+        self, link: shm.ShmLink, message: Message, fds: tuple[int, ...], generation: Generation | None
+    ) -> None:
+        """Act on a message of a peer of this host."""
+        if isinstance(message, shm.PeerSegment) and len(fds) == 1:
+            segment = link.map(message, fds[0])
+            self.engine.map_segment(self._source_of[link.index], message.segment, segment.address, segment.nbytes)
+        elif isinstance(message, shm.PeerExtents) and not fds:
+            self.wiring.extents_came(generation, link.index, message)
+        else:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"node {link.index} sent {type(message).__name__} with {len(fds)} descriptors")
+
+    def commit(self, generation: Generation, order: tuple[int, ...]) -> None:
+        """Freeze, look, commit: from now on the parts of *generation* are summed, all in the policy's *order*."""
+        engine = self.engine
+        assert self._dispatcher is not None
+        try:
+            engine.freeze(_FREEZE_TIMEOUT_S)
+        except TimeoutError as exc:
+            raise StallError(f"generation {generation.plan.generation} cannot be committed: {exc}") from exc
+        if log.isEnabledFor(logging.DEBUG):
+            under_way = sum(1 for part in engine.report() if part[1])
+            log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
+                      len(generation.engine_parts), under_way)
+        self._dispatcher.commit(order)
+        # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
+        engine.commit(engine.generation + 1, order)
+        self.wiring.committed(generation)
+
+    def missing(self, part: int, round_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return (ranks, nodes) whose input of *round_* of *part* has not arrived here."""
+        try:
+            waited_for, sources = self.engine.missing(part)
+        except ValueError:
+            return (), ()  # a helper that has nothing to do with it
+        if waited_for > round_:
+            return (), ()
+        ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
+        nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
+        return ranks, nodes
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Return the counters of engine, service and each wire."""
+        assert self._dispatcher is not None
+        found = {"engine": self.engine.counters(), "dispatch": self._dispatcher.counters()}
+        for index, link in sorted(self.links.items()):
+            if isinstance(link, tcp.TcpLink):
+                found[f"wire_{index}"] = link.counters()
+        return found
+
+    def abort(self, error: BpsError) -> None:
+        """Make every wait of every local rank end with *error*."""
+        if self._engine is not None:
+            self._engine.abort(f"{type(error).__name__}: {error}")
+
+    def flush(self) -> None:
+        """Send what channels to peers could not take before."""
+        for link in self.shm_links():
+            if link.channel.backlog:
+                try:
+                    link.channel.flush()
+                except PeerLostError:
+                    log.debug("the channel to node %d ended with a backlog", link.index)
+
+    def stop(self) -> bytes:
+        """Stop service, wires and engine; return the trace records of all of them."""
+        assert self._dispatcher is not None and self._engine is not None
+        self._dispatcher.stop()
+        records = [self._engine.trace()] if self._trace_capacity else []
+        for link in self.links.values():
+            if isinstance(link, tcp.TcpLink):
+                if self._trace_capacity:
+                    records.append(link.trace())
+                link.close()
+        self._engine.close()
+        return b"".join(records)
+
+    def close(self) -> None:
+        """Unmap everything. After `stop`, and after the ranks' lanes are closed."""
+        for link in self.shm_links():
+            link.close()
+        # The last references: the engine's exports of board and doorbell end with them.
+        self._engine = self._dispatcher = self._wiring = None
+        self.links.clear()
+        self.doorstep.close()
+        self.regions.close()
+        self._board.close()
+        self._doorbell.close()
+
+

@@ -1,0 +1,258 @@
+"""From a plan to memory and engine calls: what this node does for each partition of a generation.
+
+    owner            result here (both parities); a slot per wire peer with ranks; inputs in node order
+    member           partial here if several ranks are local; the owner's result arrives here (tcp) or is read
+                     where the owner keeps it (shm)
+    neither          a helper that does not own the partition: nothing
+
+A generation is prepared whole before anybody is told `Ready`: allocated, bound to streams, known to the engine
+(which keeps it inactive until the commit), shared with peers of this host. If another node cannot, `drop`
+forgets it.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan, UnitReady
+from .orchestration.partition import ITEM_NBYTES
+from .pyx.engine import Engine
+from .pyx.pages import Segment
+from .regions import Arena, Chunk, Place, Regions, page_round
+from .transport import Link
+from .transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
+from .transport.tcp import TcpLink
+
+
+@dataclass
+class Generation:
+    """A prepared plan: where results of its parts appear, and which peers have not said where theirs do."""
+
+    plan: Plan
+    engine_parts: list[int] = field(default_factory=list)
+    extents: dict[int, Extent] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    announced: bool = False
+    marks: list[tuple[Arena, list[int]]] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors in it."""
+        return {member.name for unit in self.plan.units for member in unit.members}
+
+    def ready_units(self) -> tuple[UnitReady, ...]:
+        """Return what ranks are told once it is committed."""
+        return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts))
+                     for unit in self.plan.units)
+
+
+class Wiring:
+    """Knows this node's place among its peers, and turns plans into regions, bindings and engine parts.
+
+    Parameters
+    ----------
+    me, nodes
+        This node and all nodes, in node order: the order in which partials are added.
+    links, sources
+        By node index: the connection, and the engine's source id.
+    local
+        Source ids of the local ranks, in local-rank order.
+    """
+
+    def __init__(
+        self, me: NodeInfo, nodes: Sequence[NodeInfo], engine: Engine, regions: Regions,
+        links: Mapping[int, Link], sources: Mapping[int, int], local: Sequence[int],
+    ) -> None:
+        self._me = me
+        self._engine = engine
+        self._regions = regions
+        self._links = links
+        self._sources = sources
+        self._local = list(local)
+        self._with_ranks = [node.index for node in nodes if node.ranks]
+        self._n_ranks = sum(len(node.ranks) for node in nodes)
+        self._shared: set[int] = set()
+        self._early: dict[int, list[tuple[int, PeerExtents]]] = {}
+        self.part_names: dict[int, str] = {}
+
+    # -- preparing ----------------------------------------------------------------------------------------
+
+    def prepare(self, plan: Plan) -> Generation:
+        """Allocate, bind, install and share everything of *plan*; `Generation.awaited` says whose extents miss.
+
+        Raises
+        ------
+        CapacityError
+            If the machine cannot hold it; nothing of it was kept.
+        """
+        self._check_room(plan)
+        regions = self._regions
+        generation = Generation(plan, marks=[(arena, [chunk.used for chunk in arena.chunks])
+                                             for arena in (regions.partials, regions.slots, regions.results)])
+        try:
+            for unit in plan.units:
+                self._prepare_unit(unit, generation)
+        except BaseException:
+            self.drop(generation)
+            raise
+        self._share(generation)
+        if self._me.ranks:
+            generation.awaited = {part.owner for unit in plan.units for part in unit.parts
+                                  if isinstance(self._links.get(part.owner), ShmLink)}
+        for index, message in self._early.pop(plan.generation, ()):
+            self._take(generation, index, message)
+        return generation
+
+    def extents_came(self, generation: Generation | None, index: int, message: PeerExtents) -> None:
+        """Note where node *index* keeps its results; it may be ahead of our own plan."""
+        if generation is not None and generation.plan.generation == message.generation:
+            self._take(generation, index, message)
+        else:
+            self._early.setdefault(message.generation, []).append((index, message))
+
+    def drop(self, generation: Generation) -> None:
+        """Forget a generation that was refused: its parts, and its memory as far as nobody took more since."""
+        for part in generation.engine_parts:
+            self._engine.remove(part)
+        for arena, used in generation.marks:
+            for position, chunk in enumerate(arena.chunks):
+                chunk.used = used[position] if position < len(used) else 0
+        self._early.pop(generation.plan.generation, None)
+
+    def committed(self, generation: Generation) -> None:
+        """Remember the names of the parts, for traces."""
+        for unit in generation.plan.units:
+            for number, part in enumerate(unit.parts):
+                self.part_names[part.part] = f"{unit.name}[{number}]" if len(unit.parts) > 1 else unit.name
+
+    def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
+        """Yield (node, number, segment) of every segment that results of *generation* appear in."""
+        for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()}):
+            link = self._links.get(node)
+            if isinstance(link, ShmLink):
+                yield node, number, link.segments[number]
+            else:
+                yield node, number, self._regions.chunk(number).segment
+
+    def share_chunk(self, chunk: Chunk, kind: str) -> None:
+        """Let all peers of this host map *chunk*, once."""
+        if chunk.index not in self._shared:
+            self._shared.add(chunk.index)
+            message = PeerSegment(segment=chunk.index, kind=kind, nbytes=chunk.segment.nbytes)
+            for link in self._shm_links():
+                link.tell(message, [chunk.segment.fileno()])
+
+    # -- innards ------------------------------------------------------------------------------------------
+
+    def _shm_links(self) -> list[ShmLink]:
+        return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
+
+    def _appears_here(self, part: PartPlan) -> bool:
+        """Whether the result of *part* is written into this node's memory."""
+        if part.owner == self._me.index:
+            return True
+        return bool(self._me.ranks) and isinstance(self._links[part.owner], TcpLink)
+
+    def _has_partial(self, part: PartPlan) -> bool:
+        return part.owner != self._me.index and len(self._local) > 1
+
+    def _wire_peers(self) -> list[int]:
+        return [index for index in self._with_ranks if isinstance(self._links.get(index), TcpLink)]
+
+    def _check_room(self, plan: Plan) -> None:
+        results = partials = slots = 0
+        for unit in plan.units:
+            for part in unit.parts:
+                nbytes = page_round(part.nbytes)
+                results += 2 * nbytes * self._appears_here(part)
+                partials += nbytes * self._has_partial(part)
+                slots += nbytes * len(self._wire_peers()) * (part.owner == self._me.index)
+        self._room = {"result": results, "partial": partials, "slot": slots}
+        regions = self._regions
+        wanted = ((regions.results, results), (regions.partials, partials), (regions.slots, slots))
+        regions.require(wanted, f"generation {plan.generation} on node {self._me.index} (results {results}, partials "
+                                f"{partials}, slots {slots} bytes)")
+
+    def _allocate(self, arena: Arena, nbytes: int) -> Place:
+        place, _ = arena.allocate(nbytes, self._room[arena.kind])
+        self._room[arena.kind] -= page_round(nbytes)
+        return place
+
+    def _prepare_unit(self, unit: UnitPlan, generation: Generation) -> None:
+        from . import kernels  # compiles: not before somebody needs a sum
+
+        here = [part for part in unit.parts if self._appears_here(part)]
+        even_nbytes = sum(page_round(part.nbytes) for part in here)
+        # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
+        at = self._allocate(self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
+        for part in unit.parts:
+            kernel = kernels.address(unit.dtype)
+            outputs = (at.address, at.address + even_nbytes)
+            if self._appears_here(part):
+                generation.extents[part.part] = Extent(node=self._me.index, segment=at.segment, offset_even=at.offset,
+                                                       offset_odd=at.offset + even_nbytes, nbytes=part.nbytes)
+                step = page_round(part.nbytes)
+                at = Place(at.segment, at.offset + step, at.address + step)
+            if part.owner == self._me.index:
+                self._own(unit, part, kernel, outputs)
+            elif self._me.ranks:
+                self._join_in(unit, part, kernel, outputs)
+            else:
+                continue
+            generation.engine_parts.append(part.part)
+
+    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int]) -> None:
+        before, after = [], []
+        for index in self._with_ranks:
+            if index == self._me.index:
+                continue
+            link = self._links[index]
+            slot = 0
+            if isinstance(link, TcpLink):
+                slot = self._allocate(self._regions.slots, part.nbytes).address
+                link.stream(part.part).bind(part.part, slot, slot, part.nbytes)
+            (before if index < self._me.index else after).append((self._sources[index], slot))
+        self._engine.add_owned(
+            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+            kernel=kernel, divisor=self._n_ranks if unit.average else 1, before=before, local=self._local, after=after,
+            outputs=outputs, to_wire=bool(self._wire_peers()),
+            shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in self._with_ranks],
+        )
+
+    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int]) -> None:
+        link = self._links[part.owner]
+        if isinstance(link, TcpLink):
+            link.stream(part.part).bind(part.part, *outputs, part.nbytes)
+        partial = Place(0, 0, 0)
+        if self._has_partial(part):
+            partial = self._allocate(self._regions.partials, part.nbytes)
+        self._engine.add_member(
+            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+            kernel=kernel, local=self._local, owner=self._sources[part.owner],
+            partial=(partial.address, partial.segment, partial.offset),
+        )
+
+    def _share(self, generation: Generation) -> None:
+        """Show peers of this host our partials and results, and where the results of this generation lie."""
+        for kind, arena in (("partial", self._regions.partials), ("result", self._regions.results)):
+            for chunk in arena.chunks:
+                self.share_chunk(chunk, kind)
+        owned = tuple(
+            PeerExtent(part=part.part, segment=extent.segment, offset_even=extent.offset_even,
+                       offset_odd=extent.offset_odd)
+            for unit in generation.plan.units for part in unit.parts if part.owner == self._me.index
+            for extent in (generation.extents[part.part],)
+        )
+        for link in self._shm_links():
+            link.tell(PeerExtents(generation=generation.plan.generation, extents=owned))
+
+    def _take(self, generation: Generation, index: int, message: PeerExtents) -> None:
+        if not self._me.ranks:
+            return
+        sizes = {part.part: part.nbytes for unit in generation.plan.units for part in unit.parts}
+        for extent in message.extents:
+            generation.extents[extent.part] = Extent(
+                node=index, segment=extent.segment, offset_even=extent.offset_even, offset_odd=extent.offset_odd,
+                nbytes=sizes[extent.part],
+            )
+        generation.awaited.discard(index)

@@ -1,0 +1,9 @@
+"""The control plane: who takes part, what is summed where and in which order. Decides; never touches tensor bytes.
+
+    messages     what is said          job          what the scheduler decides (pure)
+    partition    tensor -> partitions  placement    partition -> owner (pure)
+    credit_queue what is sent next     scheduler    the ZeroMQ loop around `job`
+    membership   a node's side of it   security     the job key: CURVE, HMAC
+
+Imports the standard library, pyzmq and msgspec only.
+"""

@@ -1,0 +1,183 @@
+"""Names become keys: collects every rank's declarations until all agree. Pure.
+
+A *bundle* is what must be declared as one: a lone tensor, or all members of a group.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+import msgspec
+
+from .errors import BpsError, ConfigError, MismatchError, UnsupportedError
+from .messages import TensorSpec
+from .partition import nbytes_of
+
+#: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
+_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes")
+
+
+class Failed(NamedTuple):
+    """Names that will not be summed, why, and the ranks to be told now."""
+
+    names: tuple[str, ...]
+    error: BpsError
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class _Bundle:
+    """One lone tensor or group; `by_rank` is what each rank said, in its order."""
+
+    names: tuple[str, ...]
+    by_rank: dict[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    taken: bool = False
+
+
+class Declarations:
+    """What each of *size* ranks has declared, by name."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._bundles: dict[tuple[str, str], _Bundle] = {}
+        self._key_of: dict[str, tuple[str, str]] = {}
+        self._complete: list[tuple[str, str]] = []  # and not taken yet; may have failed since, or be said again
+        self._failed: dict[str, BpsError] = {}
+        self._position: dict[str, int] = {}  # of a name in rank 0's order
+
+    def add(self, rank: int, tensors: Sequence[TensorSpec]) -> list[Failed]:
+        """Note what *rank* declares; return what fails by it. The same declaration said twice counts once."""
+        failures = []
+        for key, members in _bundles(tensors):
+            if rank == 0:
+                for spec in members:
+                    self._position.setdefault(spec.name, len(self._position))
+            failure = self._add_bundle(rank, key, members)
+            if failure is not None:
+                failures.append(failure)
+        return failures
+
+    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> Failed | None:
+        names = tuple(spec.name for spec in members)
+        for name in names:
+            if name in self._failed:
+                return self._fail(rank, key, names, self._failed[name])
+        error = _invalid(members) or self._contradiction(rank, key, members)
+        if error is not None:
+            return self._fail(rank, key, names, error)
+        bundle = self._bundles.setdefault(key, _Bundle(names))
+        bundle.by_rank.setdefault(rank, members)
+        if len(bundle.by_rank) == self._size and not bundle.taken:
+            self._complete.append(key)
+        for name in names:
+            self._key_of[name] = key
+        return None
+
+    def _contradiction(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> MismatchError | None:
+        """Return how *members* differ from what was said before, by another rank or by this one."""
+        for spec in members:
+            before = self._said(spec.name)
+            if before is None:
+                continue
+            other_rank, other = before
+            for name in _FIELDS:
+                ours, theirs = getattr(spec, name), getattr(other, name)
+                if ours != theirs:
+                    return MismatchError(f"tensor {spec.name!r}: {name} differs: {_show(theirs)} on rank {other_rank}, "
+                                         f"{_show(ours)} on rank {rank}")
+        bundle = self._bundles.get(key)
+        names = tuple(spec.name for spec in members)
+        if bundle is None or bundle.names == names:
+            return None
+        first = next(iter(bundle.by_rank))
+        position, theirs, ours = next(
+            (i, a, b) for i, (a, b) in enumerate(zip_longest(bundle.names, names)) if a != b)
+        return MismatchError(
+            f"group {key[1]!r}: members differ: rank {first} declared {len(bundle.names)}, rank {rank} declared "
+            f"{len(names)}; member {position} is {_show(theirs)} on rank {first}, {_show(ours)} on rank {rank} "
+            "(a group is declared whole, in one order, once)"
+        )
+
+    def _said(self, name: str) -> tuple[int, TensorSpec] | None:
+        """Return who first declared *name*, and how."""
+        key = self._key_of.get(name)
+        if key is None:
+            return None
+        rank, members = next(iter(self._bundles[key].by_rank.items()))
+        return rank, next(spec for spec in members if spec.name == name)
+
+    def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> Failed:
+        """Give up *names* and everything bundled with them, except what was planned already: that stays as it is."""
+        doomed, ranks = list(names), {rank}
+        for touched in sorted({key, *(self._key_of[name] for name in names if name in self._key_of)}):
+            bundle = self._bundles.get(touched)
+            if bundle is None or bundle.taken:
+                continue
+            del self._bundles[touched]
+            doomed += bundle.names
+            ranks |= bundle.by_rank.keys()
+            for name in bundle.names:
+                del self._key_of[name]
+        for name in doomed:
+            if name not in self._key_of:
+                self._failed.setdefault(name, error)
+        return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
+
+    def take_complete(self) -> list[TensorSpec]:
+        """Return, once, all that every rank has declared, in rank 0's order, with rank 0's priorities filled in."""
+        complete = [self._bundles[key] for key in dict.fromkeys(self._complete) if key in self._bundles]
+        self._complete = []
+        complete.sort(key=lambda bundle: self._position[bundle.names[0]])
+        for bundle in complete:
+            bundle.taken = True
+        return [
+            spec if spec.priority is not None else msgspec.structs.replace(spec, priority=-self._position[spec.name])
+            for bundle in complete for spec in bundle.by_rank[0]
+        ]
+
+    def give_up(self, names: Sequence[str], error: BpsError) -> None:
+        """Let *names*, which were taken, fail for whoever declares them again."""
+        for name in names:
+            key = self._key_of.pop(name, None)
+            if key is not None:
+                self._bundles.pop(key, None)
+            self._failed[name] = error
+
+    def missing(self, name: str) -> list[int]:
+        """Return the ranks that have not declared *name*."""
+        key = self._key_of.get(name)
+        have = self._bundles[key].by_rank if key is not None else {}
+        return [rank for rank in range(self._size) if rank not in have]
+
+    def why_failed(self, name: str) -> BpsError | None:
+        """Return why *name* failed, if it did."""
+        return self._failed.get(name)
+
+
+def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple[TensorSpec, ...]]]:
+    """Return (key, members) for each lone tensor and each group of one declaration, by first member."""
+    bundles: dict[tuple[str, str], list[TensorSpec]] = {}
+    for spec in tensors:
+        key = ("tensor", spec.name) if spec.group is None else ("group", spec.group)
+        bundles.setdefault(key, []).append(spec)
+    return [(key, tuple(members)) for key, members in bundles.items()]
+
+
+def _invalid(members: tuple[TensorSpec, ...]) -> BpsError | None:
+    """Return what is wrong with *members* whatever others say."""
+    names = [spec.name for spec in members]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        return ConfigError(f"tensor {twice!r} is declared twice in one call; give each tensor a name of its own")
+    try:
+        for spec in members:
+            nbytes_of(spec)
+    except UnsupportedError as exc:
+        return exc
+    return None
+
+
+def _show(value: object) -> str:
+    return "nothing" if value is None else str(value) if not isinstance(value, str) else repr(value)

@@ -1,0 +1,41 @@
+"""What bpsfast raises on purpose, classed by whose fault it is and what to do next."""
+
+
+class BpsError(Exception):
+    """Root of every error that bpsfast raises on purpose."""
+
+
+class ConfigError(BpsError, ValueError):
+    """A setting is missing, unknown or contradicts another. Fix the setting that is named."""
+
+
+class MismatchError(BpsError, ValueError):
+    """Two roles disagree (version, setting, shape, dtype). The text names the field and both values."""
+
+
+class UnsupportedError(BpsError, TypeError):
+    """The input is of a kind bpsfast does not sum: dtype, layout or device. Convert it first."""
+
+
+class ClosedError(BpsError, RuntimeError):
+    """*You* closed this (or never opened it, or forked), then used it. Fix the caller."""
+
+
+class BusyError(BpsError, RuntimeError):
+    """The same name was pushed twice before the first round was waited for. Fix the caller."""
+
+
+class PeerLostError(BpsError, ConnectionError):
+    """A *peer* process went away; the text names its role, rank and address. Restart the job."""
+
+
+class StallError(BpsError, TimeoutError):
+    """A wait passed its deadline; the text names who is missing. Look at that process."""
+
+
+class CapacityError(BpsError, MemoryError):
+    """The machine cannot hold what the job asks for; the text gives both numbers."""
+
+
+class ProtocolError(BpsError, RuntimeError):
+    """Bytes disagree with the format: mixed versions, or *our* bug. Please report it."""

@@ -1,0 +1,293 @@
+"""What the scheduler decides. Pure: no I/O and no clock inside; messages and the time go in, messages come out.
+
+    joins -> Admission -> Welcome
+    declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
+    barriers -> Barriers,  "who is missing?" -> Stalls,  silence -> Abort,  all ranks left -> Finish
+
+Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
+Welcome, Plans and Commits in the same order, or the same Abort.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from . import messages as m
+from .admission import Admission, Expected
+from .barriers import Barriers
+from .declarations import Declarations, Failed
+from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
+from .generations import Generations
+from .placement import check_policy
+from .roster import Roster
+from .stalls import Stalls
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+#: The first epoch; each recovery would begin the next.
+FIRST_EPOCH = 1
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with."""
+
+    num_nodes: int
+    num_helpers: int = 0
+    num_server_processes: int = -1
+    size: int = -1
+    package: str = ""
+    fingerprint: Mapping[str, str] | None = None
+    placement: str = "optimal"
+    partition_nbytes: int = 4096000
+    fusion_nbytes: int = 4096000
+    heartbeat_s: float = 1.0
+    lease_s: float = 10.0
+    start_timeout_s: float = 60.0
+
+
+class Job:
+    """One job from the first join to the end. Owner thread only; *now* is any clock that only moves forward."""
+
+    def __init__(self, settings: JobSettings, now: float) -> None:
+        if settings.num_nodes < 1:
+            raise ConfigError(f"num_nodes must be at least 1, got {settings.num_nodes}")
+        check_policy(settings.placement)
+        self.settings = settings
+        self.finished = False
+        self.aborted: m.Abort | None = None
+        self._admission = Admission(
+            Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
+            settings.package, settings.fingerprint)
+        self._started = now
+        self._last_tick = now
+        self._next_heartbeat = now + settings.heartbeat_s
+        self._n_heartbeats = 0
+        self._last_seen: dict[bytes, float] = {}
+        self._left: set[int] = set()
+        self._roster = Roster(())
+        self._admitted = False
+        self._declarations: Declarations
+        self._generations: Generations
+        self._barriers: Barriers
+        self._stalls: Stalls
+        self._handlers: dict[type, Callable[..., Outgoing]] = {
+            m.Declare: self._declare, m.Ready: self._ready, m.PrepareFailed: self._prepare_failed,
+            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
+            m.StallReport: self._stall_report,
+        }
+
+    @property
+    def over(self) -> bool:
+        """Tell whether nothing more will be decided."""
+        return self.finished or self.aborted is not None
+
+    # -- what comes in ------------------------------------------------------------------------------------
+
+    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
+        if isinstance(message, m.Join) and (self.over or sender not in self._last_seen):
+            return self._newcomer(now, sender, message)
+        if self.over or sender not in self._last_seen:
+            return []
+        self._last_seen[sender] = now
+        if isinstance(message, m.Heartbeat):
+            return []
+        if isinstance(message, m.Lost):
+            return self._lost(sender, message)
+        if isinstance(message, m.Join):
+            return self._join(sender, message)
+        if not self._admitted:
+            return self.abort(ProtocolError(
+                f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
+        rank = getattr(message, "rank", None)
+        if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
+            return self.abort(ProtocolError(f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, "
+                                            "which is not its own"))
+        return self._handlers[type(message)](now, sender, message)
+
+    def unreachable(self, now: float, sender: bytes) -> Outgoing:
+        """Decide what follows from *sender*'s connection being gone."""
+        if self.over or sender not in self._last_seen:
+            return []
+        return self.abort(PeerLostError(f"{self._name(sender)} closed its connection to the scheduler without leaving: "
+                                        "its process is gone"))
+
+    def tick(self, now: float) -> Outgoing:
+        """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
+        slept_s, self._last_tick = now - self._last_tick, now
+        if self.over:
+            return []
+        if slept_s > self.settings.lease_s / 2:
+            # We were stopped ourselves: what the others said meanwhile is still to be read.
+            self._last_seen = {sender: seen + slept_s for sender, seen in self._last_seen.items()}
+        if not self._admitted and now - self._started >= self.settings.start_timeout_s:
+            return self.abort(StallError(f"the job is not complete after start_timeout_s = "
+                                         f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}"))
+        for sender, seen in self._last_seen.items():
+            if now - seen >= self.settings.lease_s:
+                return self.abort(PeerLostError(f"{self._name(sender)} has been silent for {now - seen:.1f} s "
+                                                f"(lease_s = {self.settings.lease_s:g})"))
+        out: Outgoing = []
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self.settings.heartbeat_s
+            self._n_heartbeats += 1
+            out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats))
+        if self._admitted:
+            out += self._answers(self._stalls.expire(now))
+        return out
+
+    def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
+        """End the job with *error* on everybody except *but*."""
+        if self.over:
+            return []
+        self.aborted = m.Abort(error=type(error).__name__, reason=str(error))
+        return [each for each in self._to_all(self.aborted) if each[0] not in but]
+
+    # -- joining ------------------------------------------------------------------------------------------
+
+    def _newcomer(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+        if self.aborted is not None:
+            return [(sender, self.aborted)]
+        if self.finished or self._admitted:
+            return [(sender, m.Refuse(error="ConfigError", reason=(
+                f"the job is already complete with {len(self._admission.joins)} nodes; the node on host {join.host} "
+                f"(pid {join.pid}) is one too many")))]
+        self._last_seen[sender] = now
+        return self._join(sender, join)
+
+    def _join(self, sender: bytes, join: m.Join) -> Outgoing:
+        """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
+        if self._admitted:
+            return self.abort(ProtocolError(f"{self._name(sender)} joined twice"))
+        mismatch = self._admission.check(join)
+        if mismatch is not None:
+            refuse = m.Refuse(error=type(mismatch).__name__, reason=str(mismatch))
+            return [(sender, refuse), *self.abort(mismatch, but=[sender])]
+        self._admission.add(sender, join)
+        contradiction = self._admission.contradiction()
+        if contradiction is not None:
+            return self.abort(contradiction)
+        if not self._admission.complete():
+            return []
+        try:
+            return self._welcome()
+        except ConfigError as exc:
+            return self.abort(exc)
+
+    def _welcome(self) -> Outgoing:
+        roster = Roster(self._admission.roster())
+        settings = self.settings
+        self._generations = Generations(
+            roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
+            fusion_nbytes=settings.fusion_nbytes)
+        self._declarations = Declarations(roster.size)
+        self._barriers = Barriers(roster.size)
+        self._stalls = Stalls(roster, self._left.__contains__)
+        self._roster = roster
+        self._admitted = True
+        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=roster.nodes))
+                for index, sender in enumerate(roster.senders)]
+
+    # -- declaring ----------------------------------------------------------------------------------------
+
+    def _declare(self, now: float, sender: bytes, message: m.Declare) -> Outgoing:
+        out: Outgoing = []
+        for failed in self._declarations.add(message.rank, message.tensors):
+            out += self._declare_failed(failed, self._roster.senders_of(failed.ranks))
+        return out + self._plan()
+
+    def _plan(self) -> Outgoing:
+        """Begin a generation with everything that is complete, unless one is in flight."""
+        if self._generations.in_flight is not None:
+            return []
+        specs = self._declarations.take_complete()
+        if not specs:
+            return []
+        try:
+            return self._to_all(self._generations.propose(specs))
+        except BpsError as exc:
+            return self._give_up([spec.name for spec in specs], exc)
+
+    def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
+        commit = self._generations.ready(self._roster.index_of(sender), message.generation)
+        return [] if commit is None else self._to_all(commit) + self._plan()
+
+    def _prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
+        names = self._generations.abandon(message.generation)
+        if not names:
+            return []
+        error = CapacityError(f"{self._name(sender)} cannot prepare generation {message.generation}: {message.reason}")
+        return self._give_up(names, error) + self._plan()
+
+    def _give_up(self, names: Sequence[str], error: BpsError) -> Outgoing:
+        self._declarations.give_up(names, error)
+        return self._declare_failed(Failed(tuple(names), error, ()), self._roster.senders)
+
+    @staticmethod
+    def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
+        message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
+        return [(sender, message) for sender in senders]
+
+    # -- waiting and leaving ------------------------------------------------------------------------------
+
+    def _barrier(self, now: float, sender: bytes, message: m.BarrierEnter) -> Outgoing:
+        if not self._barriers.enter(message.rank, message.sequence):
+            return []
+        return self._to_all(m.BarrierDone(sequence=message.sequence))
+
+    def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
+        self._left.add(message.rank)
+        if len(self._left) < self._roster.size:
+            return []
+        self.finished = True
+        return self._to_all(m.Finish())
+
+    def _stalled(self, now: float, sender: bytes, message: m.Stalled) -> Outgoing:
+        if message.part >= 0:
+            if not self._stalls.ask(now, message):
+                return []
+            return self._to_all(m.StallAsk(part=message.part, round=message.round))
+        return self._answers([m.StallAnswer(rank=message.rank, part=message.part, round=message.round,
+                                            missing=self._why_waiting(message.name))])
+
+    def _why_waiting(self, name: str) -> str:
+        """Say what a declaration or a barrier ("barrier:<sequence>") still waits for."""
+        kind, _, sequence = name.partition(":")
+        if kind == "barrier" and sequence.isdecimal():
+            ranks = self._barriers.missing(int(sequence))
+            return self._stalls.words(ranks, "has not entered the barrier") if ranks else "nobody is missing"
+        failed = self._declarations.why_failed(name)
+        if failed is not None:
+            return f"the declaration failed: {failed}"
+        ranks = self._declarations.missing(name)
+        if ranks:
+            return self._stalls.words(ranks, f"has not declared {name!r}")
+        nodes = self._generations.not_ready(name)
+        if nodes:
+            return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still preparing memory for {name!r}"
+                                           for node in nodes)
+        return f"nobody is missing: all ranks have declared {name!r}"
+
+    def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> Outgoing:
+        return self._answers(self._stalls.report(self._roster.index_of(sender), message))
+
+    def _answers(self, answers: Sequence[m.StallAnswer]) -> Outgoing:
+        return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]
+
+    def _lost(self, sender: bytes, message: m.Lost) -> Outgoing:
+        who = self._roster.describe(message.who)
+        return self.abort(PeerLostError(f"{who} is lost: {message.reason} (seen by {self._name(sender)})"))
+
+    # -- addressing ---------------------------------------------------------------------------------------
+
+    def _name(self, sender: bytes) -> str:
+        """Name the node behind *sender*."""
+        if self._admitted:
+            return self._roster.describe_node(self._roster.index_of(sender))
+        join = self._admission.joins[sender]
+        return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
+
+    def _to_all(self, message: m.Message) -> Outgoing:
+        senders = self._roster.senders if self._admitted else list(self._admission.joins)
+        return [(sender, message) for sender in senders]

@@ -1,0 +1,136 @@
+"""A node's side of the control plane: a ZeroMQ DEALER to the scheduler, heartbeats, and the news that it is gone."""
+from __future__ import annotations
+
+import os
+import secrets
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from . import messages as m
+from .errors import PeerLostError, StallError
+from .security import curve_pair
+
+_EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+           | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+           | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+class Membership:
+    """One node's connection to the scheduler at *host*:*port*. Owner thread only; nothing blocks but `close`.
+
+    Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
+    `tick`. The scheduler need not run yet: connecting is tried again and again until `start_timeout_s` after *now*.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,
+                 start_timeout_s: float = 60.0) -> None:
+        self.address = f"{host}:{port}"
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
+        self._start_timeout_s = start_timeout_s
+        self._started = now
+        self._heard: float | None = None
+        self._next_heartbeat = now + heartbeat_s
+        self._n_heartbeats = 0
+        self._n_connected = 0
+        self._secure = False
+        self._disconnected = False
+        self._ended = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._connect(host, port, key)
+
+    def _connect(self, host: str, port: int, key: bytes) -> None:
+        socket = self._socket
+        socket.curve_publickey, socket.curve_secretkey = curve_pair(key, "node")
+        socket.curve_serverkey = curve_pair(key, "scheduler")[0]
+        socket.identity = f"{os.getpid()}-{secrets.token_hex(12)}".encode()
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.reconnect_ivl = 50
+        socket.reconnect_ivl_max = 500
+        if ":" in host:
+            socket.ipv6 = True
+            host = f"[{host}]"
+        socket.connect(f"tcp://{host}:{port}")
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
+        """Return what to poll for input."""
+        return self._socket, self._monitor
+
+    def send(self, message: m.Message) -> None:
+        """Send *message*; what is sent before the connection stands goes out then."""
+        self._socket.send(m.encode(message), zmq.NOBLOCK)
+
+    def recv_nowait(self, now: float) -> list[m.Message]:
+        """Return everything that has arrived, without heartbeats."""
+        received: list[m.Message] = []
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return received
+            self._heard = now
+            message = m.decode(data, "scheduler")
+            self._ended = self._ended or isinstance(message, m.Finish | m.Abort | m.Refuse)
+            if not isinstance(message, m.Heartbeat):
+                received.append(message)
+
+    def tick(self, now: float) -> None:
+        """Send a heartbeat if it is due; notice that the scheduler is gone. Call `recv_nowait` before.
+
+        Raises
+        ------
+        PeerLostError
+            If the scheduler closed the connection, or was silent for `lease_s`. Never after its last word.
+        StallError
+            If nothing was heard from a scheduler within `start_timeout_s`.
+        """
+        if self._ended:
+            return
+        if self._disconnected:
+            raise PeerLostError(f"the scheduler at {self.address} is gone: the connection closed without a last word")
+        # Believed at the next tick only, so that an Abort on its way in is read first.
+        self._read_monitor()
+        if self._heard is None:
+            if now - self._started >= self._start_timeout_s:
+                raise StallError(self._nobody())
+        elif now - self._heard >= self._lease_s:
+            raise PeerLostError(f"the scheduler at {self.address} has been silent for {now - self._heard:.1f} s "
+                                f"(lease_s = {self._lease_s:g})")
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_s
+            self._n_heartbeats += 1
+            self.send(m.Heartbeat(sequence=self._n_heartbeats))
+
+    def _read_monitor(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._n_connected += 1
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._secure = True
+            elif event == zmq.EVENT_DISCONNECTED and self._secure:
+                self._disconnected = True
+
+    def _nobody(self) -> str:
+        """Say why nothing was heard, by what the sockets saw."""
+        if self._secure:
+            seen = "connected, but the scheduler never answered: it hangs, or is overloaded"
+        elif self._n_connected:
+            seen = f"connected {self._n_connected} times; whoever listens has another job key or is no scheduler"
+        else:
+            seen = "nobody listens there"
+        return (f"wrong job key or no scheduler at {self.address}: nothing was heard within start_timeout_s = "
+                f"{self._start_timeout_s:g} s ({seen})")
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close the connection; blocks up to *linger_s* for what is still to be sent. Calling it again does nothing."""
+        if self._context.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger_s * 1000))
+        self._context.term()

@@ -1,0 +1,398 @@
+"""Control messages: what travels between ranks, nodes and the scheduler, and nothing of the data path.
+
+Every message is one MessagePack map with a ``type`` tag, encoded and validated by msgspec.
+`VERSION` is checked once per connection (`Join`, `Attach`): two versions never talk past each other.
+
+    rank  <-> node       a Unix stream socket, one length-prefixed message after another (`LocalMessage`)
+    node  <-> scheduler  ZeroMQ DEALER/ROUTER under CURVE, one message a frame (`NodeMessage`, `SchedulerMessage`)
+"""
+from __future__ import annotations
+
+import msgspec
+
+from .errors import ProtocolError
+
+#: Bumped whenever a field changes its meaning.
+VERSION = 1
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
+    """Root of all control messages; the class name is the tag on the wire."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Root of what messages are made of."""
+
+
+# -- what is summed ---------------------------------------------------------------------------------------
+
+
+class TensorSpec(Record):
+    """One tensor as a rank declares it. All ranks must declare the same, field by field.
+
+    `group` fuses small tensors: members of one group are one unit with one round; they share dtype and
+    `average`, and are listed in forward order. `priority`: higher is sent first; None: minus the order of
+    declaration. `partition_nbytes`: 0 means the job's setting.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    average: bool = True
+    group: str | None = None
+    priority: int | None = None
+    partition_nbytes: int = 0
+
+
+class MemberPlan(Record):
+    """Where one tensor lies inside its unit. `offset` and `nbytes` in bytes, 64-byte aligned."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class PartPlan(Record):
+    """One partition: `part` is its job-wide index (also its slot and board word), `owner` a node index."""
+
+    part: int
+    offset: int
+    nbytes: int
+    owner: int
+
+
+class UnitPlan(Record):
+    """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions."""
+
+    unit: int
+    name: str
+    dtype: str
+    average: bool
+    priority: int
+    nbytes: int
+    stride: int
+    members: tuple[MemberPlan, ...]
+    parts: tuple[PartPlan, ...]
+
+
+# -- node -> scheduler ------------------------------------------------------------------------------------
+
+
+class Join(Message):
+    """A node asks to be admitted.
+
+    `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
+    scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
+    `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data.
+    """
+
+    version: int
+    package: str
+    host: str
+    pid: int
+    index: int
+    ranks: tuple[int, ...]
+    server_processes: int
+    address: str
+    shm_name: str
+    nic_rate_bytes: float
+    settings: dict[str, str]
+
+
+class Declare(Message):
+    """Rank `rank` declares tensors."""
+
+    rank: int
+    tensors: tuple[TensorSpec, ...]
+
+
+class Ready(Message):
+    """This node has allocated, registered and bound everything of `generation`."""
+
+    generation: int
+
+
+class PrepareFailed(Message):
+    """This node cannot prepare `generation`; nothing of it was kept."""
+
+    generation: int
+    reason: str
+
+
+class BarrierEnter(Message):
+    """Rank `rank` has reached its `sequence`-th barrier."""
+
+    rank: int
+    sequence: int
+
+
+class Heartbeat(Message):
+    """Sent every heartbeat interval in both directions."""
+
+    sequence: int
+
+
+class Lost(Message):
+    """This node saw `who` ("rank 3", "node 1", ...) go away."""
+
+    who: str
+    reason: str
+
+
+class RankLeft(Message):
+    """Rank `rank` has called shutdown."""
+
+    rank: int
+
+
+class Stalled(Message):
+    """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?"""
+
+    rank: int
+    part: int
+    round: int
+    name: str
+
+
+class StallReport(Message):
+    """What this node knows of a stalled partition: its own ranks that have not arrived."""
+
+    part: int
+    round: int
+    missing_ranks: tuple[int, ...]
+    missing_nodes: tuple[int, ...]
+
+
+# -- scheduler -> node ------------------------------------------------------------------------------------
+
+
+class NodeInfo(Record):
+    """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper."""
+
+    index: int
+    host: str
+    pid: int
+    address: str
+    shm_name: str
+    ranks: tuple[int, ...]
+    nic_rate_bytes: float
+
+
+class Welcome(Message):
+    """All have joined: your index, everybody in node order (the order of the association), the epoch."""
+
+    index: int
+    epoch: int
+    nodes: tuple[NodeInfo, ...]
+
+
+class Refuse(Message):
+    """You are not admitted, or your request was refused. `error` is a class name of `errors`."""
+
+    error: str
+    reason: str
+
+
+class Plan(Message):
+    """First phase of a commit: prepare these new units."""
+
+    generation: int
+    units: tuple[UnitPlan, ...]
+
+
+class Commit(Message):
+    """Second phase: everybody is ready. `order[part]` is each partition's integer rank, 0 is most urgent."""
+
+    generation: int
+    order: tuple[int, ...]
+
+
+class DeclareFailed(Message):
+    """These names cannot be committed; every rank that declared one of them is told."""
+
+    names: tuple[str, ...]
+    error: str
+    reason: str
+
+
+class BarrierDone(Message):
+    """All ranks have reached barrier `sequence`."""
+
+    sequence: int
+
+
+class StallAsk(Message):
+    """Report what you know of this partition."""
+
+    part: int
+    round: int
+
+
+class StallAnswer(Message):
+    """To the node of the rank that asked: who is missing, in words."""
+
+    rank: int
+    part: int
+    round: int
+    missing: str
+
+
+class Abort(Message):
+    """The job is over: raise `error` with `reason` on every rank."""
+
+    error: str
+    reason: str
+
+
+class Finish(Message):
+    """All ranks have left: close the connections and exit with 0."""
+
+
+# -- rank <-> node ----------------------------------------------------------------------------------------
+
+
+class Attach(Message):
+    """A rank's first message, with its own pidfd. `proof` is the HMAC of `pid` under the job key."""
+
+    version: int
+    package: str
+    pid: int
+    local_rank: int
+    local_size: int
+    rank: int
+    size: int
+    proof: bytes
+    settings: dict[str, str]
+
+
+class AttachServer(Message):
+    """A BytePS-style server process that found its machine's node running: count me, tell me when it ends."""
+
+    version: int
+    pid: int
+    proof: bytes
+
+
+class Attached(Message):
+    """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_pid: int
+    node: int
+    n_nodes: int
+    n_helpers: int
+    transports: dict[str, str]
+    settings: dict[str, str]
+
+
+class SegmentShared(Message):
+    """Segment `segment` of `owner` ("rank": your inputs, "result:N": node N's results); its descriptor comes along."""
+
+    owner: str
+    segment: int
+    nbytes: int
+
+
+class Allocate(Message):
+    """Give me `nbytes` of input memory."""
+
+    request: int
+    nbytes: int
+
+
+class Allocated(Message):
+    """Your input memory: in your segment `segment` at `offset`."""
+
+    request: int
+    segment: int
+    offset: int
+
+
+class Extent(Record):
+    """A run of result bytes: segment `segment` of node `node`, byte offsets of the even and the odd round's copy."""
+
+    node: int
+    segment: int
+    offset_even: int
+    offset_odd: int
+    nbytes: int
+
+
+class UnitReady(Record):
+    """A committed unit and where its results appear, part by part."""
+
+    plan: UnitPlan
+    extents: tuple[Extent, ...]
+
+
+class Declared(Message):
+    """A generation was committed; these units may be pushed."""
+
+    generation: int
+    units: tuple[UnitReady, ...]
+
+
+class Detach(Message):
+    """This rank leaves. `clean` False: it is dying of an exception (`reason`)."""
+
+    clean: bool
+    reason: str = ""
+
+
+class Detached(Message):
+    """The whole job has left, or the node lets you go."""
+
+
+class Ask(Message):
+    """A rank asks for the node's counters (request ids are the rank's own)."""
+
+    request: int
+
+
+class Told(Message):
+    """The node's counters."""
+
+    request: int
+    counters: dict[str, int]
+
+
+NodeMessage = (
+    Join | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled | StallReport
+)
+SchedulerMessage = (
+    Welcome | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer | Abort | Finish
+)
+LocalMessage = (
+    Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared
+    | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Detach | Detached | Ask | Told
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = {
+    "node": msgspec.msgpack.Decoder(NodeMessage),
+    "scheduler": msgspec.msgpack.Decoder(SchedulerMessage),
+    "local": msgspec.msgpack.Decoder(LocalMessage),
+}
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of *message*."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes, sender: str) -> Message:
+    """Return the message in *data* as *sender* ("node", "scheduler" or "local") may have sent it.
+
+    Raises
+    ------
+    ProtocolError
+        If the bytes are no such message.
+    """
+    try:
+        return _DECODERS[sender].decode(data)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"{len(data)} bytes from a {sender} are no control message: {exc}") from exc

@@ -1,0 +1,121 @@
+"""Tensors -> units -> partitions. Pure.
+
+A unit has one round: a lone tensor, or small members of a declared group packed together (a message for each bias
+vector would cost more than its bytes). A unit is cut into partitions, so that it can be summed in several places
+and so that an urgent tensor overtakes a long one.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from .errors import CapacityError, UnsupportedError
+from .messages import MemberPlan, PartPlan, TensorSpec, UnitPlan
+
+#: Partitions of one job: the board and the slot tables of the engine are this long.
+MAX_PARTS = 65536
+
+#: Bytes of one element, by the dtype's name on the wire.
+ITEM_NBYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+               "uint8": 1}
+
+#: Members begin at multiples of this: a cache line, and a multiple of every element's size.
+MEMBER_ALIGNMENT = 64
+
+
+def nbytes_of(spec: TensorSpec) -> int:
+    """Return the bytes of *spec*.
+
+    Raises
+    ------
+    UnsupportedError
+        If the dtype is not summed by any kernel, or a dimension is negative.
+    """
+    if spec.dtype not in ITEM_NBYTES:
+        raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype!r}; supported: {', '.join(ITEM_NBYTES)}")
+    if any(length < 0 for length in spec.shape):
+        raise UnsupportedError(f"tensor {spec.name!r} has the negative dimension of shape {spec.shape}")
+    return math.prod(spec.shape) * ITEM_NBYTES[spec.dtype]
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple of *multiple* that is not below *nbytes*."""
+    return -(-nbytes // multiple) * multiple
+
+
+def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, partition_nbytes: int, fusion_nbytes: int,
+               page_nbytes: int = 4096) -> list[UnitPlan]:
+    """Pack *specs* into units and cut these into partitions; owners are left -1 for `placement`.
+
+    Lone tensors are units of their own. Members of a group are packed in declaration (= forward) order into units of
+    at most *fusion_nbytes*, called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under
+    its own name; dtypes and `average` never mix in a unit. A unit's priority is its most urgent member's; a priority
+    of None means minus the position in *specs*. A unit without bytes has no partitions: it is complete at once.
+
+    Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
+
+    Raises
+    ------
+    UnsupportedError
+        If a dtype or shape cannot be summed.
+    CapacityError
+        If the job would have more than `MAX_PARTS` partitions.
+    """
+    units: list[UnitPlan] = []
+    part = first_part
+    for name, members, positions in _bundles(specs, fusion_nbytes):
+        priority = max(-position if spec.priority is None else spec.priority
+                       for spec, position in zip(members, positions))
+        unit = _lay_out(first_unit + len(units), name, members, priority, part, partition_nbytes, page_nbytes)
+        part += len(unit.parts)
+        units.append(unit)
+    if part > MAX_PARTS:
+        n_bytes = sum(unit.nbytes for unit in units)
+        raise CapacityError(
+            f"{len(specs)} tensors of {n_bytes} bytes would bring the job to {part} partitions, a job has at most "
+            f"{MAX_PARTS}; raise partition_bytes (now {partition_nbytes}) or declare small tensors as a group"
+        )
+    return units
+
+
+def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], list[int]]]:
+    """Yield (unit name, members, their positions in *specs*), ordered by first member."""
+    bundles: list[tuple[str, list[TensorSpec], list[int]]] = []
+    filling: dict[tuple[str, str, bool, int], tuple[list[TensorSpec], list[int], int]] = {}
+    n_units: dict[str, int] = {}
+    for position, spec in enumerate(specs):
+        nbytes = round_up(nbytes_of(spec), MEMBER_ALIGNMENT)
+        if spec.group is None or nbytes >= fusion_nbytes:
+            bundles.append((spec.name, [spec], [position]))
+            continue
+        kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes)
+        members, positions, filled = filling.get(kind, ([], [], 0))
+        if not members or filled + nbytes > fusion_nbytes:
+            members, positions, filled = [], [], 0
+            number = n_units.get(spec.group, 0)
+            n_units[spec.group] = number + 1
+            bundles.append((f"{spec.group}#{number}", members, positions))
+        members.append(spec)
+        positions.append(position)
+        filling[kind] = (members, positions, filled + nbytes)
+    return iter(bundles)
+
+
+def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int, first_part: int, partition_nbytes: int,
+             page_nbytes: int) -> UnitPlan:
+    """Return the plan of one unit: members at aligned offsets, partitions at page-aligned ones."""
+    placed = []
+    end = 0
+    for spec in members:
+        offset = round_up(end, MEMBER_ALIGNMENT)
+        placed.append(MemberPlan(name=spec.name, shape=spec.shape, offset=offset, nbytes=nbytes_of(spec)))
+        end = offset + nbytes_of(spec)
+    most = max((members[0].partition_nbytes or partition_nbytes) // page_nbytes * page_nbytes, page_nbytes)
+    n_parts = -(-end // most)
+    stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
+    parts = tuple(
+        PartPlan(part=first_part + index, offset=offset, nbytes=min(stride, end - offset), owner=-1)
+        for index, offset in enumerate(range(0, end, stride))
+    )
+    return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
+                    nbytes=end, stride=stride, members=tuple(placed), parts=parts)

@@ -1,0 +1,53 @@
+"""The admitted nodes: whose message is it, whose rank is it, and what people call them. Pure."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .messages import NodeInfo
+
+
+class Roster:
+    """All nodes in node order with the identities they send from. Never changes within an epoch."""
+
+    def __init__(self, entries: Sequence[tuple[bytes, NodeInfo]]) -> None:
+        self.senders = [sender for sender, _ in entries]
+        self.nodes = tuple(node for _, node in entries)
+        self.size = sum(len(node.ranks) for node in self.nodes)
+        self._index_of = {sender: index for index, sender in enumerate(self.senders)}
+        self._node_of_rank = {rank: node.index for node in self.nodes for rank in node.ranks}
+        self._n_workers = sum(bool(node.ranks) for node in self.nodes)
+
+    def index_of(self, sender: bytes) -> int:
+        """Return the node index of *sender*."""
+        return self._index_of[sender]
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the node that *rank* belongs to, -1 if there is no such rank."""
+        return self._node_of_rank.get(rank, -1)
+
+    def senders_of(self, ranks: Sequence[int]) -> list[bytes]:
+        """Return the nodes that *ranks* belong to, each once, in node order."""
+        return [self.senders[index] for index in sorted({self._node_of_rank[rank] for rank in ranks})]
+
+    def describe_node(self, index: int) -> str:
+        """Name a node: "node 1 (host b, ranks 2, 3)" or "helper 0 (node 2, host c)"."""
+        node = self.nodes[index]
+        if not node.ranks:
+            return f"helper {index - self._n_workers} (node {index}, host {node.host})"
+        ranks = ", ".join(map(str, node.ranks))
+        return f"node {index} (host {node.host}, {'rank' if len(node.ranks) == 1 else 'ranks'} {ranks})"
+
+    def describe_rank(self, rank: int) -> str:
+        """Name a rank: "rank 3 (node 1, host b)"."""
+        index = self.node_of(rank)
+        return f"rank {rank} (node {index}, host {self.nodes[index].host})" if index >= 0 else f"rank {rank}"
+
+    def describe(self, who: str) -> str:
+        """Name *who*, given as "rank 3" or "node 1"; anything else is returned as it is."""
+        kind, _, number = who.partition(" ")
+        if number.isdecimal():
+            if kind == "rank" and self.node_of(int(number)) >= 0:
+                return self.describe_rank(int(number))
+            if kind == "node" and int(number) < len(self.nodes):
+                return self.describe_node(int(number))
+        return who

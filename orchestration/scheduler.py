@@ -1,0 +1,181 @@
+"""The scheduler process: a ZeroMQ ROUTER around `job.Job`. It carries decisions, never tensor bytes.
+
+Clients must know the scheduler's CURVE key to be understood, and own the job's client key to be let in (ZAP, answered
+in the same loop). Both follow from the job key: whoever has another one gets no byte back, and runs into its deadline.
+"""
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from . import messages as m
+from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
+from .job import Job, JobSettings, Outgoing
+from .security import curve_pair
+
+#: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+
+#: No control message is longer; a plan of 65536 partitions has about 5 MB.
+_MESSAGE_MAX_NBYTES = 64 << 20
+
+
+class _Versioned(msgspec.Struct, tag_field="type", tag="Join"):
+    """As much of a `Join` as every version of it has."""
+
+    version: int
+
+
+class Scheduler:
+    """One job's scheduler. `run` in any one thread; only `stop` may be called from others.
+
+    Parameters
+    ----------
+    bind_host, port : where to listen; port 0 takes a free one, see `port`.
+    farewell_s : how long to go on after an abort, so that latecomers hear why.
+    tick_s : longest time between two looks at the clock.
+
+    Raises
+    ------
+    ConfigError
+        If the address cannot be bound.
+    """
+
+    def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
+                 farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
+        self._job = Job(settings, time.monotonic())
+        self._farewell_s = farewell_s
+        self._tick_s = tick_s
+        self._stop_reason = ""
+        self._client_key = curve_pair(key, "node")[0]
+        self._context = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._zap = self._context.socket(zmq.REP)
+        self._router = self._context.socket(zmq.ROUTER)
+        try:
+            self._zap.bind(_ZAP_ADDRESS)
+            self.port = self._listen(key, bind_host, port)
+        except BaseException:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        for source in (self._zap, self._router, self._wake):
+            self._poller.register(source, zmq.POLLIN)
+
+    def _listen(self, key: bytes, host: str, port: int) -> int:
+        router = self._router
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = curve_pair(key, "scheduler")
+        router.zap_domain = b"bpsfast"
+        router.router_mandatory = True  # a send to somebody who is gone must fail, not vanish
+        router.sndhwm = router.rcvhwm = 0
+        router.maxmsgsize = _MESSAGE_MAX_NBYTES
+        if ":" in host:
+            router.ipv6 = True
+            host = f"[{host}]"
+        address = f"tcp://{host}:{port or '*'}"
+        try:
+            router.bind(address)
+        except zmq.ZMQError as exc:
+            raise ConfigError(f"the scheduler cannot listen on {address}: {exc}; does another one run there?") from exc
+        return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def run(self) -> int:
+        """Serve until the job is over; return the exit code: 0 if all ranks left, 1 if the job was aborted.
+
+        Ends within `start_timeout_s`, `lease_s` or `stop`. Closes everything.
+        """
+        try:
+            while not self._job.over:
+                self._turn()
+            until = time.monotonic() + self._farewell_s
+            while self._job.aborted is not None and time.monotonic() < until:
+                self._turn()
+            return 0 if self._job.finished else 1
+        finally:
+            self.close()
+
+    @property
+    def aborted(self) -> m.Abort | None:
+        """Return what ended the job, if it did not end well."""
+        return self._job.aborted
+
+    def stop(self, reason: str = "the scheduler was stopped") -> None:
+        """Abort the job with *reason* and make `run` return. Any thread, signal handlers too."""
+        self._stop_reason = reason
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a second at most, and free the sockets. Calling it again does nothing."""
+        if self._context.closed:
+            return
+        self._zap.close(linger=0)
+        self._router.close(linger=1000)
+        self._context.term()
+        os.close(self._wake)
+
+    def _turn(self) -> None:
+        """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts."""
+        ready = dict(self._poller.poll(int(self._tick_s * 1000)))
+        if self._zap in ready:
+            self._admit()
+        if self._router in ready:
+            self._read_all()
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+            self._send(self._job.abort(ClosedError(self._stop_reason)))
+        self._send(self._job.tick(time.monotonic()))
+
+    def _admit(self) -> None:
+        """Answer libzmq's question whether a client's CURVE key is the job's."""
+        version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
+        expected = z85.decode(self._client_key)
+        known = mechanism == b"CURVE" and credentials == [expected]
+        status = (b"200", b"OK", b"node") if known else (b"400", b"not the job's key", b"")
+        self._zap.send_multipart([version, request, *status, b""])
+
+    def _read_all(self) -> None:
+        while True:
+            try:
+                sender, data = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:  # not two frames: authenticated, but no node of ours
+                self._send(self._job.abort(ProtocolError("a client of the scheduler sent what is no message")))
+                continue
+            try:
+                message = m.decode(data, "node")
+            except ProtocolError as exc:
+                self._refuse(sender, data, exc)
+                continue
+            self._send(self._job.receive(time.monotonic(), sender, message))
+
+    def _refuse(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
+        """Tell *sender* that it is not understood, and end the job; blame the version if that differs."""
+        reason: ProtocolError | MismatchError = error
+        try:
+            version = msgspec.msgpack.decode(data, type=_Versioned).version
+        except msgspec.MsgspecError:
+            version = m.VERSION
+        if version != m.VERSION:
+            reason = MismatchError(f"protocol version differs: {version} on a node, {m.VERSION} on the scheduler; "
+                                   "install one version of bpsfast everywhere")
+        refuse = m.Refuse(error=type(reason).__name__, reason=str(reason))
+        self._send([(sender, refuse), *self._job.abort(reason, but=[sender])])
+
+    def _send(self, outgoing: Outgoing) -> None:
+        """Send in order; a destination that is gone is reported to the job, whose conclusions are sent too."""
+        pending = list(outgoing)
+        while pending:
+            destination, message = pending.pop(0)
+            try:
+                self._router.send_multipart([destination, m.encode(message)], zmq.NOBLOCK)
+            except zmq.ZMQError as exc:
+                if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                    raise
+                pending += self._job.unreachable(time.monotonic(), destination)

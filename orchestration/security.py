@@ -1,0 +1,208 @@
+"""The job key and what it proves: CURVE on the control plane, HMAC for attaching ranks and for data connections.
+
+Whoever holds the key is in the job; nobody else gets a byte in or out. The handshake of a data connection:
+
+    acceptor -> dialler   magic 8 | nonce 32
+    dialler  -> acceptor  magic 8 | nonce 32 | length 2 | hello | proof 32    of "dialler", context, nonces, hello
+    acceptor -> dialler   length 2 | hello | proof 32                         of "acceptor", context, nonces, hellos
+
+Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. The bytes
+that follow are not encrypted: the data network is trusted to keep connections apart, as it is for RDMA.
+"""
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import time
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from .errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+
+#: Begins both sides' first message of a data connection; the digit is the handshake's version.
+MAGIC = b"BPSFAST1"
+
+#: No hello is longer: a stranger cannot make us hold more.
+HELLO_MAX_NBYTES = 256
+
+_NONCE_NBYTES = 32
+_PROOF_NBYTES = 32
+
+
+class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
+    """What both ends of a data connection say of themselves: node index, number of the stream, epoch."""
+
+    peer: int
+    stream: int
+    epoch: int
+
+
+def job_key(text_hex: str | None, fallback_text: str) -> bytes:
+    """Return the job's key from hexadecimal *text_hex*, else one derived from *fallback_text* (which others may guess).
+
+    Raises
+    ------
+    ConfigError
+        If the text is no hexadecimal number of at least 16 bytes. The text itself is a secret and not repeated.
+    """
+    if not text_hex:
+        return hashlib.sha256(b"bpsfast job key|" + fallback_text.encode()).digest()
+    try:
+        key = bytes.fromhex(text_hex)
+    except ValueError as exc:
+        raise ConfigError(f"job_key must be hexadecimal digits, got {len(text_hex)} characters that are not") from exc
+    if len(key) < 16:
+        raise ConfigError(f"job_key must have at least 16 bytes (32 hexadecimal digits), got {len(key)} bytes")
+    return key
+
+
+def prove(key: bytes, *texts: str | bytes) -> bytes:
+    """Return the HMAC-SHA256 of *texts*, each preceded by its length, so that no two lists of texts look the same."""
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for text in texts:
+        data = text.encode() if isinstance(text, str) else text
+        mac.update(len(data).to_bytes(4, "little") + data)
+    return mac.digest()
+
+
+def verify(key: bytes, proof: bytes, *texts: str | bytes) -> bool:
+    """Tell in constant time whether *proof* is `prove` of *texts*."""
+    return hmac.compare_digest(prove(key, *texts), proof)
+
+
+def curve_pair(key: bytes, role: str) -> tuple[bytes, bytes]:
+    """Return the (public, secret) CURVE keys, in Z85, of *role* ("scheduler" or "node"), derived from the job's key."""
+    if role not in ("scheduler", "node"):
+        raise ValueError(f"role must be 'scheduler' or 'node', got {role!r}")
+    secret = z85.encode(prove(key, "curve", role))
+    return zmq.curve_public(secret), secret
+
+
+def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
+                      timeout_s: float) -> StreamHello:
+    """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos; return its hello.
+
+    Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.
+
+    Raises
+    ------
+    StallError, PeerLostError
+        If the deadline passed, or the peer closed.
+    ProtocolError, MismatchError
+        If no bpsfast of this version answers; if it holds another key.
+    """
+    with _Line(sock, timeout_s) as line:
+        theirs = line.nonce()
+        nonce = os.urandom(_NONCE_NBYTES)
+        said = msgspec.msgpack.encode(hello)
+        proof = prove(key, "dialler", context, theirs, nonce, said)
+        line.send(MAGIC + nonce + _counted(said) + proof)
+        answer = line.receive_counted()
+        if not verify(key, line.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
+            raise MismatchError(f"{line.peer} answered the data connection, but does not hold this job's key")
+        return _hello(answer, line.peer)
+
+
+def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
+                     timeout_s: float) -> StreamHello:
+    """Be the acceptor of `challenge_connect`: answer as node *peer* in *epoch*; return the dialler's hello.
+
+    A stranger learns nothing but a nonce. Same errors; on any of them close *sock*, the job is not harmed.
+    """
+    with _Line(sock, timeout_s) as line:
+        nonce = os.urandom(_NONCE_NBYTES)
+        line.send(MAGIC + nonce)
+        theirs = line.nonce()
+        said = line.receive_counted()
+        if not verify(key, line.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
+            raise MismatchError(f"{line.peer} asked for a data connection, but does not hold this job's key")
+        hello = _hello(said, line.peer)
+        answer = msgspec.msgpack.encode(StreamHello(peer=peer, stream=hello.stream, epoch=epoch))
+        line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
+        return hello
+
+
+def _counted(data: bytes) -> bytes:
+    return len(data).to_bytes(2, "little") + data
+
+
+def _hello(data: bytes, peer: str) -> StreamHello:
+    try:
+        return msgspec.msgpack.decode(data, type=StreamHello)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"the hello of {peer} cannot be read: {exc}") from exc
+
+
+class _Line:
+    """A socket with one deadline for everything said on it."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._sock = sock
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._before = sock.gettimeout()
+        self.peer = _address(sock)
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sock.settimeout(self._before)
+
+    def _wait(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._late()
+        self._sock.settimeout(left)
+
+    def _late(self) -> StallError:
+        return StallError(f"{self.peer} did not finish the handshake of a data connection within {self._timeout_s:g} s")
+
+    def send(self, data: bytes) -> None:
+        self._wait()
+        try:
+            self._sock.sendall(data)
+        except TimeoutError as exc:
+            raise self._late() from exc
+        except OSError as exc:
+            raise PeerLostError(f"{self.peer} went away in the handshake of a data connection: {exc}") from exc
+
+    def receive(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            self._wait()
+            try:
+                piece = self._sock.recv(nbytes - len(data))
+            except TimeoutError as exc:
+                raise self._late() from exc
+            except OSError as exc:
+                raise PeerLostError(f"{self.peer} went away in the handshake of a data connection: {exc}") from exc
+            if not piece:
+                raise PeerLostError(f"{self.peer} closed the data connection in the handshake: wrong job key?")
+            data += piece
+        return bytes(data)
+
+    def nonce(self) -> bytes:
+        magic = self.receive(len(MAGIC))
+        if magic != MAGIC:
+            raise ProtocolError(f"{self.peer} began a data connection with {magic!r}, expected {MAGIC!r}: not a node "
+                                "of this version")
+        return self.receive(_NONCE_NBYTES)
+
+    def receive_counted(self) -> bytes:
+        nbytes = int.from_bytes(self.receive(2), "little")
+        if nbytes > HELLO_MAX_NBYTES:
+            raise ProtocolError(f"{self.peer} sent a hello of {nbytes} bytes, at most {HELLO_MAX_NBYTES} are allowed")
+        return self.receive(nbytes)
+
+
+def _address(sock: socket.socket) -> str:
+    try:
+        name = sock.getpeername()
+    except OSError:
+        return "a peer that is gone"
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer"

@@ -1,0 +1,231 @@
+"""Fixtures: `job` starts real schedulers, nodes and ranks; `shared_job` keeps them for a module; `no_leaks` counts.
+
+    def mean_of_ranks():                      # runs on every rank, in its own process
+        return bpsfast.push_pull(np.full(4, bpsfast.rank(), "f4"), name="x")
+
+    def test_mean(job):
+        for result in job(ranks=(2, 1)).run(mean_of_ranks): ...
+"""
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpsfast import daemons, launch, settings
+from bpsfast.supervisor import Kind
+
+_RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
+
+
+class RankError(AssertionError):
+    """A function raised on a rank; the text holds its traceback."""
+
+
+class Outcome:
+    """What became of a function on one rank: `value`, or the `error`'s class name and `text`."""
+
+    def __init__(self, kind: str, *fields: Any) -> None:
+        self.value = fields[0] if kind == "value" else None
+        self.error, self.text, self.traceback = fields if kind == "error" else ("", "", "")
+
+    def __repr__(self) -> str:
+        return f"<{self.error}: {self.text}>" if self.error else f"<{self.value!r}>"
+
+
+class Job:
+    """A real job on this machine: one scheduler, a node and its ranks for each entry of *ranks*, helpers.
+
+    The ranks' processes live as long as the job and run what `run` sends them. All processes are this object's
+    children; `close` ends the job in order and fails if something had to be killed.
+    """
+
+    def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
+                 **values: Any) -> None:
+        values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
+        shape = launch.Shape(ranks=tuple(ranks), n_helpers=helpers)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with daemons.reserve_port("127.0.0.1") as reserved:
+            commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
+                                   reserved.getsockname(), secrets.token_hex(32))
+            self.ranks: list[subprocess.Popen] = []
+            self.daemons: dict[str, subprocess.Popen] = {}
+            self._pipes: list[Connection] = []
+            try:
+                for command in commands:
+                    self._start(command, values)
+                if attach:
+                    self.call("init")
+            except BaseException:
+                self.kill()
+                raise
+        self._attached = attach
+
+    def _start(self, command: Any, values: dict[str, Any]) -> None:
+        if command.kind is not Kind.RANK:
+            self.daemons[command.name] = subprocess.Popen(command.argv, env=command.environ, stdin=subprocess.DEVNULL)
+            return
+        ours, theirs = Pipe()
+        with theirs:
+            environ = {**command.environ, "BPSTEST_FD": str(theirs.fileno())}
+            self.ranks.append(subprocess.Popen(command.argv, env=environ, stdin=subprocess.DEVNULL,
+                                               pass_fds=[theirs.fileno()]))
+        self._pipes.append(ours)
+
+    # -- what tests do ---------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Run *function*, a top-level function of a test module, on every rank; return the results by rank."""
+        return self._values(self.attempt(function, *arguments, timeout_s=timeout_s))
+
+    def attempt(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Outcome]:
+        """As `run`, but return what became of it on each rank; a rank that died has the error "died"."""
+        self.begin(function, *arguments)
+        return self.outcomes(timeout_s)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, only: tuple[int, ...] | None = None) -> None:
+        """Start *function* on every rank (or on *only* these) and return at once."""
+        self._send(inspect.getsourcefile(function), function.__name__, arguments, only)
+
+    def outcomes(self, timeout_s: float = 60.0, only: tuple[int, ...] | None = None) -> list[Outcome]:
+        """Wait for what `begin` started."""
+        deadline = time.monotonic() + timeout_s
+        chosen = range(self.size) if only is None else only
+        return [self._outcome(rank, deadline) for rank in chosen]
+
+    def call(self, name: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call ``bpsfast.<name>`` on every rank."""
+        self._send(None, name, arguments, None)
+        return self._values(self.outcomes(timeout_s))
+
+    def kill_rank(self, rank: int) -> None:
+        """``kill -9`` one rank."""
+        self.ranks[rank].kill()
+        self.ranks[rank].wait(10)
+
+    def kill_daemon(self, name: str) -> None:
+        """``kill -9`` "scheduler", "node 1" or "helper 0"."""
+        self.daemons[name].kill()
+        self.daemons[name].wait(10)
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _send(self, path: str | None, name: str, arguments: tuple[Any, ...], only: tuple[int, ...] | None) -> None:
+        for rank in range(self.size) if only is None else only:
+            self._pipes[rank].send_bytes(pickle.dumps((path, name, arguments)))
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        pipe = self._pipes[rank]
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return Outcome(*pickle.loads(pipe.recv_bytes()))
+        except (EOFError, ConnectionResetError):
+            return Outcome("error", "died", f"rank {rank} ended with {self.ranks[rank].wait(5)}", "")
+        raise RankError(f"rank {rank} did not answer in time")
+
+    @staticmethod
+    def _values(outcomes: list[Outcome]) -> list[Any]:
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                raise RankError(f"on rank {rank}: {outcome.traceback or outcome.text}")
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """End the job in order; everything must end by itself, with exit code 0."""
+        try:
+            if self._attached:
+                self.call("shutdown", timeout_s=20)
+            for pipe in self._pipes:
+                pipe.close()
+            everything = {f"rank {rank}": process for rank, process in enumerate(self.ranks)} | self.daemons
+            codes = {name: process.wait(15) for name, process in everything.items()}
+        finally:
+            self.kill()
+        assert not any(codes.values()), f"exit codes after an orderly end: {codes}"
+
+    def kill(self) -> None:
+        """End everything at once. Idempotent."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in [*self.ranks, *self.daemons.values()]:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait(10)
+
+
+@pytest.fixture
+def job() -> Iterator[Callable[..., Job]]:
+    """Start jobs: ``job(ranks=(2, 1), helpers=0, transport="tcp", **settings)``. They are ended after the test.
+
+    A test that breaks its job on purpose kills it: ``job(...).kill()``.
+    """
+    started: list[Job] = []
+
+    def start(*arguments: Any, **values: Any) -> Job:
+        started.append(Job(*arguments, **values))
+        return started[-1]
+
+    yield start
+    _end(started)
+
+
+@pytest.fixture(scope="module")
+def shared_job() -> Iterator[Callable[..., Job]]:
+    """As `job`, but jobs of the same arguments are started once in a module. Tests must use names of their own."""
+    started: dict[str, Job] = {}
+
+    def start(*arguments: Any, **values: Any) -> Job:
+        key = repr((arguments, sorted(values.items())))
+        if key not in started:
+            started[key] = Job(*arguments, **values)
+        return started[key]
+
+    yield start
+    _end(list(started.values()))
+
+
+def _end(jobs: list[Job]) -> None:
+    failures = []
+    for each in jobs:
+        try:
+            if any(process.returncode is None for process in each.ranks):  # not killed by its test
+                each.close()
+        except Exception as exc:
+            failures.append(exc)
+        finally:
+            each.kill()
+    if failures:
+        raise failures[0]
+
+
+def counts() -> tuple[int, int]:
+    """Return the descriptors and the threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail if the test leaves descriptors or threads behind in this process."""
+    before = counts()
+    yield
+    assert counts() == before, "descriptors, threads"

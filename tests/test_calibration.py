@@ -1,0 +1,37 @@
+"""Two-way calibration over a socket pair: what is counted is what arrived in the middle of the time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+
+from bpsfast import calibration
+
+
+def test_both_directions_are_counted():
+    one, other = socket.socketpair()
+    results = {}
+    with one, other:
+        peer = threading.Thread(target=lambda: results.update(other=calibration.exchange(other, 0.4)))
+        peer.start()
+        results["one"] = calibration.exchange(one, 0.4)
+        peer.join(timeout=30)
+    for result in results.values():
+        assert result["received"] > 0
+        assert 0.0 < result["seconds"] <= 0.4
+
+
+def test_the_program_runs_by_path_without_the_package():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-I", "-S", calibration.__file__]
+    with subprocess.Popen([*command, "listen", str(port), "0.4"], stdout=subprocess.PIPE) as listen:
+        done = subprocess.run(
+            [*command, "connect", "127.0.0.1", str(port), "0.4"], capture_output=True, timeout=60, check=True
+        )
+        out, _ = listen.communicate(timeout=60)
+    assert json.loads(out)["received"] > 0
+    assert json.loads(done.stdout)["received"] > 0

@@ -1,0 +1,150 @@
+"""Names become keys only when every rank has said the same of them."""
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpsfast.orchestration.declarations import Declarations
+from bpsfast.orchestration.errors import CapacityError, ConfigError, MismatchError, UnsupportedError
+from bpsfast.orchestration.messages import TensorSpec
+
+
+def spec(name, **fields):
+    return TensorSpec(**{"name": name, "dtype": "float32", "shape": (2, 3), **fields})
+
+
+def names(specs):
+    return [each.name for each in specs]
+
+
+def test_a_name_is_complete_when_all_ranks_have_declared_it():
+    ours = Declarations(2)
+    assert ours.add(1, [spec("a"), spec("b")]) == []
+    assert ours.take_complete() == [] and ours.missing("a") == [0] and ours.missing("zzz") == [0, 1]
+    assert ours.add(0, [spec("b")]) == []
+    assert names(ours.take_complete()) == ["b"]
+    assert ours.take_complete() == [] and ours.missing("b") == []
+
+
+def test_order_and_priorities_are_rank_zeros():
+    ours = Declarations(2)
+    ours.add(1, [spec("c", priority=9), spec("b"), spec("a", priority=3)])
+    ours.add(0, [spec("a"), spec("b", priority=5), spec("c")])
+    assert [(s.name, s.priority) for s in ours.take_complete()] == [("a", 0), ("b", 5), ("c", -2)]
+
+
+@given(st.permutations([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]))
+def test_positions_do_not_depend_on_other_ranks_timing(deliveries):
+    """Three ranks say three names one by one; each rank in its own order, the ranks interleaved in any way."""
+    ours = Declarations(3)
+    orders = {0: ["a", "b", "c"], 1: ["c", "a", "b"], 2: ["b", "c", "a"]}
+    said = {rank: 0 for rank in orders}
+    taken = []
+    for rank, _ in deliveries:
+        assert ours.add(rank, [spec(orders[rank][said[rank]])]) == []
+        said[rank] += 1
+        taken += ours.take_complete()
+    assert sorted((s.name, s.priority) for s in taken) == [("a", 0), ("b", -1), ("c", -2)]
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"dtype": "int32"}, "dtype differs: 'float32' on rank 1, 'int32' on rank 0"),
+    ({"shape": (3, 2)}, r"shape differs: \(2, 3\) on rank 1, \(3, 2\) on rank 0"),
+    ({"average": False}, "average differs: True on rank 1, False on rank 0"),
+    ({"group": "g"}, "group differs: nothing on rank 1, 'g' on rank 0"),
+    ({"partition_nbytes": 4096}, "partition_nbytes differs: 0 on rank 1, 4096 on rank 0"),
+])
+def test_a_mismatch_names_field_values_and_ranks(fields, words):
+    ours = Declarations(3)
+    ours.add(1, [spec("a"), spec("b")])
+    (failed,) = ours.add(0, [spec("a", **fields)])
+    assert failed.names == ("a",) and failed.ranks == (0, 1)
+    with pytest.raises(MismatchError, match="'a': " + words):
+        raise failed.error
+    (late,) = ours.add(2, [spec("a"), spec("b")])
+    assert late.ranks == (2,) and late.error is failed.error is ours.why_failed("a")
+    assert ours.why_failed("b") is None and ours.missing("b") == [0]
+
+
+def group(*members, **fields):
+    return [spec(name, group="g", **fields) for name in members]
+
+
+def test_a_group_is_complete_as_a_whole():
+    ours = Declarations(2)
+    ours.add(0, [spec("x"), *group("a", "b")])
+    ours.add(1, group("a", "b"))
+    assert [(s.name, s.priority) for s in ours.take_complete()] == [("a", -1), ("b", -2)]
+
+
+@pytest.mark.parametrize(("theirs", "words"), [
+    (("b", "a"), "member 0 is 'a' on rank 0, 'b' on rank 1"),
+    (("a",), "rank 0 declared 2, rank 1 declared 1; member 1 is 'b' on rank 0, nothing on rank 1"),
+    (("a", "b", "c"), "member 2 is nothing on rank 0, 'c' on rank 1"),
+])
+def test_groups_must_have_the_same_members_in_one_order(theirs, words):
+    ours = Declarations(2)
+    ours.add(0, group("a", "b"))
+    (failed,) = ours.add(1, group(*theirs))
+    assert set(failed.names) == {"a", "b", *theirs} and failed.ranks == (0, 1)
+    with pytest.raises(MismatchError, match=words):
+        raise failed.error
+
+
+def test_one_bad_member_fails_its_whole_group():
+    ours = Declarations(2)
+    ours.add(0, group("a", "b"))
+    (failed,) = ours.add(1, [*group("a"), *group("b", dtype="int8")])
+    assert set(failed.names) == {"a", "b"}
+    assert ours.add(0, group("a", "b"))[0].error is failed.error
+
+
+def test_saying_the_same_again_changes_nothing():
+    ours = Declarations(2)
+    ours.add(0, [spec("a")])
+    assert ours.add(0, [spec("a")]) == [] and ours.missing("a") == [1]
+    ours.add(1, [spec("a")])
+    assert names(ours.take_complete()) == ["a"]
+    assert ours.add(1, [spec("a")]) == [] and ours.take_complete() == []
+
+
+def test_a_committed_name_survives_a_wrong_declaration():
+    ours = Declarations(2)
+    for rank in (0, 1):
+        ours.add(rank, [spec("a")])
+    ours.take_complete()
+    (failed,) = ours.add(1, [spec("a", dtype="int8")])
+    assert failed.ranks == (1,) and isinstance(failed.error, MismatchError)
+    assert ours.why_failed("a") is None and ours.add(1, [spec("a")]) == []
+
+
+def test_twice_in_one_call():
+    (failed,) = Declarations(1).add(0, [spec("a"), spec("a")])
+    assert isinstance(failed.error, ConfigError) and "'a' is declared twice" in str(failed.error)
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "uint16"}, {"shape": (-1,)}])
+def test_what_cannot_be_summed_fails_at_once(fields):
+    ours = Declarations(2)
+    (failed,) = ours.add(1, [spec("a", **fields)])
+    assert isinstance(failed.error, UnsupportedError) and failed.ranks == (1,)
+    assert ours.add(0, [spec("a", **fields)])[0].error is failed.error
+
+
+def test_giving_up_tells_whoever_comes_again():
+    ours = Declarations(1)
+    ours.add(0, [spec("a"), spec("b")])
+    taken = ours.take_complete()
+    error = CapacityError("full")
+    ours.give_up(names(taken), error)
+    assert [failed.error for failed in ours.add(0, [spec("a"), spec("b"), spec("c")])] == [error, error]
+    assert names(ours.take_complete()) == ["c"]
+
+
+def test_explicit_priorities_are_kept():
+    ours = Declarations(1)
+    ours.add(0, [spec("a", priority=-50), spec("b")])
+    taken = ours.take_complete()
+    assert taken == [spec("a", priority=-50), msgspec.structs.replace(spec("b"), priority=-1)]

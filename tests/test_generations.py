@@ -1,0 +1,83 @@
+"""Generations: planned by the scheduler, committed when every node is ready, numbers used once."""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast.orchestration.errors import CapacityError, ConfigError
+from bpsfast.orchestration.generations import Generations
+from bpsfast.orchestration.messages import Commit, NodeInfo, TensorSpec
+
+
+def generations(n=2, k=1, **fields):
+    nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=(i,) if i < n else (), nic_rate_bytes=0.0)
+             for i in range(n + k)]
+    return Generations(nodes, **{"policy": "optimal", "partition_nbytes": 4096, "fusion_nbytes": 4096, **fields})
+
+
+def spec(name, n_pages=1, **fields):
+    return TensorSpec(**{"name": name, "dtype": "uint8", "shape": (n_pages * 4096,), "priority": 0, **fields})
+
+
+def commit(ours, *specs):
+    plan = ours.propose(specs)
+    commits = [ours.ready(node, plan.generation) for node in range(3)]
+    assert commits[:2] == [None, None]
+    return plan, commits[2]
+
+
+def test_owners_continue_from_what_is_owned():
+    ours = generations()
+    first, order = commit(ours, spec("a", 2))
+    assert [part.owner for unit in first.units for part in unit.parts] == [0, 1]
+    assert order == Commit(generation=1, order=(0, 1))
+    second, order = commit(ours, spec("b", 2, priority=5))
+    assert [part.owner for unit in second.units for part in unit.parts] == [2, 0]
+    assert order == Commit(generation=2, order=(2, 3, 0, 1))
+
+
+def test_a_tensor_without_bytes_is_committed_too():
+    ours = generations()
+    plan, order = commit(ours, spec("empty", 0))
+    assert plan.units[0].parts == () and order.order == ()
+
+
+def test_late_and_early_words_are_ignored():
+    ours = generations()
+    assert ours.ready(0, 1) is None and ours.abandon(1) == []
+    commit(ours, spec("a"))
+    assert ours.ready(0, 1) is None and ours.abandon(1) == []
+    ours.propose([spec("b")])
+    assert ours.ready(0, 1) is None and ours.abandon(1) == []
+    assert ours.not_ready("b") == [0, 1, 2] and ours.not_ready("a") == []
+
+
+def test_an_abandoned_generation_leaves_nothing_but_used_numbers():
+    ours = generations()
+    ours.propose([spec("a", 3)])
+    ours.ready(0, 1)
+    assert ours.abandon(1) == ["a"] and ours.abandon(1) == []
+    assert ours.ready(1, 1) is None and ours.not_ready("a") == []
+    plan, order = commit(ours, spec("b"))
+    assert (plan.generation, plan.units[0].unit, plan.units[0].parts[0].part) == (2, 1, 3)
+    assert plan.units[0].parts[0].owner == 0  # nothing is owned yet
+    assert order.order == (1, 2, 3, 0)
+
+
+def test_a_plan_that_cannot_be_made_begins_nothing():
+    ours = generations()
+    with pytest.raises(CapacityError, match="65537 partitions"):
+        ours.propose([spec("a", 65537)])
+    assert ours.in_flight is None and ours.number == 0
+    commit(ours, spec("b"))
+
+
+def test_hash_placement_uses_byteps_keys():
+    plan, _ = commit(generations(policy="hash:naive"), spec("a", 3), spec("b", 2))
+    # ((unit + index) * 9973) mod 3 with the helper as server 0
+    servers = [(unit.unit + i) * 9973 % 3 for unit in plan.units for i in range(len(unit.parts))]
+    assert [part.owner for unit in plan.units for part in unit.parts] == [{0: 2, 1: 0, 2: 1}[s] for s in servers]
+
+
+def test_a_policy_that_cannot_place_is_refused_at_once():
+    with pytest.raises(ConfigError, match="has none"):
+        generations(k=0, policy="ps")

@@ -1,0 +1,136 @@
+"""A node's side of the control plane: when it believes that the scheduler is gone."""
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+
+from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.errors import PeerLostError, ProtocolError, StallError
+from bpsfast.orchestration.membership import Membership
+from bpsfast.orchestration.security import curve_pair
+
+KEY = bytes(range(32))
+LIMIT_MS = 20_000
+
+
+class Puppet:
+    """A scheduler's socket whose every word is the test's."""
+
+    def __init__(self):
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.linger = 1000
+        self.router.curve_server = True
+        self.router.curve_publickey, self.router.curve_secretkey = curve_pair(KEY, "scheduler")
+        self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.client = b""
+
+    def hear(self):
+        assert self.router.poll(LIMIT_MS)
+        self.client, data = self.router.recv_multipart()
+        return m.decode(data, "node")
+
+    def say(self, *spoken):
+        for message in spoken:
+            self.router.send_multipart([self.client, m.encode(message)])
+
+    def close(self):
+        self.router.close()
+        self.context.term()
+
+
+@pytest.fixture
+def puppet():
+    puppet = Puppet()
+    yield puppet
+    if not puppet.router.closed:
+        puppet.close()
+
+
+@pytest.fixture
+def membership(puppet):
+    membership = Membership("127.0.0.1", puppet.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0)
+    yield membership
+    membership.close(0)
+
+
+def receive(membership, now):
+    """What the next arrival brings."""
+    assert membership.sockets[0].poll(LIMIT_MS)
+    return membership.recv_nowait(now)
+
+
+def tick_until_lost(membership):
+    """Tick, as a node does after every event, until the loss is believed."""
+    until = time.monotonic() + LIMIT_MS / 1000
+    with pytest.raises(PeerLostError) as caught:
+        while time.monotonic() < until:
+            membership.tick(5.0)
+            membership.sockets[1].poll(100)
+            membership.recv_nowait(5.0)
+    return str(caught.value)
+
+
+def test_heartbeats_are_sent_when_due_and_not_handed_on(puppet, membership):
+    for now in (0.5, 1.0, 1.5, 2.0):
+        membership.tick(now)
+    assert [puppet.hear(), puppet.hear()] == [m.Heartbeat(sequence=1), m.Heartbeat(sequence=2)]
+    puppet.say(m.Heartbeat(sequence=1), m.BarrierDone(sequence=4))
+    received = receive(membership, 3.0)
+    while not received:
+        received = receive(membership, 3.0)
+    assert received == [m.BarrierDone(sequence=4)]
+    assert not puppet.router.poll(0)
+
+
+def test_silence_is_a_loss_after_the_lease(puppet, membership):
+    membership.send(m.Ready(generation=1))
+    puppet.hear()
+    puppet.say(m.Heartbeat(sequence=1))
+    assert receive(membership, 100.0) == []
+    membership.tick(109.9)
+    with pytest.raises(PeerLostError, match=rf"127.0.0.1:{puppet.port} has been silent for 10.0 s \(lease_s = 10\)"):
+        membership.tick(110.0)
+
+
+def test_silence_from_the_start_is_a_stall(puppet, membership):
+    membership.send(m.Ready(generation=1))
+    puppet.hear()
+    membership.tick(59.9)
+    with pytest.raises(StallError, match="start_timeout_s = 60 s .connected, but the scheduler never answered"):
+        membership.tick(60.0)
+
+
+def test_a_closed_connection_is_a_loss_at_once(puppet, membership):
+    membership.send(m.Ready(generation=1))
+    puppet.hear()
+    puppet.close()
+    assert "closed without a last word" in tick_until_lost(membership)
+
+
+@pytest.mark.parametrize("word", [m.Abort(error="StallError", reason="x"), m.Finish(), m.Refuse(error="E", reason="x")])
+def test_a_last_word_is_read_before_the_loss_is_believed(puppet, membership, word):
+    membership.send(m.Ready(generation=1))
+    puppet.hear()
+    puppet.say(word)
+    puppet.close()
+    assert membership.sockets[1].poll(LIMIT_MS)
+    membership.tick(5.0)
+    assert receive(membership, 5.0) == [word]
+    for now in (6.0, 600.0):
+        membership.tick(now)
+
+
+def test_what_is_no_message_is_a_protocol_error(puppet, membership):
+    membership.send(m.Ready(generation=1))
+    puppet.hear()
+    puppet.router.send_multipart([puppet.client, b"rubbish"])
+    with pytest.raises(ProtocolError, match="7 bytes from a scheduler"):
+        receive(membership, 1.0)
+
+
+def test_closing_twice_does_nothing(membership):
+    membership.close(0)
+    membership.close(0)

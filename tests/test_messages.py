@@ -1,0 +1,79 @@
+"""Control messages: every type survives the wire, nothing else is taken for one."""
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpsfast.orchestration import messages
+from bpsfast.orchestration.errors import ProtocolError
+
+UNIONS = {"node": messages.NodeMessage, "scheduler": messages.SchedulerMessage, "local": messages.LocalMessage}
+CASES = [(sender, kind) for sender, union in UNIONS.items() for kind in union.__args__]
+
+_SCALARS = {
+    "int": st.integers(-(2**63), 2**63 - 1), "str": st.text(max_size=20), "bytes": st.binary(max_size=20),
+    "float": st.floats(allow_nan=False), "bool": st.booleans(),
+}
+
+
+def values(kind):
+    """Values of one annotated type."""
+    info = msgspec.inspect.type_info(kind)
+    return _of(info)
+
+
+def _of(info):
+    inspect = msgspec.inspect
+    if isinstance(info, inspect.StructType):
+        return st.builds(info.cls, **{field.name: _of(field.type) for field in info.fields})
+    if isinstance(info, inspect.VarTupleType):
+        return st.lists(_of(info.item_type), max_size=3).map(tuple)
+    if isinstance(info, inspect.DictType):
+        return st.dictionaries(_of(info.key_type), _of(info.value_type), max_size=3)
+    if isinstance(info, inspect.UnionType):
+        return st.one_of(*map(_of, info.types))
+    if isinstance(info, inspect.NoneType):
+        return st.none()
+    return _SCALARS[type(info).__name__.removesuffix("Type").lower()]
+
+
+@pytest.mark.parametrize(("sender", "kind"), CASES, ids=lambda value: getattr(value, "__name__", value))
+@given(data=st.data())
+def test_every_message_survives_the_wire(sender, kind, data):
+    message = data.draw(values(kind))
+    assert messages.decode(messages.encode(message), sender) == message
+
+
+def test_every_message_class_has_a_sender():
+    kinds = {kind for kind in vars(messages).values()
+             if isinstance(kind, type) and issubclass(kind, messages.Message) and kind is not messages.Message}
+    assert kinds == {kind for _, kind in CASES}
+
+
+@given(st.binary(max_size=40), st.sampled_from(sorted(UNIONS)))
+def test_other_bytes_are_a_protocol_error(data, sender):
+    with pytest.raises(ProtocolError, match=f"{len(data)} bytes from a {sender} are no control message"):
+        messages.decode(data, sender)
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"type": "Nonsense"}, "Nonsense"),
+    ({"sequence": 1}, "type"),
+    ({"type": "Heartbeat"}, "sequence"),
+    ({"type": "Heartbeat", "sequence": "1"}, r"\$\.sequence"),
+])
+def test_what_is_wrong_is_named(fields, words):
+    with pytest.raises(ProtocolError, match=words):
+        messages.decode(msgspec.msgpack.encode(fields), "node")
+
+
+def test_a_role_cannot_speak_for_another():
+    with pytest.raises(ProtocolError, match="Welcome"):
+        messages.decode(messages.encode(messages.Welcome(index=0, epoch=1, nodes=())), "node")
+
+
+def test_defaults_cost_no_bytes():
+    bare = messages.TensorSpec(name="x", dtype="int8", shape=())
+    assert set(msgspec.msgpack.decode(msgspec.msgpack.encode(bare))) == {"name", "dtype", "shape"}

@@ -1,0 +1,104 @@
+"""Network namespaces: rates in words, what is missing, and cleaning up after owners that were killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bpsfast import netns
+from bpsfast.orchestration.errors import ConfigError
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+_OWNER = """
+import sys
+from bpsfast.cluster import Cluster
+cluster = Cluster(["a"])
+inside = cluster["a"].popen(["sleep", "600"])
+print(cluster.hub.namespace, cluster["a"].namespace, inside.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def names() -> set[str]:
+    """Return the namespaces that exist."""
+    folder = Path("/run/netns")
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+@pytest.mark.parametrize(
+    "text, bits",
+    [
+        ("10gbit", 1e10),
+        ("2.5Gbit", 2.5e9),
+        ("100 mbit", 1e8),
+        ("64kbit", 64e3),
+        ("9600bit", 9600.0),
+        (1e9, 1e9),
+        (7, 7.0),
+    ],
+)
+def test_a_rate_is_bits_per_second(text, bits):
+    assert netns.parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["fast", "10", "10gb", "-1gbit", "0gbit", 0, -5.0, ""])
+def test_what_is_no_rate_is_an_error(text):
+    with pytest.raises(ConfigError):
+        netns.parse_rate(text)
+
+
+def test_a_missing_tool_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "'ip'" in netns.missing()
+
+
+def test_a_user_who_is_not_root_is_told(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(netns.shutil, "which", lambda tool: tool)
+    assert netns.missing() == "network namespaces need root"
+
+
+@root
+@pytest.mark.root
+def test_a_failing_command_is_quoted_with_what_it_said():
+    with pytest.raises(ConfigError, match=r"`ip netns del bpsfast-no-such` ended with \d+: .*No such file"):
+        netns.ip("netns", "del", "bpsfast-no-such")
+
+
+@root
+@pytest.mark.root
+def test_the_probe_leaves_nothing():
+    before = names()
+    assert netns.missing() is None
+    assert names() <= before
+
+
+@root
+@pytest.mark.root
+def test_what_a_killed_owner_left_is_removed_and_what_lives_is_kept():
+    with subprocess.Popen(
+        [sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        *left, pid = owner.stdout.readline().split()
+        assert set(left) <= names()
+        assert not set(left) & set(netns.remove_stale()), "its owner lives"
+        owner.kill()
+    gone = netns.remove_stale()
+    assert set(left) <= set(gone)
+    assert not set(left) & names()
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    netns.remove(left[0])  # again: no error
+
+
+@root
+@pytest.mark.root
+def test_a_process_number_used_again_is_not_its_former_owner():
+    name = f"bpsfast.{os.getpid()}.1.0.test"  # started at tick 1: not this process
+    netns.create(name)
+    assert name in netns.remove_stale()

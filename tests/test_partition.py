@@ -1,0 +1,141 @@
+"""Tensors to units to partitions."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsfast.orchestration.errors import CapacityError, UnsupportedError
+from bpsfast.orchestration.messages import TensorSpec
+from bpsfast.orchestration.partition import ITEM_NBYTES, MAX_PARTS, nbytes_of, plan_units, round_up
+
+PAGE = 4096
+
+
+def spec(name, n_elements, dtype="float32", **fields):
+    return TensorSpec(name=name, dtype=dtype, shape=(n_elements,), **fields)
+
+
+def plan(*specs, first_unit=0, first_part=0, partition_nbytes=4096000, fusion_nbytes=4096000):
+    return plan_units(specs, first_unit, first_part, partition_nbytes, fusion_nbytes)
+
+
+@pytest.mark.parametrize(("dtype", "shape", "nbytes"), [
+    ("float32", (), 4), ("float64", (3,), 24), ("bfloat16", (2, 3), 12), ("uint8", (0, 7), 0), ("int16", (1 << 20, 1 << 12), 1 << 33),
+])
+def test_nbytes_of(dtype, shape, nbytes):
+    assert nbytes_of(TensorSpec(name="x", dtype=dtype, shape=shape)) == nbytes
+
+
+@pytest.mark.parametrize(("dtype", "shape", "text"), [
+    ("uint16", (2,), "'x' has dtype 'uint16'; supported: float32"), ("float32", (-1,), "negative dimension"),
+])
+def test_unsupported(dtype, shape, text):
+    with pytest.raises(UnsupportedError, match=text):
+        plan(TensorSpec(name="x", dtype=dtype, shape=shape))
+
+
+def test_lone_tensors_are_units_of_their_own():
+    a, b = plan(spec("a", 10), spec("b", 2048, "float16", average=False, priority=7), first_unit=3, first_part=9)
+    assert (a.unit, a.name, a.dtype, a.average, a.priority, a.nbytes, a.stride) == (3, "a", "float32", True, 0, 40, PAGE)
+    assert [(p.part, p.offset, p.nbytes, p.owner) for p in a.parts] == [(9, 0, 40, -1)]
+    assert (b.unit, b.name, b.dtype, b.average, b.priority, b.nbytes) == (4, "b", "float16", False, 7, 4096)
+    assert [p.part for p in b.parts] == [10]
+
+
+def test_partitions_are_even_and_the_last_is_short():
+    (unit,) = plan(spec("a", 2_500_000))  # 10 MB: three partitions
+    assert unit.stride == round_up(10_000_000 // 3 + 1, PAGE) <= 4096000
+    assert [p.nbytes for p in unit.parts] == [unit.stride, unit.stride, 10_000_000 - 2 * unit.stride]
+    assert [p.offset for p in unit.parts] == [0, unit.stride, 2 * unit.stride]
+
+
+def test_a_tensor_may_ask_for_its_own_partitions():
+    (unit,) = plan(spec("channel", 16 * 262144, "uint8", partition_nbytes=262144))
+    assert unit.stride == 262144 and [p.nbytes for p in unit.parts] == [262144] * 16
+
+
+@pytest.mark.parametrize(("partition_nbytes", "stride"), [(1, PAGE), (4095, PAGE), (10000, 2 * PAGE), (16384, 4 * PAGE)])
+def test_partition_size_is_rounded_down_to_pages(partition_nbytes, stride):
+    (unit,) = plan(spec("a", 16 * PAGE, "uint8"), partition_nbytes=partition_nbytes)
+    assert unit.stride == stride
+
+
+def test_a_tensor_without_bytes_has_no_partitions():
+    empty, scalar = plan(TensorSpec(name="e", dtype="float32", shape=(0, 3)), TensorSpec(name="s", dtype="float32", shape=()))
+    assert (empty.nbytes, empty.parts, empty.stride) == (0, (), PAGE)
+    assert [(p.part, p.nbytes) for p in scalar.parts] == [(0, 4)]
+
+
+def test_group_members_are_packed_in_order():
+    units = plan(*(spec(name, n, group="g") for name, n in [("w1", 100), ("b1", 3), ("empty", 0), ("w2", 16)]))
+    assert [(u.name, u.nbytes) for u in units] == [("g#0", 576)]
+    assert [(m.name, m.offset, m.nbytes) for m in units[0].members] == [
+        ("w1", 0, 400), ("b1", 448, 12), ("empty", 512, 0), ("w2", 512, 64)]
+
+
+def test_a_full_unit_is_followed_by_another():
+    units = plan(*(spec(f"t{i}", 256, group="g") for i in range(5)), fusion_nbytes=2048)
+    assert [(u.name, [m.name for m in u.members]) for u in units] == [
+        ("g#0", ["t0", "t1"]), ("g#1", ["t2", "t3"]), ("g#2", ["t4"])]
+
+
+def test_a_large_member_stands_alone_and_does_not_split_its_neighbours():
+    units = plan(spec("b1", 4, group="g"), spec("w", 512, group="g"), spec("b2", 4, group="g"), fusion_nbytes=2048)
+    assert [(u.name, [m.name for m in u.members]) for u in units] == [("g#0", ["b1", "b2"]), ("w", ["w"])]
+    assert [p.part for u in units for p in u.parts] == [0, 1]
+
+
+def test_dtypes_and_divisors_never_mix():
+    units = plan(spec("a", 4, group="g"), spec("h", 4, "float16", group="g"), spec("s", 4, group="g", average=False),
+                 spec("b", 4, group="g"), spec("other", 4, group="k"))
+    assert [(u.name, [m.name for m in u.members]) for u in units] == [
+        ("g#0", ["a", "b"]), ("g#1", ["h"]), ("g#2", ["s"]), ("k#0", ["other"])]
+
+
+def test_a_group_is_as_urgent_as_its_most_urgent_member():
+    units = plan(spec("a", 4), spec("b", 4, group="g"), spec("c", 4, group="g"), spec("d", 4, group="h", priority=-9),
+                 spec("e", 4, group="h", priority=5))
+    assert [(u.name, u.priority) for u in units] == [("a", 0), ("g#0", -1), ("h#0", 5)]
+
+
+def test_too_many_partitions_name_both_numbers():
+    plan(spec("a", MAX_PARTS * PAGE, "uint8"), partition_nbytes=PAGE)
+    with pytest.raises(CapacityError, match=r"65537 partitions.*at most 65536.*partition_bytes \(now 4096\)"):
+        plan(spec("a", MAX_PARTS * PAGE, "uint8"), first_part=1, partition_nbytes=PAGE)
+
+
+specs = st.lists(
+    st.builds(
+        lambda dtype, shape, group, average: (dtype, tuple(shape), group, average),
+        st.sampled_from(sorted(ITEM_NBYTES)), st.lists(st.integers(0, 40), max_size=3), st.sampled_from([None, "g", "h"]),
+        st.booleans()),
+    min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(specs, st.integers(1, 5 * PAGE), st.integers(1, 20000), st.integers(0, 50))
+def test_every_byte_lies_in_exactly_one_place(drawn, partition_nbytes, fusion_nbytes, first):
+    tensors = [TensorSpec(name=f"t{i}", dtype=dtype, shape=shape, group=group, average=average)
+               for i, (dtype, shape, group, average) in enumerate(drawn)]
+    units = plan_units(tensors, first, first, partition_nbytes, fusion_nbytes)
+    by_name = {member.name: (unit, member) for unit in units for member in unit.members}
+    assert len(by_name) == sum(len(unit.members) for unit in units) == len(tensors)
+    for tensor in tensors:
+        unit, member = by_name[tensor.name]
+        assert (unit.dtype, unit.average, member.shape) == (tensor.dtype, tensor.average, tensor.shape)
+        assert member.nbytes == nbytes_of(tensor) and member.offset % 64 == 0
+        assert tensor.group is not None or len(unit.members) == 1
+    assert [unit.unit for unit in units] == list(range(first, first + len(units)))
+    assert [p.part for unit in units for p in unit.parts] == list(range(first, first + sum(len(u.parts) for u in units)))
+    for unit in units:
+        end = 0
+        for member in unit.members:
+            assert end <= member.offset < end + 64
+            end = member.offset + member.nbytes
+        assert unit.nbytes == end
+        assert len(unit.members) == 1 or unit.nbytes <= fusion_nbytes
+        assert unit.stride % PAGE == 0 and unit.stride <= max(partition_nbytes, PAGE)
+        assert [p.offset for p in unit.parts] == list(range(0, unit.nbytes, unit.stride))
+        assert sum(p.nbytes for p in unit.parts) == unit.nbytes
+        assert all(p.nbytes % ITEM_NBYTES[unit.dtype] == 0 < p.nbytes <= unit.stride for p in unit.parts)

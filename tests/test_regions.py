@@ -1,0 +1,84 @@
+"""Regions: page-aligned pieces that never overlap, few segments, exact accounts, refusal before a page is touched."""
+from __future__ import annotations
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsfast.orchestration.errors import CapacityError
+from bpsfast.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
+
+
+@pytest.fixture
+def regions():
+    made = Regions()
+    yield made
+    made.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 3 * MIN_SEGMENT_NBYTES // 2), min_size=1, max_size=12))
+def test_pieces_are_aligned_and_do_not_overlap(sizes):
+    regions = Regions()
+    arena = regions.arena("input")
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for nbytes in sizes:
+        place, _ = arena.allocate(nbytes)
+        segment = regions.chunk(place.segment).segment
+        assert place.offset % PAGE_NBYTES == 0 and place.address == segment.address + place.offset
+        assert place.offset + nbytes <= segment.nbytes
+        for begin, end in taken.setdefault(place.segment, []):
+            assert place.offset + nbytes <= begin or end <= place.offset
+        taken[place.segment].append((place.offset, place.offset + page_round(nbytes)))
+    assert regions.nbytes == regions.nbytes_by_kind()["input"] == arena.nbytes
+    regions.close()
+
+
+def test_a_new_segment_holds_all_that_is_coming(regions):
+    coming = [5 << 20, 3 << 20, 100]
+    places = []
+    for position, nbytes in enumerate(coming):
+        places.append(regions.results.allocate(nbytes, sum(map(page_round, coming[position:])))[0])
+    assert {place.segment for place in places} == {0}
+    assert regions.n_segments == 1
+    assert regions.nbytes == page_round(sum(map(page_round, coming)))
+
+
+def test_many_small_pieces_share_a_segment(regions):
+    arena = regions.arena("input")
+    fresh = [arena.allocate(100)[1] for _ in range(MIN_SEGMENT_NBYTES // PAGE_NBYTES)]
+    assert fresh[0] is not None and fresh[1:] == [None] * (len(fresh) - 1)
+
+
+def test_segment_numbers_are_unique_over_all_kinds(regions):
+    numbers = [arena.allocate(1)[0].segment for arena in
+               (regions.arena("input"), regions.results, regions.partials, regions.slots, regions.arena("input"))]
+    assert numbers == [0, 1, 2, 3, 4]
+    assert regions.nbytes_by_kind() == {kind: n * MIN_SEGMENT_NBYTES for kind, n in
+                                        (("input", 2), ("result", 1), ("partial", 1), ("slot", 1))}
+
+
+def test_max_bytes_is_refused_with_both_numbers():
+    regions = Regions(max_bytes=3 * MIN_SEGMENT_NBYTES)
+    regions.results.allocate(MIN_SEGMENT_NBYTES)
+    wanted = 2 * MIN_SEGMENT_NBYTES + 1
+    with pytest.raises(CapacityError, match=rf"needs {page_round(wanted)} more bytes.*leaves {2 * MIN_SEGMENT_NBYTES} "):
+        regions.slots.allocate(wanted)
+    with pytest.raises(CapacityError, match="generation 7 needs"):
+        regions.require(((regions.results, wanted), (regions.slots, 0)), "generation 7")
+    regions.require(((regions.results, MIN_SEGMENT_NBYTES), (regions.slots, 1)), "generation 8")
+    assert regions.n_segments == 1
+    regions.close()
+
+
+def test_more_than_the_machine_has_is_refused_before_a_page_is_touched(regions):
+    before = psutil.virtual_memory()
+    with pytest.raises(CapacityError, match=r"needs \d+ bytes .* but .* has \d+ bytes"):
+        regions.slots.allocate(before.total * 2)
+    assert regions.n_segments == 0
+
+
+def test_memory_is_zero(regions):
+    place, chunk = regions.slots.allocate(MIN_SEGMENT_NBYTES)
+    assert bytes(memoryview(chunk.segment)[place.offset : place.offset + MIN_SEGMENT_NBYTES]) == bytes(MIN_SEGMENT_NBYTES)

@@ -1,0 +1,249 @@
+"""Who a process is: one test for each row of the table in DESIGN.md, and every half or double set of variables."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.roles import Place, detect, format_address, is_loopback, job_key
+from bpsfast.settings import load_with_origins, parse_address
+
+KEY = "ab" * 32
+EXPLICIT = {
+    "BPSFAST_RANK": "3",
+    "BPSFAST_SIZE": "5",
+    "BPSFAST_LOCAL_RANK": "1",
+    "BPSFAST_LOCAL_SIZE": "2",
+    "BPSFAST_SCHEDULER": "10.0.0.1:77",
+    "BPSFAST_JOB_KEY": KEY,
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "5",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "BPSFAST_JOB_KEY": KEY,
+}
+DMLC = {
+    "DMLC_NUM_WORKER": "2",
+    "DMLC_NUM_SERVER": "3",
+    "DMLC_PS_ROOT_URI": "10.0.0.1",
+    "DMLC_PS_ROOT_PORT": "1234",
+    "BPSFAST_JOB_KEY": KEY,
+}
+WORKER = DMLC | {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": "1", "BYTEPS_LOCAL_RANK": "0", "BYTEPS_LOCAL_SIZE": "2"}
+LOCAL = {
+    "DMLC_ROLE": "worker",
+    "DMLC_NUM_WORKER": "1",
+    "DMLC_NUM_SERVER": "1",
+    "DMLC_WORKER_ID": "0",
+    "BYTEPS_LOCAL_RANK": "0",
+    "BYTEPS_LOCAL_SIZE": "1",
+}
+
+
+def place(environ: dict[str, str], **overrides: object) -> Place:
+    return detect(load_with_origins(overrides, environ)[0], environ)
+
+
+def test_no_variables_are_a_single_process_that_starts_everything():
+    found = place({})
+    assert (found.launcher, found.rank, found.size, found.local_size, found.num_nodes) == ("single", 0, 1, 1, 1)
+    assert found.starts_node and found.starts_scheduler and found.scheduler == ("127.0.0.1", 0)
+    other = place({})
+    assert other.job_key != found.job_key and other.node_id != found.node_id, "two processes are two jobs"
+
+
+def test_explicit_variables_start_nothing():
+    found = place(EXPLICIT | {"BPSFAST_NODE_ID": "n1", "BPSFAST_NUM_NODES": "3"})
+    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == ("bpsfast", 3, 5, 1, 2)
+    assert (found.node_id, found.num_nodes, found.scheduler) == ("n1", 3, ("10.0.0.1", 77))
+    assert not found.starts_node and not found.starts_scheduler
+    assert found.job_key == bytes.fromhex(KEY)
+
+
+def test_torchrun_local_rank_0_starts_the_node():
+    found = place(TORCHRUN)
+    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == ("torchrun", 3, 5, 0, 2)
+    assert (found.node_index, found.num_nodes, found.scheduler) == (1, 2, ("10.0.0.1", 29501))
+    assert found.starts_node and not found.starts_scheduler
+
+
+def test_torchrun_rank_0_starts_the_scheduler_too():
+    found = place(TORCHRUN | {"RANK": "0", "GROUP_RANK": "0"})
+    assert found.starts_node and found.starts_scheduler
+
+
+def test_torchrun_other_local_ranks_start_nothing():
+    found = place(TORCHRUN | {"RANK": "4", "LOCAL_RANK": "1"})
+    assert not found.starts_node and not found.starts_scheduler
+
+
+def test_two_torchrun_agents_of_one_host_are_two_machines():
+    assert place(TORCHRUN).node_id != place(TORCHRUN | {"GROUP_RANK": "0"}).node_id
+    assert place(TORCHRUN | {"BPSFAST_NODE_ID": "mine"}).node_id == "mine"
+
+
+def test_torchrun_with_the_scheduler_elsewhere():
+    found = place(
+        TORCHRUN | {"BPSFAST_SCHEDULER": "10.0.0.9:5", "MASTER_ADDR": "", "MASTER_PORT": "", "GROUP_WORLD_SIZE": ""}
+    )
+    assert found.scheduler == ("10.0.0.9", 5)
+    assert found.num_nodes == 3, "5 ranks by 2"
+
+
+def test_dmlc_worker_local_rank_0_starts_the_node():
+    found = place(WORKER)
+    assert (found.launcher, found.role, found.local_rank, found.local_size) == ("dmlc", "rank", 0, 2)
+    assert (found.rank, found.size) == (-1, -1), "machines may differ in local size: the scheduler counts"
+    assert (found.node_index, found.num_nodes, found.num_servers, found.scheduler) == (1, 2, 3, ("10.0.0.1", 1234))
+    assert found.starts_node and not found.starts_scheduler
+    assert not place(WORKER | {"BYTEPS_LOCAL_RANK": "1"}).starts_node
+
+
+def test_dmlc_global_rank_is_obeyed():
+    assert place(WORKER | {"BYTEPS_GLOBAL_RANK": "7"}).rank == 7
+
+
+def test_dmlc_server_is_its_machines_node_or_a_helper():
+    worker, server = place(WORKER), place(DMLC | {"DMLC_ROLE": "server"})
+    assert (server.role, server.local_size, server.node_index) == ("server", -1, -1)
+    assert (server.node_id, server.job_key) == (worker.node_id, worker.job_key), "they must find each other's socket"
+    assert not server.starts_node
+
+
+def test_dmlc_scheduler():
+    found = place(DMLC | {"DMLC_ROLE": "scheduler"})
+    assert (found.role, found.num_nodes, found.num_servers, found.scheduler) == ("scheduler", 2, 3, ("10.0.0.1", 1234))
+
+
+def test_dmlc_one_worker_machine_is_a_local_job():
+    found = place(LOCAL)
+    assert (found.rank, found.size, found.num_nodes, found.num_servers) == (0, 1, 1, -1)
+    assert found.starts_node and found.starts_scheduler and found.scheduler == ("127.0.0.1", 0)
+
+
+def test_dmlc_forced_distributed_needs_the_scheduler():
+    with pytest.raises(ConfigError, match="DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT not"):
+        place(LOCAL | {"BYTEPS_FORCE_DISTRIBUTED": "1"})
+
+
+def test_dmlc_local_ranks_need_something_in_common():
+    two = LOCAL | {"BYTEPS_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigError, match="BPSFAST_JOB_KEY"):
+        place(two)
+    with_address = two | {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "1"}
+    assert place(with_address).job_key == place(with_address | {"BYTEPS_LOCAL_RANK": "1"}).job_key
+    assert place(two | {"BPSFAST_JOB_KEY": KEY}).job_key == bytes.fromhex(KEY)
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_dmlc_local_job_has_no_other_roles(role):
+    assert place(LOCAL | {"DMLC_ROLE": role}).job_key == b""
+
+
+@pytest.mark.parametrize(
+    "environ, setting, value",
+    [
+        ({"DMLC_ENABLE_RDMA": "1"}, "transport", "rdma"),
+        ({}, "transport", "auto"),
+        ({"BYTEPS_ENABLE_IPC": "0"}, "allow_shm", False),
+        ({"BYTEPS_ENABLE_MIXED_MODE": "1"}, "placement", "optimal"),
+    ],
+)
+def test_dmlc_transport_rows(environ, setting, value):
+    settings = load_with_origins({}, WORKER | environ)[0]
+    assert getattr(detect(settings, WORKER | environ).settings(settings), setting) == value
+
+
+@pytest.mark.parametrize(
+    "complete, dropped",
+    [
+        *(
+            (EXPLICIT, name)
+            for name in ("BPSFAST_SIZE", "BPSFAST_LOCAL_RANK", "BPSFAST_LOCAL_SIZE", "BPSFAST_SCHEDULER")
+        ),
+        *((TORCHRUN, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")),
+        *((WORKER, name) for name in ("DMLC_ROLE", "DMLC_NUM_SERVER", "DMLC_WORKER_ID", "BYTEPS_LOCAL_SIZE")),
+    ],
+)
+def test_half_a_set_is_an_error_that_names_what_is_missing(complete, dropped):
+    with pytest.raises(ConfigError, match=f"{dropped}.* not"):
+        place({name: value for name, value in complete.items() if name != dropped})
+
+
+@pytest.mark.parametrize(
+    "one, other, texts",
+    [
+        (EXPLICIT, TORCHRUN, ("bpsfast", "torchrun", "local_rank")),
+        (TORCHRUN, WORKER | {"BYTEPS_LOCAL_SIZE": "4"}, ("torchrun", "dmlc", "local_size")),
+        (EXPLICIT, DMLC | {"DMLC_ROLE": "server"}, ("bpsfast", "dmlc", "role")),
+        ({"BPSFAST_RANK": "0"}, TORCHRUN, ("BPSFAST_RANK", "LOCAL_RANK", "torchrun")),
+    ],
+)
+def test_two_sets_that_disagree_are_an_error_that_names_both(one, other, texts):
+    with pytest.raises(ConfigError) as caught:
+        place(one | other)
+    assert all(text in str(caught.value) for text in texts)
+
+
+def test_two_sets_that_agree_are_fine():
+    same = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    assert place(EXPLICIT | same).launcher == "bpsfast"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        EXPLICIT | {"BPSFAST_RANK": "5"},
+        EXPLICIT | {"BPSFAST_LOCAL_RANK": "2"},
+        TORCHRUN | {"RANK": "9"},
+        TORCHRUN | {"RANK": "first"},
+        WORKER | {"BYTEPS_LOCAL_RANK": "2"},
+        DMLC | {"DMLC_ROLE": "joint"},
+        {"BPSFAST_SCHEDULER": "10.0.0.1:77"},
+    ],
+)
+def test_impossible_values_are_errors(environ):
+    with pytest.raises(ConfigError):
+        place(environ)
+
+
+def test_the_settings_of_a_place_lead_to_the_same_place():
+    settings, environ = load_with_origins({}, TORCHRUN)[0], TORCHRUN
+    filled = detect(settings, environ).settings(settings)
+    assert (filled.rank, filled.size, filled.num_nodes, filled.scheduler) == (3, 5, 2, "10.0.0.1:29501")
+    assert filled.job_key == KEY
+    assert detect(filled, {}).rank == 3
+
+
+def test_the_key_comes_from_variable_then_file_then_address(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)
+    file = tmp_path / "key"
+    file.write_text("cd" * 32 + "\n")
+    assert job_key(load_with_origins({"job_key": KEY, "job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex(KEY)
+    assert job_key(load_with_origins({"job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex("cd" * 32)
+    assert not caplog.records
+    plain = load_with_origins({}, {})[0]
+    assert job_key(plain, "h:1") == job_key(plain, "h:1") != job_key(plain, "h:2")
+    assert "BPSFAST_JOB_KEY" in caplog.text
+    caplog.clear()
+    job_key(plain, "127.0.0.1:1")
+    assert not caplog.records, "nobody else reaches loopback"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        job_key(load_with_origins({"job_key_file": str(tmp_path / "none")}, {})[0], "h:1")
+
+
+@pytest.mark.parametrize(
+    "host, only_here",
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("node1.example", False)],
+)
+def test_loopback(host, only_here):
+    assert is_loopback(host) == only_here
+    assert parse_address(format_address(host, 5)) == (host, 5)

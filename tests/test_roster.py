@@ -1,0 +1,31 @@
+"""The admitted nodes and their names."""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast.orchestration.messages import NodeInfo
+from bpsfast.orchestration.roster import Roster
+
+
+@pytest.fixture
+def roster():
+    ranks = [(0, 3), (1,), (), ()]
+    return Roster([(b"%d" % i, NodeInfo(index=i, host="abcd"[i], pid=1, address="", shm_name="", ranks=ranks[i],
+                                        nic_rate_bytes=0.0)) for i in range(4)])
+
+
+def test_whose_rank_and_whose_message(roster):
+    assert roster.size == 3
+    assert [roster.node_of(rank) for rank in (0, 1, 3, 2, -1)] == [0, 1, 0, -1, -1]
+    assert roster.index_of(b"2") == 2
+    assert roster.senders_of([3, 1, 0]) == [b"0", b"1"]
+
+
+@pytest.mark.parametrize(("who", "text"), [
+    ("rank 3", "rank 3 (node 0, host a)"), ("rank 2", "rank 2"), ("node 0", "node 0 (host a, ranks 0, 3)"),
+    ("node 1", "node 1 (host b, rank 1)"), ("node 3", "helper 1 (node 3, host d)"), ("node 4", "node 4"),
+    ("rank x", "rank x"), ("", ""), ("the launcher", "the launcher"),
+])
+def test_names(roster, who, text):
+    assert roster.describe(who) == text
+    assert Roster(()).describe(who) == who

@@ -1,0 +1,277 @@
+"""The scheduler and its clients over real sockets on loopback."""
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.errors import ConfigError, StallError
+from bpsfast.orchestration.job import JobSettings
+from bpsfast.orchestration.membership import Membership
+from bpsfast.orchestration.messages import TensorSpec
+from bpsfast.orchestration.scheduler import Scheduler
+
+KEY = bytes(range(32))
+LIMIT_S = 20.0
+
+
+def join(host="a", n_ranks=1, **fields):
+    base = dict(version=m.VERSION, package="1.0", host=host, pid=1, index=-1, ranks=(-1,) * n_ranks, server_processes=0,
+                address=f"{host}:1", shm_name="", nic_rate_bytes=0.0, settings={})
+    return m.Join(**{**base, **fields})
+
+
+class Node:
+    """A node's control loop, reduced to waiting for a message."""
+
+    def __init__(self, port, key=KEY, **fields):
+        self.membership = Membership("127.0.0.1", port, key, now=time.monotonic(),
+                                     **{"heartbeat_s": 0.1, "start_timeout_s": LIMIT_S, **fields})
+        self.poller = zmq.Poller()
+        for each in self.membership.sockets:
+            self.poller.register(each, zmq.POLLIN)
+        self.received = []
+
+    def send(self, message):
+        self.membership.send(message)
+
+    def wait(self, kind):
+        """The next message of *kind*; raises what the membership raises."""
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            for i, message in enumerate(self.received):
+                if isinstance(message, kind):
+                    return self.received.pop(i)
+            self.poller.poll(50)
+            self.received += self.membership.recv_nowait(time.monotonic())
+            if not any(isinstance(message, kind) for message in self.received):
+                self.membership.tick(time.monotonic())
+        raise AssertionError(f"no {kind} within {LIMIT_S} s, got {self.received}")
+
+
+@pytest.fixture
+def start():
+    """Start a scheduler in a thread: start(**settings) -> (scheduler, wait for its exit code); nodes: start.node(...)."""
+    running, nodes = [], []
+
+    def begin(key=KEY, **fields):
+        fields = {"num_nodes": 2, "heartbeat_s": 0.1, "start_timeout_s": LIMIT_S, **fields}
+        scheduler = Scheduler(JobSettings(**fields), key, bind_host="127.0.0.1", farewell_s=0.3, tick_s=0.05)
+        codes = []
+        thread = threading.Thread(target=lambda: codes.append(scheduler.run()), daemon=True)
+        thread.start()
+        running.append((scheduler, thread))
+
+        def exit_code():
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+            return codes[0]
+
+        return scheduler, exit_code
+
+    def node(*args, **fields):
+        nodes.append(Node(*args, **fields))
+        return nodes[-1]
+
+    begin.node = node
+    yield begin
+    for each in nodes:
+        each.membership.close(0)
+    for scheduler, thread in running:
+        if thread.is_alive():
+            scheduler.stop("the test is over")
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_job_from_join_to_finish(start):
+    scheduler, exit_code = start(num_helpers=1)
+    nodes = [start.node(scheduler.port) for _ in range(3)]
+    for node, n_ranks in zip(nodes, (1, 1, 0)):
+        node.send(join(f"h{n_ranks}", n_ranks))
+    welcomes = [node.wait(m.Welcome) for node in nodes]
+    assert sorted(welcome.index for welcome in welcomes) == [0, 1, 2] and len({w.nodes for w in welcomes}) == 1
+    ranks = [(node, rank) for node, w in zip(nodes, welcomes) for rank in w.nodes[w.index].ranks]
+    for node, rank in ranks:
+        node.send(m.Declare(rank=rank, tensors=(TensorSpec(name="a", dtype="int8", shape=(5,)),)))
+    plans = [node.wait(m.Plan) for node in nodes]
+    assert plans[0] == plans[1] == plans[2]
+    for node in nodes:
+        node.send(m.Ready(generation=1))
+    assert [node.wait(m.Commit).order for node in nodes] == [(0,)] * 3
+    for node, rank in ranks:
+        node.send(m.BarrierEnter(rank=rank, sequence=1))
+    assert [node.wait(m.BarrierDone).sequence for node in nodes] == [1, 1, 1]
+    for node, rank in ranks:
+        node.send(m.RankLeft(rank=rank))
+    assert all(node.wait(m.Finish) == m.Finish() for node in nodes)
+    assert exit_code() == 0
+    for node in nodes:  # the scheduler's going is not news after its last word
+        assert node.membership.recv_nowait(time.monotonic()) == []
+        node.membership.tick(time.monotonic() + 100)
+
+
+def test_a_node_may_be_earlier_than_its_scheduler(start):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = start.node(port)
+    node.send(join())
+    node.poller.poll(100)
+    scheduler = Scheduler(JobSettings(num_nodes=1, heartbeat_s=0.1), KEY, bind_host="127.0.0.1", port=port, tick_s=0.05)
+    thread = threading.Thread(target=scheduler.run, daemon=True)
+    thread.start()
+    try:
+        assert node.wait(m.Welcome).index == 0
+    finally:
+        scheduler.stop()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_wrong_key_gets_nothing(start):
+    scheduler, _ = start()
+    node = start.node(scheduler.port, bytes(32), start_timeout_s=0.5)
+    node.send(join())
+    with pytest.raises(StallError, match=f"wrong job key or no scheduler at 127.0.0.1:{scheduler.port}.* another job key"):
+        node.wait(m.Message)
+    assert scheduler.aborted is None
+
+
+def test_the_schedulers_public_key_is_not_enough(start):
+    """Who has the server's key, but not the job's client key, is turned away by ZAP."""
+    from bpsfast.orchestration.security import curve_pair
+
+    scheduler, _ = start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        client.linger = 0
+        client.curve_serverkey = curve_pair(KEY, "scheduler")[0]
+        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        client.connect(f"tcp://127.0.0.1:{scheduler.port}")
+        client.send(m.encode(join()))
+        assert monitor.poll(LIMIT_S * 1000)
+        assert zmq.utils.monitor.recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        client.disable_monitor()
+        monitor.close()
+
+
+def test_a_plain_client_gets_nothing(start):
+    scheduler, _ = start(num_nodes=1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(f"tcp://127.0.0.1:{scheduler.port}")
+        client.send(m.encode(join("intruder")))
+        node = start.node(scheduler.port)
+        node.send(join("honest"))
+        assert [each.host for each in node.wait(m.Welcome).nodes] == ["honest"]
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_wrong_port_is_named(start, listens):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        port = other.getsockname()[1]
+        node = start.node(port, start_timeout_s=0.4)
+        node.send(join())
+        words = "another job key or is no scheduler" if listens else "nobody listens there"
+        with pytest.raises(StallError, match=f"no scheduler at 127.0.0.1:{port}.*0.4 s.*{words}"):
+            node.wait(m.Message)
+
+
+def test_a_version_mismatch_ends_the_job_for_all(start):
+    scheduler, exit_code = start()
+    good, bad = start.node(scheduler.port), start.node(scheduler.port)
+    good.send(join("good"))
+    bad.send(join("bad", version=m.VERSION + 1))
+    refuse = bad.wait(m.Refuse)
+    assert refuse.error == "MismatchError" and f"protocol version differs: {m.VERSION + 1} on host bad" in refuse.reason
+    assert good.wait(m.Abort).reason == refuse.reason
+    assert exit_code() == 1
+
+
+def test_a_join_of_another_version_need_not_be_readable(start):
+    scheduler, exit_code = start()
+    node = start.node(scheduler.port)
+    node.membership.sockets[0].send(msgspec.msgpack.encode({"type": "Join", "version": 77, "new_field": [1]}))
+    refuse = node.wait(m.Refuse)
+    assert refuse.error == "MismatchError" and "protocol version differs: 77 on a node" in refuse.reason
+    assert exit_code() == 1
+
+
+@pytest.mark.parametrize("frames", [[b"rubbish"], [b"two", b"frames"]])
+def test_rubbish_ends_the_job(start, frames):
+    scheduler, exit_code = start()
+    node = start.node(scheduler.port)
+    node.membership.sockets[0].send_multipart(frames)
+    assert exit_code() == 1
+    assert scheduler.aborted.error == "ProtocolError"
+
+
+def test_a_silent_node_loses_its_lease(start):
+    scheduler, exit_code = start(lease_s=0.5)
+    alive, silent = start.node(scheduler.port), start.node(scheduler.port)
+    alive.send(join("alive", index=0))
+    silent.send(join("silent", index=1))
+    alive.wait(m.Welcome)
+    abort = alive.wait(m.Abort)
+    assert abort.error == "PeerLostError" and "node 1 (host silent, rank 1) has been silent" in abort.reason
+    assert exit_code() == 1
+
+
+def test_a_closed_connection_is_noticed_long_before_the_lease(start):
+    scheduler, _ = start(lease_s=LIMIT_S)
+    alive, dead = start.node(scheduler.port), start.node(scheduler.port)
+    alive.send(join("alive", index=0))
+    dead.send(join("dead", index=1))
+    dead.wait(m.Welcome)
+    dead.membership.close(0)
+    assert "node 1 (host dead, rank 1) closed its connection" in alive.wait(m.Abort).reason
+
+
+def test_the_start_deadline_reaches_who_is_there(start):
+    scheduler, exit_code = start(start_timeout_s=0.5)
+    node = start.node(scheduler.port)
+    node.send(join("a", 2))
+    abort = node.wait(m.Abort)
+    assert abort.error == "StallError" and "have node 0 (a, 2 ranks); missing node 1 (never joined)" in abort.reason
+    assert exit_code() == 1
+
+
+def test_a_latecomer_hears_why(start):
+    scheduler, _ = start(start_timeout_s=0.2)
+    early = start.node(scheduler.port)
+    early.send(join("early"))
+    abort = early.wait(m.Abort)
+    late = start.node(scheduler.port)
+    late.send(join("late"))
+    assert late.wait(m.Abort) == abort
+
+
+def test_stop_aborts_in_words(start):
+    scheduler, exit_code = start()
+    node = start.node(scheduler.port)
+    node.send(join())
+    node.send(m.Heartbeat(sequence=1))
+    scheduler.stop("interrupted")
+    assert exit_code() == 1
+    assert scheduler.aborted == m.Abort(error="ClosedError", reason="interrupted")
+
+
+def test_an_address_in_use_is_named(start):
+    scheduler, _ = start()
+    with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{scheduler.port}"):
+        Scheduler(JobSettings(num_nodes=1), KEY, bind_host="127.0.0.1", port=scheduler.port)
+
+
+def test_closing_twice_does_nothing():
+    scheduler = Scheduler(JobSettings(num_nodes=1), KEY, bind_host="127.0.0.1")
+    scheduler.close()
+    scheduler.close()

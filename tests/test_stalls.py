@@ -1,0 +1,56 @@
+"""Inquiries: asked once, answered to everybody who asked, with a deadline."""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast.orchestration.messages import NodeInfo, Stalled, StallReport
+from bpsfast.orchestration.roster import Roster
+from bpsfast.orchestration.stalls import REPORT_TIMEOUT_S, Stalls
+
+LEFT = {1}
+
+
+@pytest.fixture
+def stalls():
+    ranks = [(0,), (1, 2), ()]
+    nodes = [NodeInfo(index=i, host="abc"[i], pid=1, address="", shm_name="", ranks=ranks[i], nic_rate_bytes=0.0)
+             for i in range(3)]
+    return Stalls(Roster([(b"%d" % node.index, node) for node in nodes]), LEFT.__contains__)
+
+
+def asked(rank, part=7, round_number=2):
+    return Stalled(rank=rank, part=part, round=round_number, name="w")
+
+
+def report(part=7, ranks=(), nodes=()):
+    return StallReport(part=part, round=2, missing_ranks=ranks, missing_nodes=nodes)
+
+
+def test_nodes_are_asked_once_and_all_askers_answered(stalls):
+    assert stalls.ask(0.0, asked(0)) and not stalls.ask(0.1, asked(2))
+    assert stalls.report(0, report()) == [] == stalls.report(0, report()) == stalls.report(1, report(ranks=(2,)))
+    answers = stalls.report(2, report())
+    assert [answer.rank for answer in answers] == [0, 2]
+    assert {answer.missing for answer in answers} == {"missing: rank 2 (node 1, host b): has not pushed"}
+    assert stalls.report(2, report()) == [] == stalls.expire(100.0)
+    assert stalls.ask(0.2, asked(0))
+
+
+def test_inquiries_do_not_mix(stalls):
+    stalls.ask(0.0, asked(0))
+    stalls.ask(1.0, asked(0, part=8))
+    for node in range(3):
+        stalls.report(node, report(part=8, ranks=(1,)) if node == 1 else report(part=7))
+    (seven,) = stalls.expire(REPORT_TIMEOUT_S)
+    assert (seven.part, seven.missing) == (7, "missing: node 1 (host b, ranks 1, 2): does not answer")
+    (eight,) = stalls.expire(1.0 + REPORT_TIMEOUT_S)
+    assert eight.missing.startswith("missing: rank 1 (node 1, host b): has called shutdown; node 0")
+
+
+def test_a_node_that_waits_for_its_ranks_is_not_blamed(stalls):
+    stalls.ask(0.0, asked(0))
+    stalls.report(0, report(nodes=(1, 2)))
+    stalls.report(1, report(ranks=(2,)))
+    (answer,) = stalls.report(2, report(nodes=(1,)))
+    assert answer.missing == ("missing: rank 2 (node 1, host b): has not pushed; "
+                              "helper 0 (node 2, host c): its data has not arrived")

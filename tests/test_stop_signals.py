@@ -1,0 +1,31 @@
+"""Stop signals: a call instead of a death, and only while asked for."""
+from __future__ import annotations
+
+import signal
+import threading
+
+from bpsfast.stop_signals import StopSignals
+
+
+def test_signals_are_calls_while_entered():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    seen = []
+    with StopSignals(seen.append):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert seen == ["SIGTERM", "SIGINT"]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_another_thread_changes_nothing():
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def enter():
+        with StopSignals(found.append):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [before]

@@ -1,0 +1,208 @@
+"""The supervisor: whose line it is, whose failure it was, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bpsfast.child import Command, Kind
+from bpsfast.supervisor import Limits, Supervisor
+
+_FAST = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=1.5)
+
+#: A launcher of its own: starts argv[1:] as programs of ranks.
+_LAUNCHER = """
+import os, sys
+from bpsfast.child import Command, Kind
+from bpsfast.supervisor import Limits, Supervisor
+commands = [Command(f"rank {i}", Kind.RANK, (sys.executable, "-c", text), os.environ)
+            for i, text in enumerate(sys.argv[1:])]
+sys.exit(Supervisor(commands, limits=Limits(job_s=60.0)).run())
+"""
+_STUBBORN = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])
+print(os.getpid(), child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def pidfd_of() -> Iterator[Callable[[int], int]]:
+    """Open pidfds for the test: readable when the process has ended."""
+    with contextlib.ExitStack() as stack:
+
+        def open_pidfd(pid: int) -> int:
+            fd = os.pidfd_open(pid)
+            stack.callback(os.close, fd)
+            return fd
+
+        yield open_pidfd
+
+
+def program(name: str, text: str, kind: Kind = Kind.RANK, **variables: str) -> Command:
+    """Return a command that runs Python *text*."""
+    return Command(name, kind, (sys.executable, "-S", "-c", text), {**os.environ, **variables})
+
+
+def supervise(*commands: Command, limits: Limits = _FAST, **options):
+    """Run *commands*; return exit code, output and error output."""
+    out, err = io.BytesIO(), io.BytesIO()
+    code = Supervisor(commands, limits=limits, out=out, err=err, **options).run()
+    return code, out.getvalue().decode(), err.getvalue().decode()
+
+
+def test_every_line_says_whose_it_is():
+    code, out, err = supervise(
+        program("rank 0", "import sys; print('one'); print('two', end=''); print('wrong', file=sys.stderr)"),
+        program("rank 1", "print('10%', end='\\r'); print('20%')"),
+    )
+    assert code == 0
+    assert set(out.splitlines()) == {"[rank 0] one", "[rank 0] two", "[rank 1] 10%", "[rank 1] 20%"}
+    assert err == "[rank 0] wrong\n"
+
+
+def test_a_lot_of_output_arrives_whole():
+    code, out, _ = supervise(program("rank 0", "print(('x' * 999 + '\\n') * 3000, end='')"))
+    assert code == 0
+    assert out == ("[rank 0] " + "x" * 999 + "\n") * 3000
+
+
+def test_a_failure_ends_the_others_and_its_traceback_comes_last():
+    code, _, err = supervise(
+        program("rank 0", "import time; time.sleep(600)"),
+        program("rank 1", "try: raise KeyError('inner')\nexcept KeyError as e: raise ValueError('boom') from e"),
+    )
+    assert code == 1
+    last = err[err.index("[bpsfast run] rank 1 failed first: it ended with exit code 1") :].splitlines()[1:]
+    assert last[0] == "Traceback (most recent call last):"
+    assert last[-1] == "ValueError: boom"
+    assert "KeyError: 'inner'" in last, "the exception it came from belongs to it"
+
+
+@pytest.mark.parametrize(
+    "text, code, words",
+    [
+        ("raise SystemExit(3)", 3, "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", 128 + 9, "killed by SIGKILL"),
+        ("import os; os.abort()", 128 + 6, "killed by SIGABRT"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_first_failure(text, code, words):
+    found, _, err = supervise(program("rank 0", text))
+    assert found == code
+    assert words in err
+
+
+def test_the_cause_is_named_and_not_its_consequence(tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    code, _, err = supervise(
+        program(
+            "rank 0", f"g = open({str(gate)!r}, 'w'); import sys; sys.exit('bpsfast.PeerLostError: rank 1 failed')"
+        ),
+        # ends only after rank 0 has: the gate is open for writing as long as rank 0 lives
+        program("rank 1", f"open({str(gate)!r}).read(); raise SystemExit(5)"),
+        limits=Limits(job_s=60.0, after_failure_s=20.0),
+    )
+    assert code == 5
+    assert "rank 1 failed first" in err
+
+
+def test_a_daemon_that_fails_is_named():
+    code, _, err = supervise(
+        program("rank 0", "import time; time.sleep(600)"), program("helper 0", "raise SystemExit(4)", Kind.DAEMON)
+    )
+    assert code == 4
+    assert "helper 0 failed first" in err
+
+
+def test_a_daemon_that_ends_well_ends_nothing():
+    code, out, _ = supervise(
+        program("node 0", "", Kind.DAEMON), program("rank 0", "import time; time.sleep(0.5); print('done')")
+    )
+    assert (code, out) == (0, "[rank 0] done\n")
+
+
+def test_a_daemon_that_stays_is_ended_and_named():
+    code, _, err = supervise(program("rank 0", ""), program("scheduler", "import time; time.sleep(600)", Kind.DAEMON))
+    assert code == 0
+    assert "still running 0.3 s after the last rank ended: scheduler" in err
+
+
+def test_the_jobs_deadline_is_kept():
+    code, _, err = supervise(program("rank 0", "import time; time.sleep(600)"), limits=Limits(job_s=0.3))
+    assert code == 124
+    assert "has not ended within 0.3 s" in err
+
+
+def test_a_missing_program_is_named():
+    code, _, err = supervise(Command("rank 0", Kind.RANK, ("no-such-program",), dict(os.environ)))
+    assert code == 127
+    assert "command not found: no-such-program" in err
+
+
+def test_every_process_has_a_log_file(tmp_path):
+    commands = program("rank 0", "print('to the log')"), program("node 0", "", Kind.DAEMON)
+    code, _, _ = supervise(*commands, tee_dir=tmp_path / "logs")
+    assert code == 0
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "to the log\n"
+    assert (tmp_path / "logs" / "node-0.log").read_text() == ""
+
+
+def test_what_a_finished_rank_left_running_is_ended(pidfd_of):
+    code, out, _ = supervise(
+        program("rank 0", "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3).pid)")
+    )
+    assert code == 0
+    pid = int(out.split()[-1])
+    with contextlib.suppress(ProcessLookupError):  # it is gone already
+        assert select.select([pidfd_of(pid)], [], [], 20.0)[0]
+
+
+def test_signal_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    supervise(program("rank 0", ""))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_everything_within_two_seconds(number, pidfd_of):
+    with subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, _STUBBORN, _STUBBORN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()[2:]]
+        ends = [pidfd_of(pid) for pid in pids]
+        begin = time.monotonic()
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=30)
+        assert time.monotonic() - begin < 2.5, "two seconds, and half a one for a busy machine"
+    assert launcher.returncode == 128 + number
+    assert signal.Signals(number).name in err
+    assert len(pids) == 4
+    for end in ends:
+        assert select.select([end], [], [], 20.0)[0]
+
+
+@pytest.mark.slow
+def test_everything_dies_with_a_launcher_that_is_killed(pidfd_of):
+    text = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", _LAUNCHER, text, text], stdout=subprocess.PIPE, text=True) as launcher:
+        ends = [pidfd_of(int(launcher.stdout.readline().split()[-1])) for _ in range(2)]
+        launcher.kill()
+        for end in ends:
+            assert select.select([end], [], [], 20.0)[0]

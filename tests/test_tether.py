@@ -1,0 +1,69 @@
+"""A tethered command becomes the command, and dies with whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bpsfast.daemons import tethered
+
+_PARENT = """
+import subprocess, sys
+from bpsfast.daemons import tethered
+child = subprocess.Popen(tethered([sys.executable, "-c", "print('up', flush=True); input()"]), stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def pidfd_of() -> Iterator[Callable[[int], int]]:
+    """Open pidfds for the test: readable when the process has ended."""
+    with contextlib.ExitStack() as stack:
+
+        def open_pidfd(pid: int) -> int:
+            fd = os.pidfd_open(pid)
+            stack.callback(os.close, fd)
+            return fd
+
+        yield open_pidfd
+
+
+def test_the_command_replaces_the_wrapper():
+    done = subprocess.run(tethered([sys.executable, "-c", "raise SystemExit(7)"]), timeout=30, check=False)
+    assert done.returncode == 7
+
+
+def test_a_missing_command_is_named():
+    done = subprocess.run(tethered(["no-such-command"]), timeout=30, check=False, capture_output=True, text=True)
+    assert done.returncode == 127
+    assert "no-such-command" in done.stderr
+
+
+def test_a_command_that_cannot_be_executed_is_named(tmp_path):
+    done = subprocess.run(tethered([str(tmp_path)]), timeout=30, check=False, capture_output=True, text=True)
+    assert done.returncode == 126
+    assert str(tmp_path) in done.stderr
+
+
+def test_it_dies_with_a_parent_that_is_killed(pidfd_of):
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        child = pidfd_of(int(parent.stdout.readline()))
+        parent.kill()
+        assert select.select([child], [], [], 20.0)[0], "the command outlives its parent"
+
+
+def test_it_does_not_start_without_its_parent():
+    command = tethered([sys.executable, "-c", "print('started')"])
+    command[command.index(next(a for a in command if a.isdecimal()))] = "1"  # somebody else's child
+    done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
+    assert done.returncode == 128 + 9
+    assert done.stdout == ""
