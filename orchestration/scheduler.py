@@ -94,7 +94,7 @@ class Scheduler:
             while not self._job.over:
                 self._turn()
             until = time.monotonic() + self._farewell_s
-            while self._job.aborted is not None and time.monotonic() < until:
+            while self._job.aborted is not None and not self._stop_reason and time.monotonic() < until:
                 self._turn()
             return 0 if self._job.finished else 1
         finally:
@@ -106,9 +106,10 @@ class Scheduler:
         return self._job.aborted
 
     def stop(self, reason: str = "the scheduler was stopped") -> None:
-        """Abort the job with *reason* and make `run` return. Any thread, signal handlers too."""
+        """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
         self._stop_reason = reason
-        os.eventfd_write(self._wake, 1)
+        if not self._context.closed:
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Send what is still to be sent, for a second at most, and free the sockets. Calling it again does nothing."""

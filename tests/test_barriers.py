@@ -1,7 +1,7 @@
 """Barriers by sequence number."""
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsfast.orchestration.barriers import Barriers
@@ -14,6 +14,7 @@ def test_the_last_one_opens_it_once():
     assert not ours.enter(1, 1) and ours.missing(1) == [] and ours.missing(2) == [0, 1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60))
 def test_barriers_open_in_order_when_all_are_in(steps):
     ours = Barriers(3)

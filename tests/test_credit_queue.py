@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -122,6 +122,7 @@ class Dispatch(RuleBasedStateMachine):
         assert self.queue.in_flight_nbytes <= 50 or self.queue.in_flight == 1 or max(self.flying) > 50
 
 
+Dispatch.TestCase.settings = settings(deadline=None)
 TestDispatch = Dispatch.TestCase
 
 
@@ -135,6 +136,7 @@ def test_numbers_of_a_failed_generation_rank_last():
     assert rank_parts([unit(0, -1, [1]), unit(3, 5, [4])]) == [2, 1, 3, 4, 0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 4)), max_size=20), st.randoms(use_true_random=False))
 def test_queue_order_is_rank_parts_order(drawn, random):
     units, next_part = [], 0

@@ -9,8 +9,8 @@ from bpsfast.orchestration.messages import Commit, NodeInfo, TensorSpec
 
 
 def generations(n=2, k=1, **fields):
-    nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=(i,) if i < n else (), nic_rate_bytes=0.0)
-             for i in range(n + k)]
+    nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=(i,) if i < n else (),
+                      nic_rate_bytes=0.0) for i in range(n + k)]
     return Generations(nodes, **{"policy": "optimal", "partition_nbytes": 4096, "fusion_nbytes": 4096, **fields})
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsfast.orchestration import hashes
@@ -74,10 +74,11 @@ def test_mixed_refuses_fewer_buckets_than_servers():
 
 
 def test_unknown_name_is_named():
-    with pytest.raises(ConfigError, match="hash:md5 is unknown.*djb2"):
+    with pytest.raises(ConfigError, match=r"hash:md5 is unknown.*djb2"):
         hashes.server("md5", 1, 2, 0)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(hashes.NAMES), st.integers(0, 2**48), st.integers(1, 40), st.integers(0, 40))
 def test_server_is_a_node_index(name, key, n_workers, n_helpers):
     n_helpers = min(n_helpers, n_workers)

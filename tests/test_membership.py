@@ -99,7 +99,7 @@ def test_silence_from_the_start_is_a_stall(puppet, membership):
     membership.send(m.Ready(generation=1))
     puppet.hear()
     membership.tick(59.9)
-    with pytest.raises(StallError, match="start_timeout_s = 60 s .connected, but the scheduler never answered"):
+    with pytest.raises(StallError, match=r"start_timeout_s = 60 s \(connected, but the scheduler never answered"):
         membership.tick(60.0)
 
 

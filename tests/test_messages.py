@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsfast.orchestration import messages
@@ -40,6 +40,7 @@ def _of(info):
 
 
 @pytest.mark.parametrize(("sender", "kind"), CASES, ids=lambda value: getattr(value, "__name__", value))
+@settings(deadline=None)
 @given(data=st.data())
 def test_every_message_survives_the_wire(sender, kind, data):
     message = data.draw(values(kind))
@@ -52,6 +53,7 @@ def test_every_message_class_has_a_sender():
     assert kinds == {kind for _, kind in CASES}
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40), st.sampled_from(sorted(UNIONS)))
 def test_other_bytes_are_a_protocol_error(data, sender):
     with pytest.raises(ProtocolError, match=f"{len(data)} bytes from a {sender} are no control message"):

@@ -21,7 +21,8 @@ def plan(*specs, first_unit=0, first_part=0, partition_nbytes=4096000, fusion_nb
 
 
 @pytest.mark.parametrize(("dtype", "shape", "nbytes"), [
-    ("float32", (), 4), ("float64", (3,), 24), ("bfloat16", (2, 3), 12), ("uint8", (0, 7), 0), ("int16", (1 << 20, 1 << 12), 1 << 33),
+    ("float32", (), 4), ("float64", (3,), 24), ("bfloat16", (2, 3), 12), ("uint8", (0, 7), 0),
+    ("int16", (1 << 20, 1 << 12), 1 << 33),
 ])
 def test_nbytes_of(dtype, shape, nbytes):
     assert nbytes_of(TensorSpec(name="x", dtype=dtype, shape=shape)) == nbytes
@@ -37,7 +38,8 @@ def test_unsupported(dtype, shape, text):
 
 def test_lone_tensors_are_units_of_their_own():
     a, b = plan(spec("a", 10), spec("b", 2048, "float16", average=False, priority=7), first_unit=3, first_part=9)
-    assert (a.unit, a.name, a.dtype, a.average, a.priority, a.nbytes, a.stride) == (3, "a", "float32", True, 0, 40, PAGE)
+    assert (a.unit, a.name, a.dtype, a.average, a.priority, a.nbytes) == (3, "a", "float32", True, 0, 40)
+    assert a.stride == PAGE
     assert [(p.part, p.offset, p.nbytes, p.owner) for p in a.parts] == [(9, 0, 40, -1)]
     assert (b.unit, b.name, b.dtype, b.average, b.priority, b.nbytes) == (4, "b", "float16", False, 7, 4096)
     assert [p.part for p in b.parts] == [10]
@@ -55,14 +57,17 @@ def test_a_tensor_may_ask_for_its_own_partitions():
     assert unit.stride == 262144 and [p.nbytes for p in unit.parts] == [262144] * 16
 
 
-@pytest.mark.parametrize(("partition_nbytes", "stride"), [(1, PAGE), (4095, PAGE), (10000, 2 * PAGE), (16384, 4 * PAGE)])
+@pytest.mark.parametrize(("partition_nbytes", "stride"), [
+    (1, PAGE), (4095, PAGE), (10000, 2 * PAGE), (16384, 4 * PAGE),
+])
 def test_partition_size_is_rounded_down_to_pages(partition_nbytes, stride):
     (unit,) = plan(spec("a", 16 * PAGE, "uint8"), partition_nbytes=partition_nbytes)
     assert unit.stride == stride
 
 
 def test_a_tensor_without_bytes_has_no_partitions():
-    empty, scalar = plan(TensorSpec(name="e", dtype="float32", shape=(0, 3)), TensorSpec(name="s", dtype="float32", shape=()))
+    empty, scalar = plan(TensorSpec(name="e", dtype="float32", shape=(0, 3)),
+                         TensorSpec(name="s", dtype="float32", shape=()))
     assert (empty.nbytes, empty.parts, empty.stride) == (0, (), PAGE)
     assert [(p.part, p.nbytes) for p in scalar.parts] == [(0, 4)]
 
@@ -108,8 +113,8 @@ def test_too_many_partitions_name_both_numbers():
 specs = st.lists(
     st.builds(
         lambda dtype, shape, group, average: (dtype, tuple(shape), group, average),
-        st.sampled_from(sorted(ITEM_NBYTES)), st.lists(st.integers(0, 40), max_size=3), st.sampled_from([None, "g", "h"]),
-        st.booleans()),
+        st.sampled_from(sorted(ITEM_NBYTES)), st.lists(st.integers(0, 40), max_size=3),
+        st.sampled_from([None, "g", "h"]), st.booleans()),
     min_size=1, max_size=30)
 
 
@@ -127,7 +132,8 @@ def test_every_byte_lies_in_exactly_one_place(drawn, partition_nbytes, fusion_nb
         assert member.nbytes == nbytes_of(tensor) and member.offset % 64 == 0
         assert tensor.group is not None or len(unit.members) == 1
     assert [unit.unit for unit in units] == list(range(first, first + len(units)))
-    assert [p.part for unit in units for p in unit.parts] == list(range(first, first + sum(len(u.parts) for u in units)))
+    n_parts = sum(len(unit.parts) for unit in units)
+    assert [p.part for unit in units for p in unit.parts] == list(range(first, first + n_parts))
     for unit in units:
         end = 0
         for member in unit.members:

@@ -347,7 +347,7 @@ def push_for_ever():
         total("for ever")
 
 
-@pytest.mark.parametrize("victim", ["rank 1", "node 0", "node 1", "helper 0"])
+@pytest.mark.parametrize("victim", ["rank 1", "node 0", "node 1", "helper 0", "scheduler"])
 def test_kill_9_while_pushing(job, victim):
     started = job(ranks=(2, 1), helpers=1, transport="tcp", lease_s=3.0)
     started.run(total, "for ever")
@@ -366,21 +366,27 @@ def test_kill_9_while_pushing(job, victim):
     started.kill()
 
 
-def children_that_live_on():
-    """Fork a child that holds every descriptor, then push until the end."""
-    if os.fork() == 0:
-        time.sleep(20)
+def fork_a_child():
+    """Fork a child that holds every descriptor; return its process id."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
         os._exit(0)
-    push_for_ever()
+    return child
 
 
 def test_kill_9_of_a_rank_whose_children_live_on(job):
     started = job(ranks=(2,))
     started.run(total, "for ever")
-    started.begin(children_that_live_on)
-    begin = time.monotonic()
-    started.kill_rank(1)
-    [outcome] = started.outcomes(only=(0,))
+    children = started.run(fork_a_child)
+    try:
+        started.begin(push_for_ever)
+        begin = time.monotonic()
+        started.kill_rank(1)
+        [outcome] = started.outcomes(only=(0,))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
     assert outcome.error == "PeerLostError" and "rank 1" in outcome.text
     assert time.monotonic() - begin < 10
     started.kill()

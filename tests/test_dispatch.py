@@ -1,0 +1,162 @@
+"""The communication service: most urgent first, within credit, to everybody who waits; CPU time and losses counted."""
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+
+import pytest
+
+from bpsfast.dispatch import Dispatcher
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.transport.tcp import TcpLink
+
+HEADER = struct.Struct("<IIIIIIQ")  # wire.h
+NBYTES = 100
+
+
+class Service:
+    """A dispatcher with real streams; the other ends are plain sockets that read what was written."""
+
+    def __init__(self, n_peers: int, credit_nbytes: int, with_ranks: list[bool]) -> None:
+        self.board = Segment(ring.BOARD_NBYTES, huge=False, populate=False)
+        self.bell = Segment(ring.DOORBELL_NBYTES, huge=False)
+        ring.format_board(self.board)
+        ring.format_doorbell(self.bell)
+        self.payload = Segment(4096, huge=False)
+        self.engine = Engine(self.board, self.bell, n_threads=1)
+        self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.dispatcher = Dispatcher(self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)))
+        self.links: list[TcpLink] = []
+        self.far: list[socket.socket] = []
+        for index in range(n_peers):
+            near, far = socket.socketpair()
+            far.settimeout(20)
+            link = TcpLink(index, {0: near})
+            source = self.engine.add_wire_peer()
+            assert source == index
+            self.dispatcher.add(source, link, with_ranks[index])
+            link.start(self.engine, source, 1, 64, 0)
+            self.links.append(link)
+            self.far.append(far)
+
+    def event(self, kind: int, source: int, part: int, round_: int = 1, nbytes: int = NBYTES) -> tuple[int, ...]:
+        return kind, source, part, round_, 0, self.payload.address, nbytes
+
+    def written(self, peer: int, n_writes: int) -> list[int]:
+        """Read *n_writes* whole writes that reached *peer*; return their parts."""
+        parts = []
+        for _ in range(n_writes):
+            header = HEADER.unpack(self._exactly(peer, HEADER.size))
+            self._exactly(peer, header[-1])
+            parts.append(header[2])
+        return parts
+
+    def _exactly(self, peer: int, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            piece = self.far[peer].recv(nbytes - len(data))
+            assert piece
+            data += piece
+        return data
+
+    def close(self) -> None:
+        self.dispatcher.stop()
+        for link in self.links:
+            link.close()
+        for sock in self.far:
+            sock.close()
+        self.engine.close()
+        self.links.clear()
+        self.dispatcher = self.engine = None
+        for segment in (self.payload, self.board, self.bell):
+            segment.close()
+
+
+@pytest.fixture
+def service(request):
+    made = Service(*request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
+def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service):
+    service.dispatcher.commit((3, 2, 1, 0))
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
+    order = []
+    for _ in range(4):
+        (part,) = service.written(0, 1)
+        order.append(part)
+        service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, part)])
+    # All four were there before the first was posted, and one is under way at a time.
+    assert order == [3, 2, 1, 0]
+    assert service.dispatcher.counters()["peak_in_flight_nbytes"] == NBYTES
+
+
+@pytest.mark.parametrize("service", [(3, 1 << 20, [True, False, True])], indirect=True)
+def test_a_result_goes_to_every_node_with_ranks(service):
+    service.dispatcher.commit((0, 1))
+    service.dispatcher.handle([service.event(EVENT_RESULT, 0, 1), service.event(EVENT_FORWARD, 1, 0)])
+    assert service.written(0, 1) == [1] and service.written(2, 1) == [1] and service.written(1, 1) == [0]
+    assert service.dispatcher.counters()["partitions"] == 2
+
+
+@pytest.mark.parametrize("service", [(1, 0, [True])], indirect=True)
+def test_an_empty_write_needs_no_credit_to_return(service):
+    service.dispatcher.commit((0, 1))
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, nbytes=0), service.event(EVENT_FORWARD, 0, 1)])
+    assert service.written(0, 1) == [0]
+    service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0, nbytes=0)])
+    assert service.written(0, 1) == [1]
+
+
+@pytest.mark.parametrize("service", [(1, 250, [True])], indirect=True)
+def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
+    n_parts = 40
+    service.dispatcher.commit(tuple(range(n_parts)))
+    service.dispatcher.start()
+    # Empty partials of 40 parts: forwarded by the engine's own event queue, delivered by the stream.
+    sources = [service.engine.add_wire_peer() for _ in range(n_parts)]
+    for part in range(n_parts):
+        service.engine.add_member(part, nbytes=NBYTES, n_elements=NBYTES, unit_offset=0, kernel=1, local=[sources[part]],
+                                  owner=0, partial=(0, 0, 0))
+    service.engine.freeze(5)
+    service.engine.commit(1, range(n_parts))
+    for part, source in enumerate(sources):
+        service.engine.arrived(source, part, 1, 1)
+    assert sorted(service.written(0, n_parts)) == list(range(n_parts))
+    counters = service.dispatcher.counters()
+    assert counters["partitions"] == n_parts and counters["cpu_ns"] > 0
+
+
+@pytest.mark.parametrize("service", [(2, 1 << 20, [True, True])], indirect=True)
+def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
+    service.dispatcher.commit((0,))
+    service.dispatcher.handle([service.event(EVENT_LOST, 0, 0), service.event(EVENT_LOST, 0, 0)])
+    service.dispatcher.handle([service.event(EVENT_RESULT, 0, 0)])
+    assert service.lost.get_nowait() == (0, 0) and service.lost.empty()
+    assert service.written(1, 1) == [0]
+    assert service.links[0].counters()["writes_pending"] == service.links[0].counters()["writes_sent"] == 0
+
+
+@pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)
+def test_a_closed_connection_reaches_the_control_loop(service):
+    service.dispatcher.start()
+    service.far[0].close()
+    assert service.lost.get(timeout=20)[0] == 0
+
+
+@pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)
+def test_a_service_that_fails_says_so(service, caplog):
+    service.dispatcher.start()
+    source = service.engine.add_wire_peer()
+    service.engine.add_member(0, nbytes=1, n_elements=1, unit_offset=0, kernel=1, local=[source], owner=0,
+                              partial=(0, 0, 0))
+    service.engine.freeze(5)
+    service.engine.commit(1, [0])
+    service.engine.arrived(source, 0, 1, 1)  # no order was committed to the dispatcher: an IndexError in its thread
+    assert service.lost.get(timeout=20) == (-1, 0)
+    assert isinstance(service.dispatcher.error, IndexError)

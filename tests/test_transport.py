@@ -1,0 +1,190 @@
+"""One contract for every transport: whole payloads, in order, from whom we trust, and ends that are noticed."""
+from __future__ import annotations
+
+import random
+
+import pytest
+from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
+
+from bpsfast import transport
+from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
+from bpsfast.settings import Settings
+from tests.two_nodes import KEY, End, connect, declare, order_of
+
+SIZES = [1, 4095, 4096, 4097, 1 << 20]
+
+
+def settings_for(kind: str, **changes: object) -> Settings:
+    return Settings(transport=kind, start_timeout_s=20.0, engine_threads=1, huge_pages="off", **changes)
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def ends(request):
+    made = [End(index, settings_for(request.param)) for index in (0, 1)]
+    connect(made)
+    for end in made:
+        end.finish()
+    yield made
+    for end in made:
+        end.close()
+
+
+def push(end: End, part: int, round_: int, place: tuple[int, int, memoryview], data: bytes | None) -> None:
+    segment, offset, memory = place
+    if data is not None:
+        memory[:] = data
+    end.port.submit(part, 1, round_, segment, offset, data is None)
+
+
+def added(left: bytes, right: bytes) -> bytes:
+    return bytes((a + b) & 255 for a, b in zip(left, right))
+
+
+def test_the_choice_is_explained(ends):
+    kind = ends[0].settings.transport
+    for end, other in ((ends[0], "node 1"), (ends[1], "node 0")):
+        assert end.vertex.transports[other].startswith(f"{kind}: ")
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_payloads_arrive_whole_in_every_round(ends, owner):
+    plan = declare(ends, SIZES, [owner] * len(SIZES))
+    for end in ends:
+        end.commit(order_of(plan))
+    source = random.Random(7)
+    places = [[end.allocate(nbytes) for nbytes in SIZES] for end in ends]
+    for round_ in (1, 2, 3):
+        data = [[source.randbytes(nbytes) for nbytes in SIZES] for _ in ends]
+        for part in range(len(SIZES)):
+            for number, end in enumerate(ends):
+                push(end, part, round_, places[number][part], data[number][part])
+        for part in range(len(SIZES)):
+            for end in ends:
+                assert end.port.wait(part, 1, round_, 20.0) == DONE
+                assert end.result(part, round_) == added(data[0][part], data[1][part])
+
+
+@pytest.mark.parametrize("contributor", [0, 1])
+def test_an_empty_contribution_moves_no_payload(ends, contributor):
+    plan = declare(ends, [5000, 5000], [0, 1])
+    for end in ends:
+        end.commit(order_of(plan))
+    places = [[end.allocate(5000) for _ in range(2)] for end in ends]
+    data = bytes(range(250)) * 20
+    for part in (0, 1):
+        for number, end in enumerate(ends):
+            push(end, part, 1, places[number][part], data if number == contributor else None)
+        for end in ends:
+            assert end.port.wait(part, 1, 1, 20.0) == DONE
+            assert end.result(part, 1) == data
+
+
+def test_the_next_generation_waits_for_the_local_commit(ends):
+    first = declare(ends, [5000], [1])
+    for end in ends:
+        end.commit(order_of(first))
+    second = declare(ends, [6000], [1], generation=2, first=1)
+    ends[0].commit(order_of(first, second))  # node 1 is late
+    places = [end.allocate(6000) for end in ends]
+    push(ends[0], 1, 1, places[0], b"\1" * 6000)
+    push(ends[1], 1, 1, places[1], b"\2" * 6000)
+    assert ends[0].port.wait(1, 1, 1, 0.2) == TIMED_OUT
+    ends[1].commit(order_of(first, second))
+    for end in ends:
+        assert end.port.wait(1, 1, 1, 20.0) == DONE
+        assert end.result(1, 1) == b"\3" * 6000
+
+
+def test_a_refused_generation_is_forgotten(ends):
+    refused = declare(ends, [5000], [1])
+    for end in ends:
+        end.vertex.wiring.drop(end.generation)
+    used = [end.vertex.regions.nbytes for end in ends]
+    plan = declare(ends, [5000], [1], generation=2, first=1)
+    for end in ends:
+        end.commit(order_of(refused, plan))
+    assert [end.vertex.regions.nbytes for end in ends] == used  # its memory was taken again
+    for number, end in enumerate(ends):
+        push(end, 1, 1, end.allocate(5000), bytes([number + 1]) * 5000)
+    for end in ends:
+        assert end.port.wait(1, 1, 1, 20.0) == DONE
+        assert end.result(1, 1) == b"\3" * 5000
+
+
+def test_who_is_missing_is_known(ends):
+    plan = declare(ends, [5000], [0])
+    for end in ends:
+        end.commit(order_of(plan))
+    place = ends[0].allocate(5000)
+    push(ends[0], 0, 1, place, b"\1" * 5000)
+    while ends[0].vertex.missing(0, 1) != ((), (1,)):
+        assert ends[0].port.wait(0, 1, 1, 0.01) == TIMED_OUT
+    assert ends[1].vertex.missing(0, 1) == ((1,), ())
+    assert ends[1].vertex.missing(77, 1) == ((), ())
+
+
+def test_a_peer_that_closes_is_noticed(ends):
+    if ends[0].settings.transport == "tcp":
+        source = ends[0].vertex._source_of[1]
+        ends[1].vertex.stop()
+        found, code = ends[0].lost.get(timeout=20)
+        assert found == source and ends[0].vertex.who(found) == ("node 1", 1) and code >= 0
+    else:
+        ends[1].vertex.links[0].channel.close()
+        with pytest.raises(PeerLostError):
+            ends[0].hear()
+
+
+def test_an_abort_ends_waits_with_its_reason(ends):
+    plan = declare(ends, [5000], [0])
+    for end in ends:
+        end.commit(order_of(plan))
+    ends[0].vertex.abort(PeerLostError("node 1 is lost"))
+    assert ends[0].port.wait(0, 1, 1, 20.0) == ABORTED
+    assert ends[0].port.state() == (1, "PeerLostError: node 1 is lost")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_another_key_is_refused_and_named(kind):
+    made = [End(0, settings_for(kind, ), KEY), End(1, settings_for(kind), b"another key 1234")]
+    made[0].settings = made[1].settings = Settings(
+        transport=kind, start_timeout_s=1.0, engine_threads=1, huge_pages="off")
+    connect(made)
+    expected = MismatchError if kind == "tcp" else ConfigError
+    assert isinstance(made[1].peering.error, expected | PeerLostError)
+    assert isinstance(made[0].peering.error, StallError)
+    assert "node 1 (127.0.0.1:" in str(made[0].peering.error)
+    assert not made[0].peering.links and not made[1].peering.links
+    for end in made:
+        end.close()
+
+
+def test_auto_falls_back_to_tcp_and_says_why():
+    made = [End(0, settings_for("auto")), End(1, settings_for("auto"))]
+    made[0].reception.close()  # as if the other node were on another host
+    connect(made)
+    assert [made[0].peering.links[1].kind, made[1].peering.links[0].kind] == ["tcp", "tcp"]
+    assert "no shared memory with it" in made[1].peering.describe()["node 0"]
+    for end in made:
+        end.close()
+
+
+def test_explicit_shm_that_cannot_be_is_an_error():
+    made = [End(0, settings_for("shm")), End(1, settings_for("shm"))]
+    for end in made:
+        end.settings = Settings(transport="shm", start_timeout_s=1.0)
+    made[0].reception.close()
+    connect(made)
+    assert isinstance(made[1].peering.error, ConfigError)
+    assert "transport='shm' was asked for, but node 0" in str(made[1].peering.error)
+    for end in made:
+        end.close()
+
+
+def test_settings_that_cannot_be_are_refused():
+    transport.check(Settings())
+    with pytest.raises(ConfigError, match="no verbs transport"):
+        transport.check(Settings(transport="rdma"))
+    with pytest.raises(ConfigError, match="BYTEPS_ENABLE_IPC=0"):
+        transport.check(Settings(transport="shm", allow_shm=False))
+    assert transport.shm_objection(Settings(allow_shm=False)) == "allow_shm=false (BYTEPS_ENABLE_IPC=0)"
