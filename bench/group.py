@@ -1,6 +1,7 @@
 """The coordinator's end of one contestant: starts its processes, asks all of them for the same thing, ends them."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from bpsfast import launch, settings
 from bpsfast.cluster import Cluster, CpuMeter
@@ -35,6 +38,17 @@ class Start:
     argv: Sequence[str]
     environ: Mapping[str, str]
     via: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one contestant: seconds per operation of the slowest rank, wrong elements, the busy share of all
+    cores, and the contestant's own CPU seconds per operation."""
+
+    samples_s: list[float]
+    n_wrong: int
+    cpu_busy: float
+    cpu_s: float
 
 
 class Group:
@@ -104,12 +118,18 @@ class Group:
             answers.append(answer)
         return answers
 
-    def measure(self, variant: str, nbytes: int, n_warmup: int, n: int) -> tuple[list[float], int, float]:
-        """Return seconds per operation (of the slowest rank), wrong elements, and the busy share of all cores."""
+    def measure(self, variant: str, nbytes: int, n_warmup: int, n: int) -> Turn:
+        """Let all processes do *variant* on *nbytes* bytes *n* times."""
+        before_s = self.cpu_s()
         with CpuMeter() as meter:
             answers = self.ask("measure", variant, nbytes, n_warmup, n)
         slowest = [max(samples) for samples in zip(*(answer["samples_s"] for answer in answers))]
-        return slowest, sum(answer["n_wrong"] for answer in answers), meter.busy
+        return Turn(samples_s=slowest, n_wrong=sum(answer["n_wrong"] for answer in answers), cpu_busy=meter.busy,
+                    cpu_s=(self.cpu_s() - before_s) / (n_warmup + n))
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all threads of all processes of this contestant, node and scheduler included."""
+        return sum(_cpu_s(pid) for process in self._processes if process.poll() is None for pid in _family(process.pid))
 
     def _check(self) -> None:
         for process in self._processes:
@@ -126,6 +146,22 @@ class Group:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 end(process)
+
+
+def _family(pid: int) -> list[int]:
+    """Return *pid* and its descendants (mpirun starts the ranks itself)."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _cpu_s(pid: int) -> float:
+    total_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):  # in ns, where /proc/PID/stat counts ticks
+        with contextlib.suppress(OSError):  # the thread has just ended
+            total_ns += int(path.read_text().split()[0])
+    return total_ns / 1e9
 
 
 class Hall:

@@ -123,10 +123,11 @@ def _latency(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
 
 def _percentiles(title: str, rows: Sequence[Row]) -> str:
     names = [f"p{percent}" if percent < 100 else "max" for percent in table.PERCENTILES]
-    lines = [[title, *names, "p50 / ours", "p99 / p50"]]
+    lines = [[title, *names, "p50 / ours", "p99 / p50", "CPU us"]]
     for row in rows:
         lines.append([row.name, *(f"{row.percentile_s(percent) * 1e6:.1f}" for percent in table.PERCENTILES),
-                      f"{row.median_s / rows[0].median_s:.2f}", f"{row.percentile_s(99) / row.percentile_s(50):.2f}"])
+                      f"{row.median_s / rows[0].median_s:.2f}", f"{row.percentile_s(99) / row.percentile_s(50):.2f}",
+                      f"{row.median_cpu_s * 1e6:.0f}"])
     return table.plain(lines)
 
 

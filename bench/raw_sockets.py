@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from bpsfast.bench.contestant import Operation
 
 _TIMEOUT_S = 60.0
-_SNDBUF_NBYTES = 4 << 20
+_CHUNK_NBYTES = 1 << 20
 
 
 class RawSockets:
@@ -29,7 +29,6 @@ class RawSockets:
         self._sockets = _connect(host, port, 2) if rank == 0 else _accept(host, port, 2)
         for sock in self._sockets:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_NBYTES)
             sock.settimeout(None)
         self._pool = ThreadPoolExecutor(2 * len(self._sockets))
 
@@ -40,7 +39,7 @@ class RawSockets:
         tasks = []
         for i, sock in enumerate(self._sockets[:n_streams]):
             part = slice(i * share, nbytes if i == n_streams - 1 else (i + 1) * share)
-            tasks += [(sock.sendall, self._outgoing[part]), (_receive, sock, self._incoming[part])]
+            tasks += [(_send, sock, self._outgoing[part]), (_receive, sock, self._incoming[part])]
 
         def run() -> None:
             for future in [self._pool.submit(*task) for task in tasks]:
@@ -60,10 +59,15 @@ class RawSockets:
             sock.close()
 
 
+def _send(sock: socket.socket, memory: memoryview) -> None:
+    for at in range(0, len(memory), _CHUNK_NBYTES):
+        sock.sendall(memory[at : at + _CHUNK_NBYTES])
+
+
 def _receive(sock: socket.socket, memory: memoryview) -> None:
     got = 0
     while got < len(memory):
-        nbytes = sock.recv_into(memory[got:], 0, socket.MSG_WAITALL)
+        nbytes = sock.recv_into(memory[got : got + _CHUNK_NBYTES])
         if not nbytes:
             raise ConnectionError(f"the other end closed after {got} of {len(memory)} bytes")
         got += nbytes

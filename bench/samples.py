@@ -14,7 +14,11 @@ _MAX_BATCH = 200
 
 @dataclass
 class Row:
-    """One contestant's operation at one size. `samples_s` are seconds per operation of the slowest rank, in order."""
+    """One contestant's operation at one size.
+
+    `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all cores
+    (other programs included), and `cpu_s`, the contestant's own CPU seconds per operation.
+    """
 
     group: Group = field(repr=False)
     variant: str
@@ -25,6 +29,7 @@ class Row:
     samples_s: list[float] = field(default_factory=list)
     n_wrong: int = 0
     cpu_busy: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -35,6 +40,11 @@ class Row:
     def median_s(self) -> float:
         """Median of all samples."""
         return statistics.median(self.samples_s)
+
+    @property
+    def median_cpu_s(self) -> float:
+        """Median of its CPU seconds per operation, all processes and threads together."""
+        return statistics.median(self.cpu_s)
 
     def percentile_s(self, percent: float) -> float:
         """Return the smallest sample that *percent* of the samples do not exceed."""
@@ -59,11 +69,13 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
             row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
             if around is not None:
                 around(row, True)
-            samples_s, row.n_wrong, busy = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)
+            turn = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)
             if around is not None:
                 around(row, False)
-            row.samples_s += samples_s
-            row.cpu_busy.append(busy)
+            row.samples_s += turn.samples_s
+            row.n_wrong = turn.n_wrong
+            row.cpu_busy.append(turn.cpu_busy)
+            row.cpu_s.append(turn.cpu_s)
 
 
 def find(rows: Iterable[Row], name: str, nbytes: int) -> Row | None:

@@ -66,7 +66,7 @@ def record(section: str, row: Row, n_ranks: int, n_nodes: int, bound: float | No
         "section": section,
         "chosen": {"contestant": row.group.name, "operation": row.name, "nbytes": row.nbytes, "dtype": "float32", "redop": "sum",
                    "n_ranks": n_ranks, "n_nodes": n_nodes, "n_per_round": row.n_per_round, "n_warmup": row.n_warmup},
-        "measured": {"median_s": row.median_s, "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy,
+        "measured": {"median_s": row.median_s, "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s,
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in PERCENTILES},
                      **columns(row.nbytes, row.median_s, n_ranks, n_nodes, bound), "samples_s": row.samples_s},
     }

@@ -79,13 +79,14 @@ def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> 
         chosen = [row for row in rows if row.name == name]
         plan.say(table.block(f"{name} ({chosen[0].group.name}), two nodes, {where}", chosen, plan.n_ranks, 2, bounds) + "\n")
         records += [table.record(where, row, plan.n_ranks, 2, bounds[row.nbytes]) for row in chosen]
-    lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy"]]
+    lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
     for row in rows:
         gloo = best(rows, ["gloo"], row.nbytes)
         lines.append([f"{row.name} {row.nbytes}", f"{row.median_s * 1e6:.0f}",
                       f"{row.nbytes / row.median_s / bounds[row.nbytes]:.3f}",
                       f"{gloo.median_s / row.median_s:.2f}" if gloo else "-",
-                      f"{100 * sum(row.cpu_busy) / len(row.cpu_busy):.0f} %"])
+                      f"{100 * sum(row.cpu_busy) / len(row.cpu_busy):.0f} %",
+                      f"{row.median_cpu_s * 1e6:.0f}"])
     plan.say(table.plain(lines))
     plan.say(f"{(python_s or 0.0) * 1e6:.1f} us of the node's Python per partition\n")
     return [*records, {"section": where, "chosen": {"n_nodes": 2}, "measured": {"python_s_per_partition": python_s}}]

@@ -73,9 +73,9 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
                 _raise_failure(failure)
                 if time.monotonic() >= deadline:
                     raise StallError(
-                        f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not complete "
-                        f"within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the scheduler at "
-                        f"{place.scheduler[0]}:{place.scheduler[1]} is missing"
+                        f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
+                        f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
+                        f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing"
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
@@ -100,8 +100,10 @@ def _connect(place: Place, settings: Settings, failure: Callable[[], str | None]
         except StallError as exc:
             _raise_failure(failure)
             if time.monotonic() >= deadline:
-                raise StallError(f"rank {place.rank}: no node of this job listened on this machine within "
-                                 f"start_timeout_s={settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}") from exc
+                raise StallError(
+                    f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
+                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}"
+                ) from exc
 
 
 def _raise_failure(failure: Callable[[], str | None]) -> None:

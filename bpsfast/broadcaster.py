@@ -89,23 +89,22 @@ class Broadcaster:
             for chunk in range(max(first, self._chunk - unit.n_parts), self._chunk):
                 self._wait(unit, chunk)
                 if chunk == first:
-                    self._check_roots(_unpack(unit, *divmod(first, unit.n_parts)), text)
+                    self._header(unit, first, text)
 
     def receive(self, root: int, text: str, accept: Callable[[int], Pieces]) -> None:
-        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (none of it if they are empty).
+        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (nothing, if they are empty).
 
         Raises
         ------
         MismatchError
-            If what is sent is not *text* from *root*; the channel stays usable if there was exactly one sender.
+            If what is sent is not *text* from *root*; the channel stays usable if exactly one rank sent.
         """
         with self._lock:
             unit = self._open()
             first = self._chunk
             self._take_part(unit, first)
             self._wait(unit, first)
-            header = _unpack(unit, *divmod(first, unit.n_parts))
-            self._check_roots(header, text)
+            header = self._header(unit, first, text)
             wrong = self._compare(header, root, text)
             stream = _Cursor([] if wrong else accept(header.nbytes))
             end = first + -(-(HEADER_NBYTES + header.nbytes) // unit.stride)
@@ -140,36 +139,37 @@ class Broadcaster:
         offset = slot * unit.stride
         for address, n, at in stream.take(unit.stride):
             copy(staging.address + offset + at, address, n)
-        with self._session.translated():
-            self._session.port.submit(unit.first_part + slot, 1, round, staging.segment, staging.offset + offset)
+        self._session.port.submit(unit.first_part + slot, 1, round, staging.segment, staging.offset + offset)
         self._chunk += 1
 
     def _take_part(self, unit: Unit, chunk: int) -> None:
-        with self._session.translated():
-            self._session.port.submit(unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1, 0, 0, empty=True)
+        self._session.port.submit_empty(unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1)
 
     def _wait(self, unit: Unit, chunk: int) -> None:
-        self._session.wait_parts(unit, unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1,
-                                 self._session.settings.timeout_s)
+        self._session.port.wait(unit, unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1,
+                                self._session.settings.timeout_s)
 
-    def _check_roots(self, header: _Header | None, text: str) -> None:
+    def _header(self, unit: Unit, chunk: int, text: str) -> _Header:
+        """Return what the complete *chunk* begins with, if exactly one rank sent it as this broadcast."""
+        header = _unpack(unit, *divmod(chunk, unit.n_parts))
         if header is not None and header.n_roots == 1 and header.sequence == self._sequence:
-            return
-        what = "no rank" if header is None or not header.n_roots else f"{header.n_roots} ranks"
-        if header is not None and header.sequence != self._sequence and header.n_roots == 1:
-            what = f"a rank that is at broadcast {header.sequence}"
+            return header
+        who = "no rank"
+        if header is not None:
+            who = f"{header.n_roots} ranks" if header.n_roots > 1 else f"a rank that is at broadcast {header.sequence}"
         self._broken = MismatchError(
-            f"broadcast {self._sequence} ({text}) on rank {self._session.rank}: {what} took part as root; all ranks must call "
-            "the same broadcasts in the same order with the same root_rank"
+            f"broadcast {self._sequence} ({text}) on rank {self._session.rank}: {who} took part as root; all ranks "
+            "must call the same broadcasts in the same order with the same root_rank"
         )
         raise self._broken
 
-    def _compare(self, header: _Header | None, root: int, text: str) -> MismatchError | None:
-        assert header is not None, "checked by _check_roots"
+    def _compare(self, header: _Header, root: int, text: str) -> MismatchError | None:
         if header.root == root and header.digest == _digest(text):
             return None
-        return MismatchError(f"broadcast {self._sequence} differs: rank {self._session.rank} expects {text} from rank {root}, "
-                             f"but rank {header.root} sends {header.text}")
+        return MismatchError(
+            f"broadcast {self._sequence} differs: rank {self._session.rank} expects {text} from rank {root}, but rank "
+            f"{header.root} sends {header.text}"
+        )
 
 
 class _Cursor:

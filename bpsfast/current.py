@@ -37,7 +37,8 @@ def init(**settings: object) -> None:
     place = roles.detect(found)
     started = daemons.start(place, found)
     try:
-        session = Session(attachment.attach(started.place, started.place.settings(found), __version__, started.failure), found)
+        attached = attachment.attach(started.place, started.place.settings(found), __version__, started.failure)
+        session = Session(attached, found)
     except BaseException:
         started.close(timeout_s=0.5)
         raise
@@ -64,7 +65,7 @@ def current() -> Session:
     """Return this process's open session; raises `ClosedError` if there is none."""
     session = _current
     if session is None:
-        raise ClosedError("bpsfast is not running in this process: call bpsfast.init() first (it may have been shut down)")
+        raise ClosedError("bpsfast is not running in this process: call bpsfast.init() first (or it was shut down)")
     session.require_open()
     return session
 

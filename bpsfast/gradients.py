@@ -45,8 +45,8 @@ class Gradients:
         Put before each name on the wire, where names are the job's.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True, average: bool = True,
-                 prefix: str = "") -> None:
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
+                 average: bool = True, prefix: str = "") -> None:
         self._session = process.current()
         self._names = {name: prefix + name for name in tensors}
         # Groups of one job have different names: two models may be trained beside each other.
@@ -164,7 +164,9 @@ class Gradients:
         missing = self.missing()
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise MismatchError(f"the step ends, but {len(missing)} of {len(self._names)} gradients are not ready: {shown}")
+            raise MismatchError(
+                f"the step ends, but {len(missing)} of {len(self._names)} gradients are not ready: {shown}"
+            )
         deadline = time.monotonic() + self._timeout(timeout_s)
         for unit in {id(unit): unit for unit in self._units.values()}.values():
             unit.wait(unit.round, max(0.0, deadline - time.monotonic()))
@@ -207,7 +209,7 @@ class Gradients:
 
     def _refuse_twice(self, name: str) -> None:
         if name in self._ready:
-            raise BusyError(f"gradient {name!r} is ready for the second time in one step: end the step with step() first")
+            raise BusyError(f"gradient {name!r} is ready for the second time in one step: end the step by step() first")
 
     def _enter(self, name: str) -> bool:
         """Note that *name* is ready; return whether its unit is complete now."""

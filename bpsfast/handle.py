@@ -30,7 +30,8 @@ class Handle:
     Keeps its input alive until it was waited for.
     """
 
-    def __init__(self, session: Session, name: str, source: TensorInput, output: TensorInput | None, result: object) -> None:
+    def __init__(self, session: Session, name: str, source: TensorInput, output: TensorInput | None,
+                 result: object) -> None:
         self.name = name
         self._session = session
         self._source: TensorInput | None = source
@@ -40,12 +41,14 @@ class Handle:
         self._unit: Unit | None = None
         self._round = 0
         self._error: BpsError | None = None
-        self._started = threading.Event()
+        self._started = False
+        self._gate = threading.Lock()  # held until it is started: an Event costs twenty times as much to make
+        self._gate.acquire()
         self._finished = False
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        state = "finished" if self._finished else f"round {self._round}" if self._started.is_set() else "deferred"
+        state = "finished" if self._finished else f"round {self._round}" if self._started else "deferred"
         return f"<Handle {self.name!r} {state}>"
 
     def start(self, unit: Unit) -> None:
@@ -53,7 +56,7 @@ class Handle:
         assert self._source is not None, "a handle starts once"
         self._round = unit.push(self._source.address, self._source.nbytes)
         self._unit = unit
-        self._started.set()
+        self._open_gate()
 
     def start_deferred(self) -> None:
         """Push now that the name was committed, or keep why it was not. Raises nothing: the waiter will."""
@@ -61,15 +64,19 @@ class Handle:
             self.start(self._session.unit(self.name))
         except BpsError as exc:
             self._error = exc
-            self._started.set()
+            self._open_gate()
+
+    def _open_gate(self) -> None:
+        self._started = True
+        self._gate.release()
 
     def done(self) -> bool:
         """Return whether `wait` will not block."""
         if self._finished or self._error is not None:
             return True
-        if not self._started.is_set() and self._session.unit_nowait(self.name) is None:
+        if not self._started and self._session.unit_nowait(self.name) is None:
             return False
-        return self._started.is_set() and (self._unit is None or self._unit.done(self._round))
+        return self._started and (self._unit is None or self._unit.done(self._round))
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Wait for the round and return the result: the output that was given, else a read-only view.
@@ -83,30 +90,42 @@ class Handle:
         """
         timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            if self._finished:
-                return self._result
-            unit = self._await_start(deadline, timeout_s)
-            if self._output is not None:
-                unit.deliver(self._round, self._output.address, 0, self._output.nbytes, max(0.0, deadline - time.monotonic()))
-            unit.wait(self._round, max(0.0, deadline - time.monotonic()))
-            if self._output is None:
-                self._result = unit.view(self._round).view(TABLE[self._dtype].numpy).reshape(self._shape)
-            self._finished = True
-            self._source = self._output = None
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise StallError(f"push_pull of {self.name!r} is waited for by another thread, and was not complete within "
+                             f"{timeout_s:g} s")
+        try:
+            if not self._finished:
+                self._finish(deadline, timeout_s)
             return self._result
+        finally:
+            self._lock.release()
+
+    def _finish(self, deadline: float, timeout_s: float) -> None:
+        unit = self._await_start(deadline, timeout_s)
+        if self._output is not None:
+            unit.deliver(self._round, self._output.address, 0, self._output.nbytes, _until(deadline))
+        unit.wait(self._round, _until(deadline))
+        if self._output is None:
+            self._result = unit.view(self._round).view(TABLE[self._dtype].numpy).reshape(self._shape)
+        self._finished = True
+        self._source = self._output = None
 
     def _await_start(self, deadline: float, timeout_s: float) -> Unit:
-        if not self._started.is_set():
-            self._session.unit(self.name, max(0.0, deadline - time.monotonic()))
+        if not self._started:
+            self._session.unit(self.name, _until(deadline))
             # Committed: some thread, maybe this one just now, starts everything that was deferred.
-            if not self._started.wait(max(0.0, deadline - time.monotonic())):
-                raise StallError(f"push_pull of {self.name!r} was not started within {timeout_s:g} s: the thread that was to "
-                                 "start it is stuck")
+            if not self._gate.acquire(timeout=_until(deadline)):
+                raise StallError(f"push_pull of {self.name!r} was not started within {timeout_s:g} s: the thread that "
+                                 "was to start it is stuck")
+            self._gate.release()
         if self._error is not None:
             raise self._error
         assert self._unit is not None, "a started handle has a unit or an error"
         return self._unit
+
+
+def _until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
@@ -116,9 +135,11 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
     if name is None:
         name = session.unnamed("auto")
         if name == f"auto.{_MANY_UNNAMED}":
-            warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until shutdown; "
-                          "give repeated ones a name", stacklevel=3)
-    session.declare([TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)])
+            warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
+                          "shutdown; give repeated ones a name", stacklevel=3)
+    spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)
+    if not session.knows(spec):
+        session.declare([spec])
     handle = Handle(session, name, source, output, result)
     unit = session.unit_nowait(name)
     if unit is None:
@@ -144,7 +165,8 @@ def push_pull_async(x: Any, average: bool = True, name: str | None = None, prior
     return start(source, name, average, priority, tensor_input(fresh), fresh)
 
 
-def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None, out: Any = None) -> Any:
+def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
+              out: Any = None) -> Any:
     """Return the sum of *x* over all ranks, or its mean.
 
     Parameters
@@ -187,7 +209,8 @@ def _output(out: Any, source: TensorInput) -> TensorInput:
     if not output.writable:
         raise UnsupportedError("the result cannot be written into out: its memory is read-only")
     if (output.shape, output.dtype) != (source.shape, source.dtype):
-        raise MismatchError(f"out has shape {output.shape} and dtype {output.dtype}, the input {source.shape} and {source.dtype}")
+        raise MismatchError(f"out has shape {output.shape} and dtype {output.dtype}, the input {source.shape} and "
+                            f"{source.dtype}")
     return output
 
 
@@ -201,7 +224,8 @@ def synchronize(handle: Handle, timeout_s: float | None = None) -> Any:
     return handle.wait(timeout_s)
 
 
-def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: bool = True, priority: int | None = None) -> None:
+def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: bool = True,
+            priority: int | None = None) -> None:
     """Announce that *name* will be pushed, so that its first push_pull finds everything prepared. Returns at once.
 
     Parameters are those of the push_pulls that follow; declare in the order in which results will be needed.

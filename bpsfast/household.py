@@ -80,7 +80,7 @@ class Household:
         self._loop.watch(link.fileno(), lambda: self._read(rank))
         self._loop.watch(pidfd, lambda: self._died(rank))
         if len(self.ranks) == self._expected:
-            self._node.join()
+            self._loop.call_soon(self._node.join)
 
     def server_came(self, link: Channel, message: messages.AttachServer) -> None:
         """Count a server process that found the machine's node running, and keep it until the job ends."""
@@ -90,7 +90,7 @@ class Household:
         self._servers.append(link)
         self._loop.watch(link.fileno(), lambda: self._server_left(link))
         if not self._node.admitted and (self._expected <= 0 or self.wished_ranks()):
-            self._node.join()
+            self._loop.call_soon(self._node.join)
 
     def admitted(self, me: messages.NodeInfo) -> None:
         """Give the ranks their global numbers."""
@@ -139,7 +139,9 @@ class Household:
 
     def _allocate(self, rank: LocalRank, message: messages.Allocate) -> None:
         try:
-            rank.allocate(message, lambda chunk: self._node.vertex.input_grew(rank.source, chunk))
+            vertex = self._node.vertex
+            self._node.patiently(
+                lambda: rank.allocate(message, lambda chunk: vertex.input_grew(rank.source, chunk)))
         except CapacityError as exc:
             rank.tell(messages.Refuse(error="CapacityError", reason=str(exc)))
 

@@ -16,6 +16,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
 
 from . import __version__, logs, reception, trace, transport
 from .attachment import error_of
@@ -36,6 +39,9 @@ log = logging.getLogger("bpsfast.node")
 #: How long ranks have to read why a job was aborted, and a scheduler to say what a lost peer means.
 GRACE_S = 2.0
 _TICK_S = 0.25
+_BREATH_S = 0.1
+
+T = TypeVar("T")
 
 
 def main(settings: Settings) -> int:
@@ -79,6 +85,7 @@ class Node:
         self._peering: Peering | None = None
         self._welcome: messages.Welcome | None = None
         self._lost_peers: set[int] = set()
+        self._unread: list[messages.Message] = []
         self._n_control = 0
         self._exit_code: int | None = None
         self._leave_at = 0.0
@@ -172,14 +179,29 @@ class Node:
             return False
         return self._home.settled(self._exit_code) or time.monotonic() >= self._leave_at
 
+    def patiently(self, work: Callable[[], T]) -> T:
+        """Return what *work* returns, and go on beating meanwhile: it may fault in gigabytes, or compile a kernel.
+
+        Nothing else happens here until it is done, so *work* may use what belongs to this thread.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="bpsfast-work") as executor:
+            future = executor.submit(work)
+            while not wait([future], _BREATH_S).done:
+                self._breathe()
+        return future.result()
+
+    def _breathe(self) -> None:
+        if self._membership is not None and self._exit_code is None:
+            now = time.monotonic()
+            self._unread += self._membership.recv_nowait(now)
+            self._membership.tick(now)
+
     def _tick(self) -> None:
-        now = time.monotonic()
-        if self._membership is not None:
-            for message in self._membership.recv_nowait(now):
-                self._n_control += 1
-                self._handlers[type(message)](message)
-            if self._exit_code is None:
-                self._membership.tick(now)
+        self._breathe()
+        while self._unread:
+            message = self._unread.pop(0)
+            self._n_control += 1
+            self._handlers[type(message)](message)
         self._home.flush()
         self._vertex.flush()
 
@@ -252,8 +274,8 @@ class Node:
         me = self._welcome.nodes[self._welcome.index]
         self._vertex.connect(me, self._welcome, self._peering.links, self._peering.describe(), self._home.ranks)
         for link in self._vertex.shm_links():
-            self._loop.watch(link.channel.fileno(), lambda link=link: self._read_peer(link))
-            self._loop.watch(link.pidfd, lambda link=link: self._peer_lost(link.index, "its process is gone"))
+            self._loop.watch(link.channel.fileno(), partial(self._read_peer, link))
+            self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, "its process is gone"))
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
 
@@ -273,6 +295,10 @@ class Node:
 
     def _source_lost(self, source: int, code: int) -> None:
         """The engine or a stream gave a source up: a broken connection, or rubbish that was announced."""
+        if source < 0:
+            error = self._vertex.service_error
+            self.fail(ProtocolError(f"the communication service of {self._name()} failed: {error!r}"))
+            return
         who, index = self._vertex.who(source)
         if code == errno.EPROTO or index is None:
             self.fail(ProtocolError(f"{who} announced or sent what fits no partition: mixed versions, or our bug"), who)

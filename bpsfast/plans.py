@@ -43,7 +43,7 @@ class Plans:
             self._early.append(plan)
             return
         try:
-            self._generation = self._vertex.wiring.prepare(plan)
+            self._generation = self._node.patiently(lambda: self._vertex.wiring.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
             self._node.send(messages.PrepareFailed(generation=plan.generation, reason=str(exc)))

@@ -159,7 +159,13 @@ class Regions:
         if len(self._chunks) >= MAX_SEGMENTS:
             raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
                                 "declare fewer, larger tensors (or groups)")
-        chunk = Chunk(len(self._chunks), Segment(nbytes, name=f"bpsfast-{kind}", huge=huge))
+        try:
+            segment = Segment(nbytes, name=f"bpsfast-{kind}", huge=huge)
+        except OSError as exc:  # somebody else took the memory since we looked
+            free = min(limit.free_nbytes for limit in headroom.limits())
+            raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
+                                f"are free: {exc}") from exc
+        chunk = Chunk(len(self._chunks), segment)
         self._chunks.append(chunk)
         self._nbytes[kind] = self._nbytes.get(kind, 0) + chunk.segment.nbytes
         return chunk

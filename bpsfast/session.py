@@ -1,23 +1,23 @@
 """A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
 
-A session knows the units that were committed, the segments that were shared, and how a wait that ends badly becomes
-an error that names who is to blame. Waits on rounds are native (`Port`); the socket is read only by a call that
-needs a reply, and beside a wait while pushes are deferred. `current` holds the one session of a process.
+A session knows the units that were committed and the segments that were shared. Waits on rounds are native
+(`GuardedPort`); the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred.
+`current` holds the one session of a process.
 """
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .attachment import Attachment, error_of
+from .guarded_port import GuardedPort
 from .mailbox import Mailbox
-from .orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
+from .orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, StallError
 from .orchestration.messages import (
     Allocate,
     Allocated,
@@ -38,7 +38,7 @@ from .orchestration.messages import (
     Told,
 )
 from .pyx.pages import Segment
-from .pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port
+from .pyx.port import Port
 from .settings import Settings
 from .unit import Region, Unit
 
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
 
 #: How long to wait for the answer to "who is missing?".
 STALL_ANSWER_S = 2.5
-#: How long a wait on a round sleeps while pushes are deferred and their commits may arrive by socket.
-_DEFERRED_SLICE_S = 0.002
-#: A wait sleeps at most this long before it looks whether the session was closed by another thread.
-_WAIT_SLICE_S = 0.5
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
 
@@ -67,8 +63,11 @@ class Session:
         self.settings = settings
         self.pid = os.getpid()
         self.closed = False
-        self.port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
-                         trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
+        port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
+                    trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
+        node = f"node {self.node} (pid {attached.node_pid} on this machine)"
+        self.port = GuardedPort(port, f"rank {self.rank}", node, self.require_open, self._ask_missing,
+                                self._look_for_deferred)
         self._attachment = attachment
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
@@ -87,9 +86,8 @@ class Session:
         self._unnamed: dict[str, int] = {}
         self.order: dict[str, int] = {}
         self._released = False
-        self._n_inside = 0
         self._broadcaster: Broadcaster | None = None
-        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self._check_state)
+        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +109,10 @@ class Session:
         if new:
             self._mailbox.send(Declare(rank=self.rank, tensors=tuple(new)))
 
+    def knows(self, spec: TensorSpec) -> bool:
+        """Return whether exactly this was declared before, and is used still: the short way of a repeated push."""
+        return self._specs.get(spec.name) == spec and not self.closed
+
     def _is_new(self, spec: TensorSpec) -> bool:
         if spec.name in self._failed:
             raise self._failed[spec.name]
@@ -120,8 +122,8 @@ class Session:
         for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes"):
             before, now = getattr(known, field), getattr(spec, field)
             if before != now and not (field == "priority" and now is None):
-                raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank {self.rank} first "
-                                    f"used the name, now {now!r}; use one name for one kind of tensor")
+                raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank {self.rank} "
+                                    f"first used the name, now {now!r}; use one name for one kind of tensor")
         return False
 
     def unnamed(self, prefix: str) -> str:
@@ -170,10 +172,17 @@ class Session:
         """Call *start* in whichever thread first sees that *name* is committed. *start* raises nothing."""
         with self._lock:
             if name in self._deferred:
-                raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the handle "
-                                "first, or use another name")
+                raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the "
+                                "handle first, or use another name")
             self._deferred[name] = start
         self._start_deferred()
+
+    def _look_for_deferred(self) -> bool:
+        """Start deferred pushes whose commit has arrived; return whether some are left."""
+        if self._deferred:
+            self._mailbox.pump()
+            self._start_deferred()
+        return bool(self._deferred)
 
     def _start_deferred(self) -> None:
         while self._deferred:
@@ -212,7 +221,8 @@ class Session:
             self._mailbox.send(Allocate(request=request, nbytes=nbytes))
         answer = self._mailbox.wait(lambda: self._allocated.pop(request, None), self.settings.timeout_s)
         if answer is None:
-            raise StallError(f"the node did not answer a request for {nbytes} bytes within {self.settings.timeout_s:g} s")
+            raise StallError(f"the node did not answer a request for {nbytes} bytes within "
+                             f"{self.settings.timeout_s:g} s")
         if isinstance(answer, BpsError):
             raise answer
         segment = self._segments["rank", answer.segment]
@@ -226,80 +236,11 @@ class Session:
                 return number, address - segment.address
         return None
 
-    # -- waiting ---------------------------------------------------------------------------------------------------
-
-    def wait_parts(self, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
-        """Wait for *round* of partitions *part* to *part* + *n_parts* of *unit*; raises as `Unit.wait` does."""
-        self._in_slices(lambda wait_s: self.port.wait(part, n_parts, round, wait_s), unit, part, n_parts, round, timeout_s)
-
-    def deliver_parts(self, unit: Unit, address: int, source: int, nbytes: int, part: int, round: int, timeout_s: float) -> None:
-        """Copy *nbytes* at *source*, the result of partitions from *part* on, to *address* as they complete."""
-        n_parts = -(-nbytes // unit.stride)
-        # A slice that ends early copies the complete partitions again: rare, and cheap beside the wait.
-        self._in_slices(lambda wait_s: self.port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
-                        unit, part, n_parts, round, timeout_s)
-
-    def _in_slices(self, wait: Callable[[float], int], unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            remaining_s = max(0.0, deadline - time.monotonic())
-            with self.translated():
-                outcome = wait(min(remaining_s, _DEFERRED_SLICE_S if self._deferred else _WAIT_SLICE_S))
-            if outcome == DONE:
-                return
-            if outcome != TIMED_OUT or time.monotonic() >= deadline:
-                raise self._trouble(outcome, unit, part, n_parts, round, timeout_s)
-            # Another rank may wait for a push of ours that is deferred: its commit comes by socket.
-            if self._deferred:
-                self._mailbox.pump()
-                self._start_deferred()
-
-    def _trouble(self, outcome: int, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> BpsError:
-        if outcome == ABORTED:
-            return self._abort_error()
-        if outcome == NODE_DIED:
-            return self._node_died()
-        late = next((i for i in range(part, part + n_parts) if not self.port.done(i, 1, round)), part)
-        missing = self._ask_missing(late, round, unit.name)
-        return StallError(f"rank {self.rank} waited {timeout_s:.3g} s for round {round} of {unit.name!r} (partition "
-                          f"{late - unit.first_part} of {unit.n_parts}): {missing}")
-
     def _ask_missing(self, part: int, round: int, name: str) -> str:
+        """Ask the job who has not arrived for *round* of *part*."""
         self._mailbox.send(Stalled(rank=self.rank, part=part, round=round, name=name))
         answer = self._mailbox.wait(lambda: self._stall_answers.pop((part, round), None), STALL_ANSWER_S)
-        return answer or f"nobody could say who is missing (no answer from node or scheduler within {STALL_ANSWER_S:g} s)"
-
-    def _abort_error(self) -> BpsError:
-        text = self.port.state()[1]
-        name, _, reason = text.partition(": ")
-        return error_of(name, reason)
-
-    def _node_died(self) -> PeerLostError:
-        if self.port.state()[0]:
-            return PeerLostError(self.port.state()[1].partition(": ")[2])
-        return PeerLostError(f"node {self.node} (pid {self._attachment.attached.node_pid} on this machine) died; "
-                             f"rank {self.rank} cannot go on without it")
-
-    @contextlib.contextmanager
-    def translated(self) -> Iterator[None]:
-        """Use the port: it stays open until the block ends, and what it raises becomes the job's own error."""
-        with self._lock:
-            self.require_open()
-            self._n_inside += 1
-        try:
-            yield
-        except ConnectionError as exc:
-            if isinstance(exc, BpsError):
-                raise
-            raise (self._abort_error() if self.port.state()[0] else self._node_died()) from exc
-        finally:
-            with self._lock:
-                self._n_inside -= 1
-
-    def _check_state(self) -> None:
-        self.require_open()
-        if self.port.state()[0]:
-            raise self._abort_error()
+        return answer or f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s"
 
     # -- the job ---------------------------------------------------------------------------------------------------
 
@@ -369,8 +310,8 @@ class Session:
 
     def require_open(self) -> None:
         if self.pid != os.getpid():
-            raise ClosedError(f"this process ({os.getpid()}) is a fork of rank {self.rank} (pid {self.pid}): a session is not "
-                              "inherited; call bpsfast in the process that called init()")
+            raise ClosedError(f"this process ({os.getpid()}) is a fork of rank {self.rank} (pid {self.pid}): a session "
+                              "is not inherited; call bpsfast in the process that called init()")
         if self.closed:
             raise ClosedError("bpsfast was shut down in this process: call bpsfast.init() before using it again")
 
@@ -384,8 +325,7 @@ class Session:
         with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent
             self._mailbox.send(Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
-        with self._lock:
-            self.closed = True
+        self.closed = True
         self._write_trace()
         for unit in set(self._units.values()):
             unit.forget()
@@ -393,20 +333,12 @@ class Session:
         self._deferred.clear()
         self._inputs = []
         segments, self._segments = list(self._segments.values()), {}
-        if not self._left_by_all():
-            return  # a thread is still inside the port: better to keep the mappings than to pull them from under it
-        self.port.close()
+        if not self.port.close(_GOODBYE_S):
+            return  # a thread is still inside: better to keep the mappings than to pull them from under it
         self._attachment.close()
         for segment in segments:
             with contextlib.suppress(BufferError):  # the user still holds arrays: the last of them unmaps it
                 segment.close()
-
-    def _left_by_all(self) -> bool:
-        """Wait until no other thread is inside the port, for a few slices."""
-        deadline = time.monotonic() + _GOODBYE_S
-        while self._n_inside and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self._n_inside == 0
 
     def _write_trace(self) -> None:
         if self.settings.trace_dir:

@@ -48,8 +48,8 @@ class TensorInput:
         if self.nbytes == 0:
             return np.empty(self.shape, TABLE[self.dtype].numpy)
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
-        memory._bpsfast_owner = self.owner  # type: ignore[attr-defined]  # the array keeps `memory`, that keeps the tensor
-        array = np.frombuffer(memory, np.uint8).view(TABLE[self.dtype].numpy).reshape(self.shape)
+        memory._bpsfast_owner = self.owner  # type: ignore[attr-defined]  # the array keeps `memory`, which keeps the owner
+        array = np.ctypeslib.as_array(memory).view(TABLE[self.dtype].numpy).reshape(self.shape)
         array.flags.writeable = self.writable
         return array
 
@@ -62,8 +62,12 @@ def tensor_input(x: object) -> TensorInput:
     UnsupportedError
         If *x* is no tensor, not on the CPU, not C-contiguous, or of a dtype that bpsfast does not sum.
     """
-    if isinstance(x, np.ndarray | np.generic):
-        return from_array(np.asarray(x))
+    if isinstance(x, np.ndarray):
+        return from_array(x)
+    if isinstance(x, np.generic):
+        copy = np.asarray(x)
+        copy.flags.writeable = False  # what is written there would not reach the scalar
+        return from_array(copy)
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x)
     if hasattr(x, "__cuda_array_interface__"):
@@ -144,7 +148,7 @@ def _from_dlpack(x: Any) -> TensorInput:
         tensor, writable = _Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor, False
     dtype = _DLPACK_KINDS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        found = f"{_DLPACK_CODES.get(tensor.code, tensor.code)}{tensor.bits}" + (f"x{tensor.lanes}" * (tensor.lanes != 1))
+        found = f"{_DLPACK_CODES.get(tensor.code, tensor.code)}{tensor.bits}" + f"x{tensor.lanes}" * (tensor.lanes != 1)
         raise UnsupportedError(f"{_kind(x)} has dtype {found}, which cannot be summed; bpsfast sums {', '.join(NAMES)}")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else _c_strides(shape)

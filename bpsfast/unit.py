@@ -27,7 +27,7 @@ INPUT_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Region:
-    """Input memory of this rank: `array` is writable uint8 over it; `segment` and `offset` are how the node calls it."""
+    """Input memory of this rank: `array` is writable uint8 over it; `segment`, `offset` are how the node calls it."""
 
     array: np.ndarray[Any, Any]
     segment: int
@@ -66,6 +66,7 @@ class Unit:
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.round = 0
         self.in_flight = False
+        self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
         self._staging: Region | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
@@ -111,13 +112,12 @@ class Unit:
         round = self._begin()
         if self.n_parts == 0:
             return round
-        with self.session.translated():
-            if place is not None:
-                self.session.port.submit(self.first_part, self.n_parts, round, place[0], place[1])
-            else:
-                assert staging is not None, "a unit with partitions has staging memory"
-                self.session.port.copy_in(staging.address, address, nbytes, self.first_part, self.stride, round,
-                                          staging.segment, staging.offset)
+        if place is not None:
+            self.session.port.submit(self.first_part, self.n_parts, round, place[0], place[1])
+        else:
+            assert staging is not None, "a unit with partitions has staging memory"
+            self.session.port.copy_in(staging.address, address, nbytes, self.first_part, self.stride, round,
+                                      staging.segment, staging.offset)
         return round
 
     def push_staging(self) -> int:
@@ -125,16 +125,7 @@ class Unit:
         staging = self.staging
         round = self._begin()
         if self.n_parts:
-            with self.session.translated():
-                self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
-        return round
-
-    def push_empty(self) -> int:
-        """Take part in the next round without contributing, and return the round."""
-        round = self._begin()
-        if self.n_parts:
-            with self.session.translated():
-                self.session.port.submit(self.first_part, self.n_parts, round, 0, 0, empty=True)
+            self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
         return round
 
     def _begin(self) -> int:
@@ -152,10 +143,7 @@ class Unit:
 
     def done(self, round: int) -> bool:
         """Return whether *round* is complete, without waiting."""
-        if self.n_parts == 0:
-            return True
-        with self.session.translated():
-            return self.session.port.done(self.first_part, self.n_parts, round)
+        return self.n_parts == 0 or self.session.port.done(self.first_part, self.n_parts, round)
 
     def wait(self, round: int, timeout_s: float) -> None:
         """Wait until *round* is complete.
@@ -167,8 +155,8 @@ class Unit:
         PeerLostError
             If the job was aborted or the node died.
         """
-        if self.n_parts:
-            self.session.wait_parts(self, self.first_part, self.n_parts, round, timeout_s)
+        if self.n_parts and round != self._complete:
+            self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
         self.finish(round)
 
     def finish(self, round: int) -> None:
@@ -176,6 +164,7 @@ class Unit:
         with self._lock:
             if round == self.round:
                 self.in_flight = False
+                self._complete = round
 
     def deliver(self, round: int, address: int, offset: int, nbytes: int, timeout_s: float) -> None:
         """Copy result bytes *offset* to *offset* + *nbytes* of *round* to *address*, each partition once complete.
@@ -186,7 +175,7 @@ class Unit:
         deadline = time.monotonic() + timeout_s
         if self.session.locate(address, nbytes) is not None:
             # The destination is an input: it stays intact until the whole unit is complete (a lost peer may need it).
-            self.session.wait_parts(self, self.first_part, self.n_parts, round, timeout_s)
+            self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
         for run in self._runs:
             at, end = max(offset, run.begin), min(offset + nbytes, run.end)
             while at < end:
@@ -194,9 +183,11 @@ class Unit:
                 part, inside = divmod(at, self.stride)
                 piece = min(end - at, self.stride - inside) if inside else end - at
                 source = run.segment.address + run.offsets[round & 1] + at - run.begin
-                self.session.deliver_parts(self, address + at - offset, source, piece, self.first_part + part, round,
+                self.session.port.deliver(self, address + at - offset, source, piece, self.first_part + part, round,
                                            max(0.0, deadline - time.monotonic()))
                 at += piece
+        if nbytes == self.nbytes:
+            self._complete = round
 
     def result_address(self, round: int, offset: int) -> int:
         """Return where byte *offset* of the result of *round* lies in this process."""
@@ -247,12 +238,14 @@ def _runs(ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> list[_R
     for extent in ready.extents:
         segment = segments.get((f"result:{extent.node}", extent.segment))
         if segment is None:
-            raise ProtocolError(f"results of {ready.plan.name!r} lie in segment {extent.segment} of node {extent.node}, "
-                                "which the node has not shared with this rank")
+            raise ProtocolError(f"results of {ready.plan.name!r} lie in segment {extent.segment} of node "
+                                f"{extent.node}, which the node has not shared with this rank")
         end = min(begin + extent.nbytes, ready.plan.nbytes)
         offsets = (extent.offset_even, extent.offset_odd)
         last = runs[-1] if runs else None
-        if last and last.segment is segment and all(a + last.end - last.begin == b for a, b in zip(last.offsets, offsets)):
+        follows = last is not None and last.segment is segment and offsets == tuple(
+            offset + last.end - last.begin for offset in last.offsets)
+        if last is not None and follows:
             runs[-1] = last._replace(end=end)
         else:
             runs.append(_Run(begin, end, segment, offsets))

@@ -50,6 +50,8 @@ class Vertex:
         self._dispatcher: Dispatcher | None = Dispatcher(self._engine, settings.credit_bytes, on_lost)
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
+        self._source_of: dict[int, int] = {}
+        self._stopped = False
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
         self.links: dict[int, Link] = {}
@@ -59,6 +61,11 @@ class Vertex:
     def connected(self) -> bool:
         """Whether all peers are known to the engine."""
         return self._wiring is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether `stop` has not been called."""
+        return not self._stopped
 
     @property
     def wiring(self) -> Wiring:
@@ -88,7 +95,7 @@ class Vertex:
             self._ranks[rank.source] = rank.rank
         self.links.update(links)
         self.transports.update(transports)
-        source_of: dict[int, int] = {}
+        source_of = self._source_of
         for index, link in sorted(self.links.items()):
             if isinstance(link, shm.ShmLink):
                 source = engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
@@ -97,14 +104,18 @@ class Vertex:
                 self._dispatcher.add(source, link, bool(welcome.nodes[index].ranks))
             source_of[index] = source
             self._sources[source] = f"node {index}", index
-        self._source_of = source_of
         self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
-                              [rank.source for rank in ranks])
+                              [rank.source for rank in ranks], sums=settings.sums == "on")
         self._dispatcher.start()
         for index, link in self.links.items():
             if isinstance(link, tcp.TcpLink):
                 link.start(engine, source_of[index], welcome.epoch, ring.MAX_PARTS, settings.tcp_sndbuf_bytes,
                            self._trace_capacity)
+
+    @property
+    def service_error(self) -> Exception | None:
+        """Why the communication service has stopped, if it has."""
+        return self._dispatcher.error if self._dispatcher is not None else None
 
     def who(self, source: int) -> tuple[str, int | None]:
         """Return how *source* is called, and its node index if it is a node."""
@@ -192,6 +203,7 @@ class Vertex:
     def stop(self) -> bytes:
         """Stop service, wires and engine; return the trace records of all of them."""
         assert self._dispatcher is not None and self._engine is not None
+        self._stopped = True
         self._dispatcher.stop()
         records = [self._engine.trace()] if self._trace_capacity else []
         for link in self.links.values():

@@ -57,11 +57,13 @@ class Wiring:
         By node index: the connection, and the engine's source id.
     local
         Source ids of the local ranks, in local-rank order.
+    sums
+        False: parts move, but nothing is summed (`no_sum`).
     """
 
     def __init__(
         self, me: NodeInfo, nodes: Sequence[NodeInfo], engine: Engine, regions: Regions,
-        links: Mapping[int, Link], sources: Mapping[int, int], local: Sequence[int],
+        links: Mapping[int, Link], sources: Mapping[int, int], local: Sequence[int], sums: bool = True,
     ) -> None:
         self._me = me
         self._engine = engine
@@ -69,6 +71,7 @@ class Wiring:
         self._links = links
         self._sources = sources
         self._local = list(local)
+        self._sums = sums
         self._with_ranks = [node.index for node in nodes if node.ranks]
         self._n_ranks = sum(len(node.ranks) for node in nodes)
         self._shared: set[int] = set()
@@ -179,14 +182,14 @@ class Wiring:
         return place
 
     def _prepare_unit(self, unit: UnitPlan, generation: Generation) -> None:
-        from . import kernels  # compiles: not before somebody needs a sum
+        from . import kernels, no_sum  # compiles: not before somebody needs a sum
 
         here = [part for part in unit.parts if self._appears_here(part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
         # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
         at = self._allocate(self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
         for part in unit.parts:
-            kernel = kernels.address(unit.dtype)
+            kernel = kernels.address(unit.dtype) if self._sums else no_sum.address()
             outputs = (at.address, at.address + even_nbytes)
             if self._appears_here(part):
                 generation.extents[part.part] = Extent(node=self._me.index, segment=at.segment, offset_even=at.offset,
@@ -202,7 +205,8 @@ class Wiring:
             generation.engine_parts.append(part.part)
 
     def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int]) -> None:
-        before, after = [], []
+        before: list[tuple[int, int]] = []
+        after: list[tuple[int, int]] = []
         for index in self._with_ranks:
             if index == self._me.index:
                 continue

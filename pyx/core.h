@@ -152,7 +152,11 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
                 only = &part->inputs[i];
             }
         void *address = n_filled == 1 ? bps_resolve(core, only, part->nbytes) : NULL;
-        if (n_filled == 0 || address != NULL) {
+        if (n_filled == 1 && address == NULL) { /* it may have no partial to be summed into */
+            core->parked[core->n_parked++] = index;
+            return 0;
+        }
+        if (n_filled <= 1) {
             bps_forward(core, index, n_filled == 0, only ? only->segment : 0, only ? only->offset : 0,
                         (uint64_t)address);
             return 0;

@@ -25,7 +25,6 @@ cdef extern from "part.h" nogil:
     struct bps_heap:
         uint32_t used
     void bps_part_free(bps_part *)
-    void bps_heap_push(bps_heap *, bps_part *, uint32_t)
 
 cdef extern from "events.h" nogil:
     struct bps_event:

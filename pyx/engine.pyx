@@ -21,7 +21,7 @@ from libc.string cimport memcpy, memset
 
 from pyx.core cimport (
     BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_core, bps_core_free, bps_core_make,
-    bps_event, bps_events, bps_events_await, bps_events_wake, bps_freeze, bps_heap_push, bps_input, bps_kernel,
+    bps_event, bps_events, bps_events_await, bps_events_wake, bps_freeze, bps_input, bps_kernel,
     bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map, bps_start,
     bps_stop,
 )
@@ -160,16 +160,16 @@ cdef class Engine:
     def map_segment(self, uint32_t source, uint32_t segment, uint64_t address, uint64_t nbytes):
         """Say where *segment* of *source* is mapped in this process; parts that waited for it go on."""
         cdef bps_core *core = self.core
-        cdef uint32_t i
+        cdef uint32_t i, n_parked
         cdef int rc
         if source >= core.n_sources or segment >= BPS_MAX_SEGMENTS:
             raise ValueError(f"segment {segment} of source {source}: there are {core.n_sources} sources, "
                              f"and at most {BPS_MAX_SEGMENTS} segments each")
         pthread_mutex_lock(&core.lock)
         rc = bps_source_map(&core.sources[source], segment, address, nbytes)
-        for i in range(core.n_parked):
-            bps_heap_push(&core.heap, core.parts, core.parked[i])
-        core.n_parked = 0
+        n_parked, core.n_parked = core.n_parked, 0
+        for i in range(n_parked):  # parks again what still waits for another segment, behind what is read here
+            bps_ready(core, core.parked[i])
         pthread_mutex_unlock(&core.lock)
         bps_ring_doorbell(core.doorbell, WAKE_ALL)
         if rc:

@@ -121,8 +121,8 @@ def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
     # Empty partials of 40 parts: forwarded by the engine's own event queue, delivered by the stream.
     sources = [service.engine.add_wire_peer() for _ in range(n_parts)]
     for part in range(n_parts):
-        service.engine.add_member(part, nbytes=NBYTES, n_elements=NBYTES, unit_offset=0, kernel=1, local=[sources[part]],
-                                  owner=0, partial=(0, 0, 0))
+        service.engine.add_member(part, nbytes=NBYTES, n_elements=NBYTES, unit_offset=0, kernel=1,
+                                  local=[sources[part]], owner=0, partial=(0, 0, 0))
     service.engine.freeze(5)
     service.engine.commit(1, range(n_parts))
     for part, source in enumerate(sources):

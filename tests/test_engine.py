@@ -245,6 +245,22 @@ def test_a_single_rank_is_forwarded_without_a_sum(vertex):
     assert v.engine.counters()["sums"] == 0
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_lone_input_in_an_unmapped_segment_waits_to_be_forwarded(vertex, n_ranks):
+    v = vertex(n_ranks=n_ranks)
+    owner = v.engine.add_wire_peer()
+    v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
+                        local=v.ranks, owner=owner, partial=(0, 0, 0))
+    v.commit()
+    for rank in range(n_ranks):
+        v.ports[rank].submit(0, 1, 1, 1, 0, empty=rank != 0)
+    assert v.engine.events(0.05) == []
+    v.engine.map_segment(v.ranks[0], 7, v.inputs[0].address, PART)
+    assert v.engine.events(0.05) == []
+    v.engine.map_segment(v.ranks[0], 1, v.inputs[0].address, PART)
+    assert v.engine.events(10) == [(native.EVENT_FORWARD, owner, 0, 1, 0, v.inputs[0].address, PART)]
+
+
 def test_a_member_whose_ranks_are_all_empty_forwards_nothing(vertex):
     v = vertex(n_ranks=2)
     owner = v.engine.add_wire_peer()

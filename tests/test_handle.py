@@ -194,6 +194,32 @@ def test_ranks_import_neither_numba_nor_a_framework(job):
     assert [names for names in started.run(sum_and_imports)] == [[]]
 
 
+def declared_before():
+    bpsfast.declare("declared", (3, 2), np.int64, average=False)
+    return bpsfast.push_pull(np.ones((3, 2), np.int64), False, "declared").tolist()
+
+
+def test_declare(pair):
+    assert pair.run(declared_before) == [[[3, 3]] * 3] * 3
+
+
+def many_unnamed():
+    import warnings
+
+    from bpsfast import handle
+
+    handle._MANY_UNNAMED = int(current.current().unnamed("auto").split(".")[1]) + 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            bpsfast.push_pull(np.ones(3))
+    return [str(each.message).split(":")[0].split(" ", 1)[1] for each in caught]
+
+
+def test_many_unnamed_pushes_are_warned_of(pair):
+    assert pair.run(many_unnamed) == [["push_pulls without a name"]] * 3
+
+
 def sum_and_imports():
     bpsfast.push_pull(np.ones(3), name="x")
     # this module is imported by pytest's collection elsewhere; here only by the rank

@@ -63,7 +63,8 @@ def test_max_bytes_is_refused_with_both_numbers():
     regions = Regions(max_bytes=3 * MIN_SEGMENT_NBYTES)
     regions.results.allocate(MIN_SEGMENT_NBYTES)
     wanted = 2 * MIN_SEGMENT_NBYTES + 1
-    with pytest.raises(CapacityError, match=rf"needs {page_round(wanted)} more bytes.*leaves {2 * MIN_SEGMENT_NBYTES} "):
+    both = rf"needs {page_round(wanted)} more bytes.*leaves {2 * MIN_SEGMENT_NBYTES} "
+    with pytest.raises(CapacityError, match=both):
         regions.slots.allocate(wanted)
     with pytest.raises(CapacityError, match="generation 7 needs"):
         regions.require(((regions.results, wanted), (regions.slots, 0)), "generation 7")
@@ -81,4 +82,4 @@ def test_more_than_the_machine_has_is_refused_before_a_page_is_touched(regions):
 
 def test_memory_is_zero(regions):
     place, chunk = regions.slots.allocate(MIN_SEGMENT_NBYTES)
-    assert bytes(memoryview(chunk.segment)[place.offset : place.offset + MIN_SEGMENT_NBYTES]) == bytes(MIN_SEGMENT_NBYTES)
+    assert place.offset == 0 and bytes(memoryview(chunk.segment)) == bytes(MIN_SEGMENT_NBYTES)

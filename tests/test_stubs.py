@@ -29,7 +29,7 @@ def of_stub(function: ast.FunctionDef) -> list[Parameter]:
     plain = [*spec.posonlyargs, *spec.args]
     first_default = len(plain) - len(spec.defaults)
     found = [Parameter(argument.arg, False, i >= first_default) for i, argument in enumerate(plain)]
-    found += [Parameter(argument.arg, True, value is not None) for argument, value in zip(spec.kwonlyargs, spec.kw_defaults)]
+    found += [Parameter(a.arg, True, value is not None) for a, value in zip(spec.kwonlyargs, spec.kw_defaults)]
     return [parameter for parameter in found if parameter.name not in ("self", "cls")]
 
 
@@ -42,18 +42,22 @@ def of_compiled(function: Any) -> list[Parameter]:
 
 
 def of_constructor(source: str, name: str) -> list[Parameter]:
-    """Return the parameters of class *name*'s constructor, which the compiled class does not tell."""
-    text = re.search(rf"cdef class {name}\b.*?\n    def __c?init__\((.*?)\):\n", source, re.S)
-    if text is None:
-        return []
+    """Return what class *name* is constructed with, which the compiled class does not tell."""
+    body = re.split(r"^cdef class (\w+).*$", source, flags=re.M)
+    own = dict(zip(body[1::2], body[2::2]))[name]
+    # a __cinit__ without parameters leaves them to __init__
+    return max(map(_declared, re.findall(r"^    def __c?init__\(self,?(.*?)\):$", own, re.S | re.M)), key=len)
+
+
+def _declared(text: str) -> list[Parameter]:
     found, keyword_only = [], False
-    for piece in text[1].replace("not None", "").split(","):
-        declaration, equals, _ = piece.strip().partition("=")
+    for piece in filter(None, map(str.strip, text.replace("not None", "").split(","))):
+        declaration, equals, _ = piece.partition("=")
         if declaration == "*":
             keyword_only = True
         else:
             found.append(Parameter(declaration.split()[-1].lstrip("*"), keyword_only, bool(equals)))
-    return found[1:]
+    return found
 
 
 def public(names: Any) -> set[str]:
@@ -73,8 +77,8 @@ def names_in(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 def load(name: str) -> tuple[ModuleType, dict[str, ast.stmt], str]:
     """Return the compiled module, its stub's names, its source."""
-    module = importlib.import_module(f"bpsfast.pyx.{name}")
-    return module, names_in(ast.parse((SOURCES / f"{name}.pyi").read_text()).body), (SOURCES / f"{name}.pyx").read_text()
+    stub = ast.parse((SOURCES / f"{name}.pyi").read_text())
+    return importlib.import_module(f"bpsfast.pyx.{name}"), names_in(stub.body), (SOURCES / f"{name}.pyx").read_text()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -103,7 +107,8 @@ def test_parameters(name: str) -> None:
                     assert isinstance(method, ast.FunctionDef)
                     assert of_stub(method) == of_constructor(source, key), f"{key}.__init__"
                 elif isinstance(method, ast.FunctionDef) and not method_name.startswith("_"):
-                    assert of_stub(method) == of_compiled(getattr(getattr(module, key), method_name)), f"{key}.{method_name}"
+                    compiled = getattr(getattr(module, key), method_name)
+                    assert of_stub(method) == of_compiled(compiled), f"{key}.{method_name}"
                 n_compared += 1
     assert n_compared
 

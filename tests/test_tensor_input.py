@@ -40,7 +40,7 @@ def test_read_only_memory_is_seen():
 
 
 @pytest.mark.parametrize(("x", "dtype"), [
-    (b"abcd", "uint8"), (bytearray(4), "uint8"), (array.array("d", [1, 2]), "float64"), (array.array("q", [1]), "int64"),
+    (b"abcd", "uint8"), (bytearray(4), "uint8"), (array.array("d", [1]), "float64"), (array.array("q", [1]), "int64"),
     (memoryview(np.zeros((2, 2), "f2")), "float16"),
 ])
 def test_buffers(x, dtype):

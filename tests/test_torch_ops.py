@@ -11,8 +11,8 @@ from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.torch.compression import Compression
 from bpsfast.torch.ops import tensor_memory
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
-          torch.uint8]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
+          torch.int64, torch.uint8]
 
 
 @pytest.fixture
@@ -146,7 +146,8 @@ def test_what_is_refused(tensor, text):
 
 def model(seed):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 4))
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(),
+                               torch.nn.Linear(8, 4))
 
 
 def parameters(kind):
@@ -165,7 +166,8 @@ def test_broadcast_parameters(three, kind):
 
 def odd_parameters():
     width = 5 if bps.rank() == 2 else 4
-    bps.broadcast_parameters([("a", torch.ones(3)), ("b", torch.ones(width)), ("mask", torch.ones(2, dtype=torch.bool))], 0)
+    mask = torch.ones(2, dtype=torch.bool)
+    bps.broadcast_parameters([("a", torch.ones(3)), ("b", torch.ones(width)), ("mask", mask)], 0)
 
 
 def test_parameters_that_differ_are_named(three):
@@ -178,7 +180,8 @@ def test_parameters_that_differ_are_named(three):
 
 def objects():
     rank = bps.rank()
-    return [bps.broadcast_object({"rank": rank, "large": "x" * 10**6 * rank}, root, f"object {root}")["rank"] for root in (0, 2)]
+    mine = {"rank": rank, "large": "x" * 10**6 * rank}
+    return [bps.broadcast_object(mine, root, f"object {root}")["rank"] for root in (0, 2)]
 
 
 def test_broadcast_object(three):
@@ -200,7 +203,8 @@ def optimizer_state(name):
     if not all(torch.equal(a, b) for a, b in zip(before, net.parameters())):
         return "a parameter changed"
     state = optimizer.state_dict()
-    values = [float(v.float().sum()) for each in state["state"].values() for v in each.values() if isinstance(v, torch.Tensor)]
+    tensors = [v for each in state["state"].values() for v in each.values() if isinstance(v, torch.Tensor)]
+    values = [float(v.float().sum()) for v in tensors]
     return state["param_groups"][0]["lr"], state["param_groups"][0].get("betas"), len(state["state"]), values
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 
 from bpsfast import transport
+from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from bpsfast.settings import Settings
 from tests.two_nodes import KEY, End, connect, declare, order_of

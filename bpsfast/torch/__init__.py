@@ -50,5 +50,5 @@ __all__ = [
 
 
 def init(lazy: bool = True) -> None:
-    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so that errors show now."""
+    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
     _current.init()

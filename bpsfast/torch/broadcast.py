@@ -44,15 +44,15 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedError(f"{prefix}{name} is a {type(tensor).__name__}, not a tensor: use broadcast_object for it")
+            raise UnsupportedError(f"{prefix}{name} is a {type(tensor).__name__}, not a tensor: use broadcast_object")
         tensors.append((prefix + name, tensor))
     _broadcast_tensors(tensors, root_rank)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere); it is pickled, by cloudpickle if that is installed.
+    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere).
 
-    Only members of the job, who know its key, can send one.
+    It is pickled, by cloudpickle if that is installed. Only members of the job, who know its key, can send one.
     """
     session = process.current()
     check_root(session, root_rank)
@@ -74,23 +74,27 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         If the optimizers have different parameter groups.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError("the state of torch.optim.LBFGS cannot be broadcast: create it after broadcast_parameters")
+        raise UnsupportedError("the state of torch.optim.LBFGS cannot be broadcast: make it after broadcast_parameters")
     session = process.current()
     check_root(session, root_rank)
     tensors: list[torch.Tensor] = []
     is_root = session.rank == root_rank
     skeleton = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
     manifest = [(f"{prefix}{i}", str(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors)]
-    skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, f"{prefix}optimizer {type(optimizer).__name__}")
+    title = f"{prefix}optimizer {type(optimizer).__name__}"
+    skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, title)
     if not is_root:
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch."))) for _, dtype, shape in manifest]
+        dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in manifest]
+        tensors = [torch.empty(shape, dtype=dtype) for (_, _, shape), dtype in zip(manifest, dtypes)]
     _broadcast_tensors([(name, tensor) for (name, _, _), tensor in zip(manifest, tensors)], root_rank)
     if is_root:
         return
     try:
         optimizer.load_state_dict(_put_tensors(skeleton, tensors))
     except ValueError as exc:
-        raise MismatchError(f"the optimizer of rank {session.rank} has other parameter groups than rank {root_rank}'s: {exc}") from exc
+        raise MismatchError(
+            f"the optimizer of rank {session.rank} has other parameter groups than rank {root_rank}'s: {exc}"
+        ) from exc
 
 
 def _dump(obj: Any) -> bytes:
@@ -107,7 +111,8 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
     check_root(session, root_rank)
     for name, tensor in named:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense CPU tensors can be broadcast")
+            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense CPU tensors can "
+                                   "be broadcast")
     mine: _Manifest = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     is_root = session.rank == root_rank
     theirs: _Manifest = broadcast_object(mine, root_rank, "list of tensors")

@@ -23,17 +23,18 @@ def tensor_memory(tensor: torch.Tensor) -> TensorInput:
         If it is sparse, not on the CPU, not contiguous, or of a dtype that is not summed.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"expected a torch.Tensor, got {type(tensor).__name__}; bpsfast.push_pull takes other arrays")
+        raise UnsupportedError(f"expected a torch.Tensor, got {type(tensor).__name__}; bpsfast.push_pull takes others")
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use tensor.to_dense() "
-                               "(or sparse=False in the embedding)")
+        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use "
+                               "tensor.to_dense() (or sparse=False in the embedding)")
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use tensor.cpu()")
     dtype = wire_dtype_name(tensor.dtype)
     if not tensor.is_contiguous() or tensor.is_neg():
-        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: "
-                               "use tensor.contiguous()")
-    return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor.numel() * tensor.element_size(), True, tensor)
+        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not "
+                               "contiguous: use tensor.contiguous()")
+    nbytes = tensor.numel() * tensor.element_size()
+    return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, nbytes, True, tensor)
 
 
 def wire_dtype_name(dtype: torch.dtype) -> str:
@@ -81,7 +82,8 @@ class _PushPull(torch.autograd.Function):
     """The sum is linear: its gradient is the sum (mean) of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, average: bool, name: str | None, version: int,
+                priority: int) -> torch.Tensor:
         # Forward and backward share the name, so it must be chosen here.
         ctx.arguments = (average, name or process.current().unnamed("auto"), version, priority)
         return push_pull_async(tensor, *ctx.arguments).wait()

@@ -44,8 +44,8 @@ class _Exchange:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
         if self._left[name] == 0:
             raise BusyError(
-                f"the gradient of {name!r} was computed more than backward_passes_per_step={self.n_passes} times before "
-                "step() (or synchronize()): call step() after that many backward passes, or raise backward_passes_per_step"
+                f"the gradient of {name!r} was computed over backward_passes_per_step={self.n_passes} times before "
+                "step() or synchronize(): call step() after that many backward passes, or raise the number"
             )
         self._left[name] -= 1
         self.synchronized = False
@@ -128,7 +128,7 @@ def _tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
     if view.nbytes == 0:
         return torch.empty(view.shape, dtype=dtype)
     memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(view.shape)
+    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(dtype).view(view.shape)
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -251,7 +251,7 @@ def DistributedOptimizer(
         raise ConfigError("the optimizer is a DistributedOptimizer already")
     named = _named(optimizer, named_parameters)
     members = {name: _DistributedOptimizer.__dict__[name] for name in _MIXED_IN}
-    derived = type(base.__name__, (base,), {**members, "_base": base})
+    derived: Any = type(base.__name__, (base,), {**members, "_base": base})
     wrapped = derived.__new__(derived)
     # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})

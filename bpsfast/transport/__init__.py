@@ -24,6 +24,9 @@ log = logging.getLogger("bpsfast.node")
 
 Link = shm.ShmLink | tcp.TcpLink
 
+#: An aborted job does not wait for a peer that does not answer.
+_JOIN_S = 1.0
+
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if the setting asks for what cannot be."""
@@ -109,12 +112,12 @@ class Peering:
         self._notify()
 
     def close(self) -> None:
-        """Stop connecting, and close links that were never handed out. Joins the threads."""
+        """Stop connecting, and close what nobody was handed. A thread in the middle of a dial ends with the process."""
         self._closed = True
-        self._listener.close()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join()
+                thread.join(_JOIN_S)
+        self._listener.close()
         for half in self._accepting.values():
             half.close()
         self._accepting.clear()

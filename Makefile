@@ -1,0 +1,54 @@
+# make demo, make test: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
+PYTHON ?= python3
+VENV ?= .venv
+# PyPI's torch brings CUDA along, this index has one without. It may be out of reach: pip then asks the others alone.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+bin := $(VENV)/bin
+stamp := $(VENV)/.installed
+# What the compiled modules and the list of dependencies come from; Python files are used where they lie.
+sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.h)
+torch := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: demo test bench setup system clean
+.DELETE_ON_ERROR:
+
+demo: $(stamp)
+	$(bin)/python examples/digits/demo.py --out out/demo
+
+test: $(stamp)
+	$(bin)/pytest -q --durations=10
+
+bench: $(stamp)
+	$(bin)/bpsfast bench kernels --quick
+	$(bin)/bpsfast bench push_pull --quick
+
+setup: $(stamp)
+
+$(stamp): $(sources)
+	@$(MAKE) --no-print-directory system
+	test -x $(bin)/pip || $(PYTHON) -m venv $(VENV)
+	$(bin)/pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(torch)+cpu \
+	  || echo "no CPU-only torch $(torch) found: the next step takes PyPI's"
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[demo,test]
+	touch $@
+
+# Installs missing system packages if this is root on Debian or Ubuntu; else says in one line what is missing.
+system:
+	@needed=""; wished=""; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || needed="$$needed python3-venv"; \
+	$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
+	  || needed="$$needed python3-dev"; \
+	command -v cc >/dev/null || needed="$$needed gcc libc6-dev"; \
+	command -v ip >/dev/null || wished=" iproute2"; \
+	if [ -z "$$needed$$wished" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$needed $$wished && exit 0; \
+	fi; \
+	if [ -n "$$needed" ]; then echo "missing system packages; as root: apt-get install$$needed$$wished" >&2; exit 1; fi; \
+	echo "no ip command (package iproute2): the demo uses loopback, tests of network namespaces are skipped"
+
+clean:
+	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,181 @@
+"""The native port as the rank's Python code uses it: open while a call is inside, and errors that say who is to blame.
+
+Waits run in slices: between two of them a session that another thread has closed is noticed, and pushes that were
+deferred go out (another rank may wait for one of them before it does what we wait for).
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .attachment import error_of
+from .orchestration.errors import BpsError, PeerLostError, StallError
+from .pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+#: A wait sleeps at most this long before it looks whether the session was closed by another thread.
+_SLICE_S = 0.5
+#: The same while pushes are deferred: their commits arrive by socket, which no futex announces.
+_DEFERRED_SLICE_S = 0.002
+
+
+class GuardedPort:
+    """Wraps *port*. Any thread.
+
+    Parameters
+    ----------
+    me, node
+        How errors call this rank and its node: "rank 3", "node 1 (pid 77 on this machine)".
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
+    ask_missing
+        Returns in words who is missing for (partition, round, name).
+    start_deferred
+        Starts deferred pushes that can be; returns whether some are left.
+    """
+
+    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None],
+                 ask_missing: Callable[[int, int, str], str], start_deferred: Callable[[], bool]) -> None:
+        self._port = port
+        self._me = me
+        self._node = node
+        self._require_open = require_open
+        self._ask_missing = ask_missing
+        self._start_deferred = start_deferred
+        self._lock = threading.Lock()
+        self._n_inside = 0
+        self._inside = _Inside(self)
+
+    def submit(self, part: int, n_parts: int, round: int, segment: int, offset: int) -> None:
+        """Announce inputs (`Port.submit`)."""
+        with self._inside as port:
+            port.submit(part, n_parts, round, segment, offset)
+
+    def submit_empty(self, part: int, n_parts: int, round: int) -> None:
+        """Take part in a round without contributing."""
+        with self._inside as port:
+            port.submit(part, n_parts, round, 0, 0, empty=True)
+
+    def copy_in(self, destination: int, source: int, nbytes: int, part: int, stride: int, round: int, segment: int,
+                offset: int) -> None:
+        """Copy into the segment and announce, partition by partition (`Port.copy_in`)."""
+        with self._inside as port:
+            port.copy_in(destination, source, nbytes, part, stride, round, segment, offset)
+
+    def done(self, part: int, n_parts: int, round: int) -> bool:
+        """Return whether *round* of all these partitions is complete."""
+        with self._inside as port:
+            return port.done(part, n_parts, round)
+
+    def wait(self, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
+        """Wait until *round* of these partitions of *unit* is complete.
+
+        Raises
+        ------
+        StallError
+            After *timeout_s* seconds, naming who is missing.
+        PeerLostError
+            Or whatever the job was aborted with.
+        """
+        self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),
+                        unit, part, n_parts, round, timeout_s)
+
+    def deliver(self, unit: Unit, address: int, source: int, nbytes: int, part: int, round: int,
+                timeout_s: float) -> None:
+        """Copy *nbytes* at *source*, results from partition *part* on, to *address* as they complete.
+
+        Raises as `wait`; the destination is then partly written.
+        """
+        n_parts = -(-nbytes // unit.stride)
+        # A slice that ends early copies the complete partitions again: rare, and cheap beside the wait.
+        self._in_slices(
+            lambda port, wait_s: port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
+            unit, part, n_parts, round, timeout_s)
+
+    def check(self) -> None:
+        """Raise what the job was aborted with, if it was."""
+        with self._inside as port:
+            if port.state()[0]:
+                raise self._abort_error()
+
+    def trace(self) -> bytes:
+        """Return the native records so far."""
+        return self._port.trace()
+
+    def close(self, timeout_s: float) -> bool:
+        """Close the port once no thread is inside; return False, and leave it open, if one still is at the end.
+
+        The session must be closed before, so that nobody comes in.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._n_inside:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        self._port.close()
+        return True
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
+                   timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        deferred = self._start_deferred()
+        while True:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            with self._inside as port:
+                outcome = wait(port, min(remaining_s, _DEFERRED_SLICE_S if deferred else _SLICE_S))
+            if outcome == DONE:
+                return
+            if outcome in (ABORTED, NODE_DIED):
+                raise self._over()
+            assert outcome == TIMED_OUT, f"the port returned {outcome}"
+            if time.monotonic() >= deadline:
+                raise self._stall(unit, part, n_parts, round, timeout_s)
+            deferred = self._start_deferred()
+
+    def _stall(self, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> StallError:
+        late = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
+        missing = self._ask_missing(late, round, unit.name)
+        return StallError(f"{self._me} waited {timeout_s:.3g} s for round {round} of {unit.name!r} (partition "
+                          f"{late - unit.first_part} of {unit.n_parts}): {missing}")
+
+    def _over(self) -> BpsError:
+        """Return why the job is over: what it was aborted with, or else the node is gone."""
+        if self._port.state()[0]:
+            return self._abort_error()
+        return PeerLostError(f"{self._node} died; {self._me} cannot go on without it")
+
+    def _abort_error(self) -> BpsError:
+        name, _, reason = self._port.state()[1].partition(": ")
+        return error_of(name, reason)
+
+
+class _Inside:
+    """A thread's stay inside the port; as many at once as like. Per push and wait, so no generator."""
+
+    __slots__ = ("_guarded",)
+
+    def __init__(self, guarded: GuardedPort) -> None:
+        self._guarded = guarded
+
+    def __enter__(self) -> Port:
+        guarded = self._guarded
+        with guarded._lock:
+            guarded._require_open()
+            guarded._n_inside += 1
+        return guarded._port
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        guarded = self._guarded
+        try:
+            if isinstance(exc, ConnectionError) and not isinstance(exc, BpsError):
+                raise guarded._over() from exc
+        finally:
+            with guarded._lock:
+                guarded._n_inside -= 1

@@ -1,0 +1,25 @@
+"""Counters: flat, integers, and the process's own memory apart from segments."""
+from __future__ import annotations
+
+from bpsfast import counters
+from bpsfast.pyx.pages import Segment
+from bpsfast.settings import Settings
+from bpsfast.vertex import Vertex
+
+
+def test_all_counters_are_integers_under_flat_names():
+    vertex = Vertex(Settings(engine_threads=1), lambda source, code: None)
+    vertex.regions.results.allocate(5000)
+    found = counters.told(vertex, 7)
+    assert all(type(value) is int for value in found.values())
+    assert found["control_messages"] == 7 and found["registrations"] == 1
+    assert found["memory_segments"] == found["memory_result"] == vertex.regions.nbytes
+    assert {"engine_sums", "dispatch_cpu_ns", "dispatch_partitions"} <= set(found)
+    vertex.stop()
+    vertex.close()
+
+
+def test_segments_do_not_count_as_memory_of_the_process():
+    before = counters.resident_outside_segments()
+    with Segment(64 << 20, huge=False):
+        assert counters.resident_outside_segments() - before < 32 << 20

@@ -1,0 +1,180 @@
+"""Two nodes' data planes in one process, over a chosen transport: what the contract tests of transports run on."""
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+
+import msgspec
+
+from bpsfast.channel import Channel
+from bpsfast.event_loop import EventLoop
+from bpsfast.local_rank import LocalRank
+from bpsfast.orchestration.credit_queue import rank_parts
+from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
+from bpsfast.orchestration.partition import plan_units
+from bpsfast.pyx.port import Port
+from bpsfast.reception import Reception, bind
+from bpsfast.settings import Settings
+from bpsfast.transport import Peering, tcp
+from bpsfast.vertex import Vertex
+
+KEY = bytes(range(16))
+
+
+class End:
+    """One node with one rank: everything but the control plane."""
+
+    def __init__(self, index: int, settings: Settings, key: bytes = KEY) -> None:
+        self.index = index
+        self.settings = settings
+        self.key = key
+        self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.errors: list[Exception] = []
+        self.vertex = Vertex(settings, lambda source, code: self.lost.put((source, code)))
+        self.listener = tcp.listen("127.0.0.1")
+        self.loop = EventLoop(self.errors.append)
+        local = bind(key, f"test-{os.getpid()}-{id(self)}")
+        assert local is not None
+        self.reception = Reception(self.loop, local, key, self._nobody, self._nobody,
+                                   lambda link: self.peering.offer(link, "exchanged"))
+        host, port = self.listener.getsockname()
+        self.info = NodeInfo(index=index, host="here", pid=os.getpid(), address=f"{host}:{port}",
+                             shm_name=local.getsockname().lstrip(b"\0").decode(), ranks=(index,), nic_rate_bytes=0.0)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        attach = Attach(version=VERSION, package="", pid=os.getpid(), local_rank=0, local_size=1, rank=index, size=2,
+                        proof=b"", settings={})
+        self.rank = LocalRank(Channel(ours), attach, os.pidfd_open(os.getpid()), self.vertex.regions)
+        self.rank_channel = Channel(theirs)
+        self.generation = None
+        self.other = self
+        self._views: list[memoryview] = []
+
+    @staticmethod
+    def _nobody(*_: object) -> None:
+        raise AssertionError("no rank comes to this node")
+
+    def begin(self, nodes: list[NodeInfo]) -> None:
+        """Start connecting to the other end."""
+        self.nodes = nodes
+        self.peering = Peering(self.settings, self.key, 1, self.info, nodes, self.listener, self.vertex.doorstep,
+                               lambda: self.loop.call_soon(lambda: None))
+        self.reception.know(self.index, 1, self.vertex.doorstep)
+        self.peering.start()
+
+    def finish(self) -> None:
+        """Hand the connection to the engine and the rank its port."""
+        me = self.nodes[self.index]
+        self.vertex.connect(me, Welcome(index=self.index, epoch=1, nodes=tuple(self.nodes)), self.peering.links,
+                            self.peering.describe(), [self.rank])
+        lane, board, doorbell, pidfd = (os.dup(fd) for fd in self.vertex.fds_for(self.rank))
+        self._mapped = [segment_of(lane, True), segment_of(board, False), segment_of(doorbell, True)]
+        self._pidfd = pidfd
+        self.port = Port(*self._mapped, pidfd)
+
+    def prepare(self, plan: Plan) -> None:
+        """First phase."""
+        self.generation = self.vertex.wiring.prepare(plan)
+
+    def hear(self) -> None:
+        """Act on what the peer said on the shared-memory channel."""
+        for link in self.vertex.shm_links():
+            for message, fds in link.channel.recv_nowait():
+                self.vertex.peer_said(link, message, fds, self.generation)
+
+    def commit(self, order: list[int]) -> None:
+        """Second phase."""
+        assert self.generation is not None and not self.generation.awaited
+        self.vertex.commit(self.generation, tuple(order))
+
+    def allocate(self, nbytes: int) -> tuple[int, int, memoryview]:
+        """Return (segment, offset, memory) of new input memory."""
+        self.rank.allocate(Allocate(request=1, nbytes=nbytes),
+                           lambda chunk: self.vertex.input_grew(self.rank.source, chunk))
+        *_, (message, _) = self.rank_channel.recv_nowait()
+        self.other.hear()
+        whole = memoryview(self.vertex.regions.chunk(message.segment).segment)
+        memory = whole[message.offset : message.offset + nbytes]
+        self._views += [memory, whole]
+        return message.segment, message.offset, memory
+
+    def result(self, part: int, round_: int) -> bytes:
+        """Return the published bytes of *part*, as a rank of this node sees them."""
+        extent = self.generation.extents[part]
+        found = self.vertex.wiring.result_segments(self.generation)
+        segments = {(node, number): segment for node, number, segment in found}
+        offset = extent.offset_odd if round_ & 1 else extent.offset_even
+        return bytes(memoryview(segments[extent.node, extent.segment])[offset : offset + extent.nbytes])
+
+    def close(self) -> None:
+        """Take everything down, as the node does."""
+        for view in self._views:
+            view.release()
+        if hasattr(self, "port"):
+            self.port.close()
+            for segment in self._mapped:
+                segment.close()
+            os.close(self._pidfd)
+        self.reception.close()
+        if hasattr(self, "peering"):
+            self.peering.close()
+            if not self.vertex.links:
+                for link in self.peering.links.values():
+                    link.close()
+        self.listener.close()
+        if self.vertex.running:
+            self.vertex.stop()
+        self.rank.close()
+        self.rank_channel.close()
+        self.vertex.close()
+        self.loop.close()
+
+
+def segment_of(fd: int, writable: bool):
+    """Map a descriptor as a rank does."""
+    from bpsfast.pyx.pages import Segment
+
+    return Segment.attach(fd, writable=writable)
+
+
+def connect(ends: list[End]) -> None:
+    """Connect both ends; returns when both are, or one has failed."""
+    nodes = [end.info for end in ends]
+    ends[0].other, ends[1].other = ends[1], ends[0]
+    for end in ends:
+        end.begin(nodes)
+
+    def serve(end: End) -> None:
+        while not end.peering.done and end.peering.error is None:
+            end.loop.run_once(0.05)
+
+    threads = [threading.Thread(target=serve, args=(end,)) for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def declare(ends: list[End], sizes: list[int], owners: list[int], generation: int = 1, first: int = 0) -> Plan:
+    """Prepare one unit of uint8 per size on both ends, owned as said; return the plan."""
+    specs = [TensorSpec(name=f"t{first + i}", dtype="uint8", shape=(nbytes,), average=False)
+             for i, nbytes in enumerate(sizes)]
+    units = plan_units(specs, first, first, 4_096_000, 0)
+    units = [
+        msgspec.structs.replace(unit, parts=tuple(msgspec.structs.replace(part, owner=owner) for part in unit.parts))
+        for unit, owner in zip(units, owners)
+    ]
+    plan = Plan(generation=generation, units=tuple(units))
+    for end in ends:
+        end.prepare(plan)
+    for end in ends:
+        while end.generation.awaited:
+            end.hear()
+    return plan
+
+
+def order_of(*plans: Plan) -> list[int]:
+    """Return the integer ranks of all parts of *plans*."""
+    return rank_parts(unit for plan in plans for unit in plan.units)
