@@ -19,7 +19,7 @@ def init(**settings: object) -> None:
     Parameters
     ----------
     settings
-        Settings by name, as the command line would give them (`bpsfast settings` lists them).
+        Settings by name, as the command line would give them (`bpsfast env` lists them).
 
     Raises
     ------

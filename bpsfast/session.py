@@ -154,8 +154,8 @@ class Session:
             return answer
         if answer is not None:
             raise answer
-        raise StallError(f"tensor {name!r} was declared by rank {self.rank}, but not by all {self.size} ranks within "
-                         f"{timeout_s:g} s: another rank is late, or calls it by another name")
+        raise StallError(f"rank {self.rank} waited {timeout_s:g} s for tensor {name!r} to be declared by all {self.size} "
+                         f"ranks: {self._ask_missing(-1, self._question(), name)}")
 
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
@@ -236,8 +236,14 @@ class Session:
                 return number, address - segment.address
         return None
 
+    def _question(self) -> int:
+        """Return a number that tells this question apart from others about no partition."""
+        with self._lock:
+            self._requests += 1
+            return self._requests
+
     def _ask_missing(self, part: int, round: int, name: str) -> str:
-        """Ask the job who has not arrived for *round* of *part*."""
+        """Ask the job who has not arrived for *round* of *part*; part -1: for the declaration or barrier *name*."""
         self._mailbox.send(Stalled(rank=self.rank, part=part, round=round, name=name))
         answer = self._mailbox.wait(lambda: self._stall_answers.pop((part, round), None), STALL_ANSWER_S)
         return answer or f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s"
@@ -262,7 +268,7 @@ class Session:
         self._start_deferred()
         if not done:
             raise StallError(f"rank {self.rank} waited {timeout_s:g} s in barrier {sequence}: "
-                             f"not all {self.size} ranks have entered it")
+                             f"{self._ask_missing(-1, self._question(), f'barrier:{sequence}')}")
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""

@@ -202,12 +202,19 @@ class Supervisor:
         return code if self._stopped is None else self._stopped[1]
 
     def _cause(self) -> Child | None:
-        """Return the process whose failure explains the others': the first whose last words blame nobody else."""
+        """Return the process whose failure explains the others': the first whose last words blame nobody else.
+
+        A daemon that exits in silence follows an abort; it is the cause only if nothing else is.
+        """
+        silent = None
         for child in self._failed:
             last = next((line for line in reversed(child.tail) if line.strip()), b"")
-            if not any(word.encode() in last for word in _CONSEQUENCES):
+            if any(word.encode() in last for word in _CONSEQUENCES):
+                continue
+            if child.command.kind is Kind.RANK or last or (child.code or 0) < 0:
                 return child
-        return self._failed[0] if self._failed else None
+            silent = silent or child
+        return silent or (self._failed[0] if self._failed else None)
 
     def _say(self, text: str) -> None:
         self._err.write(f"[bpsfast run] {text}\n".encode())

@@ -376,11 +376,13 @@ def test_bad_thread_counts_are_refused(arguments):
 
 def test_close_joins_the_threads():
     def threads():
-        return len(os.listdir("/proc/self/task"))
+        return set(os.listdir("/proc/self/task"))
 
     before = threads()
     v = Vertex(n_threads=4)
-    assert threads() == before + 4
+    fresh = threads() - before
+    assert len(fresh) == 4
     v.close()
     v.engine.close()
-    assert threads() == before
+    while threads() & fresh:  # joined, but the kernel may take a moment to forget them
+        os.sched_yield()

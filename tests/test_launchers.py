@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import subprocess
 import sys
@@ -26,7 +27,7 @@ bpsfast.init()
 total = bpsfast.push_pull(np.full(1000, bpsfast.rank() + 1.0), average=False, name="x")
 assert (total == total[0]).all()
 from bpsfast.current import current
-print("sum", int(total[0]), bpsfast.size(), current().n_nodes, current().n_helpers, flush=True)
+print(f"sum {int(total[0])} {bpsfast.size()} {current().n_nodes} {current().n_helpers}.", flush=True)
 bpsfast.shutdown()
 """
 _RANK_1_IS_KILLED = """
@@ -54,8 +55,8 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def sums(text: str) -> list[list[int]]:
-    """Return what the ranks have printed, without the word "sum"."""
-    return [[int(word) for word in line.split("sum")[1].split()] for line in text.splitlines() if "sum" in line]
+    """Return what the ranks have printed, without the word "sum"; two may have printed into one line."""
+    return [[int(word) for word in words.split()] for words in re.findall(r"sum ([\d ]+)\.", text)]
 
 
 def run(*command: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -129,7 +130,8 @@ def test_rubbish_on_the_local_socket_harms_nobody(lonely):
     assert name == "MismatchError"
 
 
-def test_explicit_rdma_is_an_error_that_says_why(caplog):
+def test_explicit_rdma_is_an_error_that_says_why(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)  # another test may have configured it
     assert node.main(settings_for(transport="rdma", node_id=secrets.token_hex(8))) == 1
     assert "no verbs transport" in caplog.text
 

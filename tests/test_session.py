@@ -74,21 +74,22 @@ def test_one_process_is_a_job():
 CYCLES = """
 import os, threading, gc, sys
 import numpy as np, bpsfast
-def cycle():
+def cycle(pushes):
     bpsfast.init(heartbeat_s=0.2)
-    x = bpsfast.empty(1000)
-    bpsfast.push_pull(x, name="x")
-    bpsfast.push_pull(np.ones(2_000_000, "f4"), name="y")
-    bpsfast.broadcast(np.ones(3), 0)
-    del x
+    if pushes:
+        x = bpsfast.empty(1000)
+        bpsfast.push_pull(x, name="x")
+        bpsfast.push_pull(np.ones(2_000_000, "f4"), name="y")
+        bpsfast.broadcast(np.ones(3), 0)
+        del x
     bpsfast.shutdown()
 def counts():
     gc.collect()
     rss = int(open("/proc/self/statm").read().split()[1]) * 4096
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(open("/proc/self/maps").readlines()), rss
-for _ in range(3): cycle()
+for _ in range(3): cycle(True)
 before = counts()
-for _ in range(int(sys.argv[1])): cycle()
+for number in range(int(sys.argv[1])): cycle(number % 10 == 0)
 after = counts()
 print(before, after)
 assert after[:2] == before[:2] and after[2] <= before[2] + 4, (before, after)
@@ -288,11 +289,18 @@ def short_barrier():
     bpsfast.barrier(timeout_s=0.3)
 
 
-def test_a_barrier_that_not_all_enter(job):
-    started = job(ranks=(2,))
+def lone_declaration():
+    bpsfast.push_pull(np.ones(4, np.float32), name="only mine")
+
+
+def test_what_not_all_enter_or_declare_names_who_is_missing(job):
+    started = job(ranks=(1, 1), timeout_s=1)
     started.begin(short_barrier, only=(0,))
     [outcome] = started.outcomes(only=(0,))
-    assert outcome.error == "StallError" and "barrier" in outcome.text
+    assert outcome.error == "StallError" and "barrier 1: missing: rank 1" in outcome.text
+    started.begin(lone_declaration, only=(0,))
+    [outcome] = started.outcomes(only=(0,))
+    assert outcome.error == "StallError" and "'only mine'" in outcome.text and "missing: rank 1" in outcome.text
     started.kill()
 
 
