@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .orchestration.credit_queue import CreditQueue
+from .orchestration.credit_queue import CreditQueue, write_order
 from .pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from .transport.tcp import TcpLink
 
@@ -62,6 +62,7 @@ class Dispatcher:
         self._on_lost = on_lost
         self._destinations: dict[int, Destination] = {}
         self._order: tuple[int, ...] = ()
+        self._first_parts: dict[int, int] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
@@ -75,9 +76,12 @@ class Dispatcher:
         """Start the thread."""
         self._thread.start()
 
-    def commit(self, order: tuple[int, ...]) -> None:
-        """Use these integer ranks from now on: called just before the engine's own commit, from any thread."""
-        self._order = order
+    def commit(self, order: tuple[int, ...], first_parts: Mapping[int, int]) -> None:
+        """Use these integer ranks from now on: called just before the engine's own commit, from any thread.
+
+        *first_parts* gives, for each partition, the first one of its unit.
+        """
+        self._order, self._first_parts = order, dict(first_parts)
 
     def stop(self) -> None:
         """End the thread and wait for it. What still waits is not sent."""
@@ -122,14 +126,14 @@ class Dispatcher:
                 self._destinations[source].queue.release(nbytes)
                 touched.add(source)
             elif kind == EVENT_FORWARD:
-                self._put(source, Write(part, round_, code, address, nbytes))
+                self._put(source, Write(part, round_, code, address, nbytes), is_result=False)
                 touched.add(source)
                 self._n_partitions += 1
             elif kind == EVENT_RESULT:
                 write = Write(part, round_, code, address, nbytes)
                 for peer, destination in self._destinations.items():
                     if destination.has_ranks:
-                        self._put(peer, write)
+                        self._put(peer, write, is_result=True)
                         touched.add(peer)
                 self._n_partitions += 1
             elif kind == EVENT_LOST:
@@ -139,8 +143,9 @@ class Dispatcher:
         for source in touched:
             self._pump(self._destinations[source])
 
-    def _put(self, source: int, write: Write) -> None:
-        self._destinations[source].queue.put(write, order=self._order[write.part], key=write.part, nbytes=write.nbytes)
+    def _put(self, source: int, write: Write, is_result: bool) -> None:
+        order = write_order(self._order, self._first_parts[write.part], is_result)
+        self._destinations[source].queue.put(write, order=order, key=write.part, nbytes=write.nbytes)
 
     def _pump(self, destination: Destination) -> None:
         while not destination.lost and (write := destination.queue.pop()) is not None:

@@ -160,10 +160,10 @@ class Vertex:
             under_way = sum(1 for part in engine.report() if part[1])
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
                       len(generation.engine_parts), under_way)
-        self._dispatcher.commit(order)
+        self.wiring.committed(generation)
+        self._dispatcher.commit(order, self.wiring.first_parts)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
-        self.wiring.committed(generation)
 
     def missing(self, part: int, round_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (ranks, nodes) whose input of *round_* of *part* has not arrived here."""

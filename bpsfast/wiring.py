@@ -77,6 +77,7 @@ class Wiring:
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents]]] = {}
         self.part_names: dict[int, str] = {}
+        self.first_parts: dict[int, int] = {}
 
     # -- preparing ----------------------------------------------------------------------------------------
 
@@ -123,9 +124,10 @@ class Wiring:
         self._early.pop(generation.plan.generation, None)
 
     def committed(self, generation: Generation) -> None:
-        """Remember the names of the parts, for traces."""
+        """Remember the names of the parts, for traces, and where their units begin."""
         for unit in generation.plan.units:
             for number, part in enumerate(unit.parts):
+                self.first_parts[part.part] = unit.parts[0].part
                 self.part_names[part.part] = f"{unit.name}[{number}]" if len(unit.parts) > 1 else unit.name
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:

@@ -7,7 +7,7 @@ Unlike there, the head is never overtaken by something that happens to fit: an u
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from .messages import UnitPlan
@@ -65,6 +65,15 @@ class CreditQueue(Generic[Item]):
                              "are in flight")
         self.in_flight -= 1
         self.in_flight_nbytes -= nbytes
+
+
+def write_order(order: Sequence[int], first_part: int, is_result: bool) -> int:
+    """Return the order of a write of some partition of the unit that begins with *first_part*.
+
+    Units leave by urgency. Within one, partials leave before results: nothing of it is complete before its last
+    result is there, and a partial that waits behind results keeps another machine's link idle at the end.
+    """
+    return 2 * order[first_part] + is_result
 
 
 def rank_parts(units: Iterable[UnitPlan]) -> list[int]:

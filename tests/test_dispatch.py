@@ -17,6 +17,11 @@ HEADER = struct.Struct("<IIIIIIQ")  # wire.h
 NBYTES = 100
 
 
+def alone(n_parts: int) -> dict[int, int]:
+    """Each part is a unit of its own."""
+    return {part: part for part in range(n_parts)}
+
+
 class Service:
     """A dispatcher with real streams; the other ends are plain sockets that read what was written."""
 
@@ -84,7 +89,7 @@ def service(request):
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service):
-    service.dispatcher.commit((3, 2, 1, 0))
+    service.dispatcher.commit((3, 2, 1, 0), alone(4))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
     order = []
     for _ in range(4):
@@ -96,9 +101,22 @@ def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service)
     assert service.dispatcher.counters()["peak_in_flight_nbytes"] == NBYTES
 
 
+@pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
+def test_within_a_unit_partials_leave_before_results(service):
+    service.dispatcher.commit((3, 4, 5, 0, 1, 2), {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3})
+    kinds = {0: EVENT_RESULT, 1: EVENT_FORWARD, 2: EVENT_FORWARD, 3: EVENT_RESULT, 4: EVENT_RESULT, 5: EVENT_FORWARD}
+    service.dispatcher.handle([service.event(kind, 0, part) for part, kind in kinds.items()])
+    order = []
+    for _ in kinds:
+        (part,) = service.written(0, 1)
+        order.append(part)
+        service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, part)])
+    assert order == [5, 3, 4, 1, 2, 0]
+
+
 @pytest.mark.parametrize("service", [(3, 1 << 20, [True, False, True])], indirect=True)
 def test_a_result_goes_to_every_node_with_ranks(service):
-    service.dispatcher.commit((0, 1))
+    service.dispatcher.commit((0, 1), alone(2))
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 1), service.event(EVENT_FORWARD, 1, 0)])
     assert service.written(0, 1) == [1] and service.written(2, 1) == [1] and service.written(1, 1) == [0]
     assert service.dispatcher.counters()["partitions"] == 2
@@ -106,7 +124,7 @@ def test_a_result_goes_to_every_node_with_ranks(service):
 
 @pytest.mark.parametrize("service", [(1, 0, [True])], indirect=True)
 def test_an_empty_write_needs_no_credit_to_return(service):
-    service.dispatcher.commit((0, 1))
+    service.dispatcher.commit((0, 1), alone(2))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, nbytes=0), service.event(EVENT_FORWARD, 0, 1)])
     assert service.written(0, 1) == [0]
     service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0, nbytes=0)])
@@ -116,7 +134,7 @@ def test_an_empty_write_needs_no_credit_to_return(service):
 @pytest.mark.parametrize("service", [(1, 250, [True])], indirect=True)
 def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
     n_parts = 40
-    service.dispatcher.commit(tuple(range(n_parts)))
+    service.dispatcher.commit(tuple(range(n_parts)), alone(n_parts))
     service.dispatcher.start()
     # Empty partials of 40 parts: forwarded by the engine's own event queue, delivered by the stream.
     sources = [service.engine.add_wire_peer() for _ in range(n_parts)]
@@ -134,7 +152,7 @@ def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
 
 @pytest.mark.parametrize("service", [(2, 1 << 20, [True, True])], indirect=True)
 def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
-    service.dispatcher.commit((0,))
+    service.dispatcher.commit((0,), alone(1))
     service.dispatcher.handle([service.event(EVENT_LOST, 0, 0), service.event(EVENT_LOST, 0, 0)])
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 0)])
     assert service.lost.get_nowait() == (0, 0) and service.lost.empty()
@@ -157,6 +175,6 @@ def test_a_service_that_fails_says_so(service, caplog):
                               partial=(0, 0, 0))
     service.engine.freeze(5)
     service.engine.commit(1, [0])
-    service.engine.arrived(source, 0, 1, 1)  # no order was committed to the dispatcher: an IndexError in its thread
+    service.engine.arrived(source, 0, 1, 1)  # no order was committed to the dispatcher: a KeyError in its thread
     assert service.lost.get(timeout=20) == (-1, 0)
-    assert isinstance(service.dispatcher.error, IndexError)
+    assert isinstance(service.dispatcher.error, KeyError)
