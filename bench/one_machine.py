@@ -1,4 +1,4 @@
-"""All ranks on one machine: every size against gloo and Open MPI, against the memory model; latency; a busy GIL; a model's gradients."""
+"""All ranks on one machine: every size against peers and the memory model; latency; a busy GIL; a model's gradients."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpsfast.bench import memory_model, peers, resnet, steady_state, table
-from bpsfast.bench.group import Group, Hall
+from bpsfast.bench.group import Group
+from bpsfast.bench.hall import Hall
 from bpsfast.bench.samples import Row, best, find, take_turns
 
 _LATENCY_NBYTES = 4 << 10
@@ -42,7 +43,8 @@ def run(plan: Plan) -> list[dict[str, Any]]:
         records += _latency(plan, ours, others)
         records += _beside_python(plan, ours)
         records += _gradient_list(plan, ours)
-        records += steady_state.run(plan, ours)
+    with Hall(plan.n_ranks, 1, resnet.nbytes()) as hall:  # a job of its own: its memory is that of one model
+        records += steady_state.run(plan, hall.bpsfast())
     return records
 
 
@@ -97,7 +99,8 @@ def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
 def _model(plan: Plan, rows: Sequence[Row]) -> str:
     """Measured time beside what memory alone would take."""
     lines = [["memory-stream model (B)", "GB/s of memory",
-              *(f"{operation} {head}" for operation in plan.operations for head in ("streams", "model us", "us", "model/us"))]]
+              *(f"{operation} {head}" for operation in plan.operations
+                for head in ("streams", "model us", "us", "model/us"))]]
     for nbytes in plan.sizes:
         memory = find(rows, "memory", nbytes)
         if memory is None:
@@ -107,8 +110,8 @@ def _model(plan: Plan, rows: Sequence[Row]) -> str:
             row = find(rows, operation, nbytes)
             assert row is not None
             model = _model_s(plan, rows, row) or 0.0
-            line += [str(memory_model.streams(operation, plan.n_ranks)), f"{model * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
-                     f"{model / row.median_s:.2f}"]
+            line += [str(memory_model.streams(operation, plan.n_ranks)), f"{model * 1e6:.0f}",
+                     f"{row.median_s * 1e6:.0f}", f"{model / row.median_s:.2f}"]
         lines.append(line)
     return table.plain(lines)
 
@@ -134,7 +137,8 @@ def _percentiles(title: str, rows: Sequence[Row]) -> str:
 def _beside_python(plan: Plan, ours: Group) -> list[dict[str, Any]]:
     """While rank 0 runs Python in another thread, and without that, in turns."""
     quiet = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, quiet") for operation in plan.operations]
-    beside = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, beside Python") for operation in plan.operations]
+    beside = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, beside Python")
+              for operation in plan.operations]
 
     def around(row: Row, begins: bool) -> None:
         if row in beside:

@@ -1,4 +1,4 @@
-"""What we are compared with: gloo's all_reduce (by torch.distributed) and Open MPI's Allreduce (by mpi4py), in place."""
+"""What we are compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py), in place."""
 from __future__ import annotations
 
 import importlib.util

@@ -104,7 +104,10 @@ class Ranks:
             for name in forward:
                 pattern.fill(gradients[name].reshape(-1), self.rank, known)
 
-        return Operation(run, fill, lambda: sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward))
+        def n_wrong() -> int:
+            return sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward)
+
+        return Operation(run, fill, n_wrong)
 
     def _memory(self, nbytes: int) -> Operation:
         if self._other is None:
@@ -134,7 +137,7 @@ class Ranks:
             threading.Thread(target=_burn, args=(stop,), daemon=True).start()
 
     def process(self) -> dict[str, Any]:
-        """Return this process's resident bytes outside shared memory, its CPU seconds, and heavy modules it imported."""
+        """Return this process's resident bytes outside shared memory, CPU seconds, and heavy modules it imported."""
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         resident = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
         return {"pid": os.getpid(), "resident_outside_segments_nbytes": resident, "cpu_s": time.process_time(),

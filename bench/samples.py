@@ -16,8 +16,8 @@ _MAX_BATCH = 200
 class Row:
     """One contestant's operation at one size.
 
-    `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all cores
-    (other programs included), and `cpu_s`, the contestant's own CPU seconds per operation.
+    `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all
+    cores (other programs included), and `cpu_s`, the contestant's own CPU seconds per operation.
     """
 
     group: Group = field(repr=False)

@@ -37,7 +37,7 @@ def line(row: Row, n_ranks: int, n_servers: int, bound: float | None) -> str:
     shown = "".join(f"{value / 1e9:8.2f}" for value in bandwidths if value is not None)
     limit = f"{bound / 1e9:8.2f}{100 * (found['efficiency'] or 0):8.1f}" if bound else f"{'-':>8}{'-':>8}"
     return (f"{row.nbytes:12d}{row.nbytes // 4:14d}{'float':>8}{'sum':>8}{-1:8d}{row.median_s * 1e6:9.1f}{shown}"
-            f"{row.n_wrong:8d}{(found['srvbw'] or 0) / 1e9:8.2f}{limit}")
+            f" {row.n_wrong:7d}{(found['srvbw'] or 0) / 1e9:8.2f}{limit}")
 
 
 def block(title: str, rows: Sequence[Row], n_ranks: int, n_servers: int, bounds: dict[int, float]) -> str:
@@ -64,8 +64,9 @@ def record(section: str, row: Row, n_ranks: int, n_nodes: int, bound: float | No
     """Return the row for the result file: what was chosen, and what was measured. Bytes and seconds."""
     return {
         "section": section,
-        "chosen": {"contestant": row.group.name, "operation": row.name, "nbytes": row.nbytes, "dtype": "float32", "redop": "sum",
-                   "n_ranks": n_ranks, "n_nodes": n_nodes, "n_per_round": row.n_per_round, "n_warmup": row.n_warmup},
+        "chosen": {"contestant": row.group.name, "operation": row.name, "nbytes": row.nbytes, "dtype": "float32",
+                   "redop": "sum", "n_ranks": n_ranks, "n_nodes": n_nodes, "n_per_round": row.n_per_round,
+                   "n_warmup": row.n_warmup},
         "measured": {"median_s": row.median_s, "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s,
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in PERCENTILES},
                      **columns(row.nbytes, row.median_s, n_ranks, n_nodes, bound), "samples_s": row.samples_s},

@@ -1,4 +1,4 @@
-"""Two nodes over TCP: on links that are the limit, and on loopback, where the CPU is; against plain sockets and gloo."""
+"""Two nodes over TCP: on links that are the limit, and on loopback, where the CPU is; against raw sockets and gloo."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpsfast import netns
-from bpsfast.bench import table
-from bpsfast.bench.group import Hall
+from bpsfast.bench import raw_sockets, table
+from bpsfast.bench.hall import Hall
 from bpsfast.bench.samples import Row, best, take_turns
 from bpsfast.bench.steady_state import python_s_per_partition
 from bpsfast.cluster import Cluster
 
-_RAW = ("raw 1", "raw 2")
+_RAW = tuple(raw_sockets.VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> 
         bounds[nbytes] = nbytes / raw.median_s
     for name in dict.fromkeys(row.name for row in rows):
         chosen = [row for row in rows if row.name == name]
-        plan.say(table.block(f"{name} ({chosen[0].group.name}), two nodes, {where}", chosen, plan.n_ranks, 2, bounds) + "\n")
+        title = f"{name} ({chosen[0].group.name}), two nodes, {where}"
+        plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds) + "\n")
         records += [table.record(where, row, plan.n_ranks, 2, bounds[row.nbytes]) for row in chosen]
     lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
     for row in rows:

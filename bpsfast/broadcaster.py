@@ -17,6 +17,7 @@ taken part in it, so nothing is overwritten before it was read. The first bytes 
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 import threading
@@ -27,7 +28,7 @@ import numpy as np
 
 from . import current as process
 from .dtypes import TABLE
-from .orchestration.errors import ConfigError, MismatchError
+from .orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
 from .orchestration.messages import TensorSpec
 from .pyx.port import copy
 from .tensor_input import tensor_input
@@ -65,7 +66,7 @@ class Broadcaster:
         self._lock = threading.Lock()
         self._sequence = 0
         self._chunk = 0
-        self._broken: MismatchError | None = None
+        self._broken: BpsError | None = None
 
     def send(self, text: str, pieces: Pieces) -> None:
         """Send the bytes of *pieces* to all other ranks, described by *text*; return when all have taken part.
@@ -78,8 +79,7 @@ class Broadcaster:
             If a rank does not take part.
         """
         nbytes = sum(n for _, n in pieces)
-        with self._lock:
-            unit = self._open()
+        with self._lock, self._turn() as unit:
             header = _pack(self._sequence, nbytes, self._session.rank, text)
             memory = np.frombuffer(header, np.uint8)
             first = self._chunk
@@ -99,8 +99,7 @@ class Broadcaster:
         MismatchError
             If what is sent is not *text* from *root*; the channel stays usable if exactly one rank sent.
         """
-        with self._lock:
-            unit = self._open()
+        with self._lock, self._turn() as unit:
             first = self._chunk
             self._take_part(unit, first)
             self._wait(unit, first)
@@ -115,20 +114,35 @@ class Broadcaster:
                 skip = HEADER_NBYTES if chunk == first else 0
                 slot, round = chunk % unit.n_parts, chunk // unit.n_parts + 1
                 for address, n, offset in stream.take(unit.stride - skip):
-                    copy(address, unit.result_address(round, slot * unit.stride) + skip + offset, n)
+                    source = unit.result_address(round, slot * unit.stride) + skip + offset
+                    self._copy(unit, address, source, n, slot, round)
                 if chunk + unit.n_parts < end:
                     self._take_part(unit, chunk + unit.n_parts)
             self._chunk = end
-            if wrong is not None:
-                raise wrong
+        if wrong is not None:
+            raise wrong
 
-    def _open(self) -> Unit:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[Unit]:
+        """Enter the next broadcast. One that does not get to its end leaves the channel out of step for good."""
         if self._broken is not None:
+            self._session.port.check()
             raise self._broken
         self._session.declare([_CHANNEL])
         unit = self._session.unit(_CHANNEL.name)
         self._sequence += 1
-        return unit
+        try:
+            yield unit
+        except BaseException as exc:
+            self._broken = self._broken or ClosedError(
+                f"rank {self._session.rank} cannot broadcast any more: its broadcast {self._sequence} did not get to "
+                f"its end ({type(exc).__name__}: {exc}), so what comes next cannot be told from it")
+            raise
+
+    def _copy(self, unit: Unit, address: int, source: int, nbytes: int, slot: int, round: int) -> None:
+        """Copy from the complete result of *slot*; inside the port: a shutdown in another thread waits."""
+        self._session.port.deliver(unit, address, source, nbytes, unit.first_part + slot, round,
+                                   self._session.settings.timeout_s)
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
         """Put the next chunk of *stream* into its partition, once its previous round is complete, and announce it."""
@@ -151,7 +165,10 @@ class Broadcaster:
 
     def _header(self, unit: Unit, chunk: int, text: str) -> _Header:
         """Return what the complete *chunk* begins with, if exactly one rank sent it as this broadcast."""
-        header = _unpack(unit, *divmod(chunk, unit.n_parts))
+        slot, round = chunk % unit.n_parts, chunk // unit.n_parts + 1
+        raw = np.empty(HEADER_NBYTES, np.uint8)
+        self._copy(unit, raw.ctypes.data, unit.result_address(round, slot * unit.stride), HEADER_NBYTES, slot, round)
+        header = _unpack(raw.tobytes())
         if header is not None and header.n_roots == 1 and header.sequence == self._sequence:
             return header
         who = "no rank"
@@ -205,12 +222,9 @@ def _pack(sequence: int, nbytes: int, root: int, text: str) -> bytes:
     return _HEADER.pack(_MAGIC, 1, sequence, nbytes, root, len(kept), _digest(text), kept)
 
 
-def _unpack(unit: Unit, round_before: int, slot: int) -> _Header | None:
-    """Return the header in the result of partition *slot*; None if there is none."""
-    address = unit.result_address(round_before + 1, slot * unit.stride)
-    raw = np.empty(HEADER_NBYTES, np.uint8)
-    copy(raw.ctypes.data, address, HEADER_NBYTES)
-    magic, n_roots, sequence, nbytes, root, n_text, digest, text = _HEADER.unpack(raw.tobytes())
+def _unpack(raw: bytes) -> _Header | None:
+    """Return the header in the bytes *raw* of a result; None if there is none."""
+    magic, n_roots, sequence, nbytes, root, n_text, digest, text = _HEADER.unpack(raw)
     if n_roots > 1:  # the bytes of all roots were added: only this count means anything
         return _Header(n_roots, 0, 0, 0, b"", "")
     if magic != _MAGIC:

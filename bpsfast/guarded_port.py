@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .attachment import error_of
 from .orchestration.errors import BpsError, PeerLostError, StallError
-from .pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port
+from .pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -85,6 +85,17 @@ class GuardedPort:
         self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),
                         unit, part, n_parts, round, timeout_s)
 
+    def exchange(self, unit: Unit, part: int, n_parts: int, round: int, place: tuple[int, int],
+                 timeout_s: float) -> None:
+        """Announce inputs at *place* (segment, offset) and wait: as `submit` and `wait`, with less around them."""
+        slice_s = min(timeout_s, _DEFERRED_SLICE_S if self._start_deferred() else _SLICE_S)
+        with self._inside as port:
+            port.submit(part, n_parts, round, *place)
+            outcome = port.wait(part, n_parts, round, slice_s)
+        if outcome != DONE:
+            self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),
+                            unit, part, n_parts, round, timeout_s, spent_s=slice_s)
+
     def deliver(self, unit: Unit, address: int, source: int, nbytes: int, part: int, round: int,
                 timeout_s: float) -> None:
         """Copy *nbytes* at *source*, results from partition *part* on, to *address* as they complete.
@@ -123,8 +134,8 @@ class GuardedPort:
     # -- innards ---------------------------------------------------------------------------------------------------
 
     def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
-                   timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+                   timeout_s: float, spent_s: float = 0.0) -> None:
+        deadline = time.monotonic() + timeout_s - spent_s
         deferred = self._start_deferred()
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -176,6 +187,8 @@ class _Inside:
         try:
             if isinstance(exc, ConnectionError) and not isinstance(exc, BpsError):
                 raise guarded._over() from exc
+            if isinstance(exc, LaneFull):
+                raise StallError(f"{guarded._node} {exc}") from exc
         finally:
             with guarded._lock:
                 guarded._n_inside -= 1

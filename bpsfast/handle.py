@@ -16,6 +16,7 @@ from . import current as process
 from .dtypes import TABLE, wire_name
 from .orchestration.errors import BpsError, MismatchError, StallError, UnsupportedError
 from .orchestration.messages import TensorSpec
+from .repeat import Repeat
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
@@ -37,6 +38,7 @@ class Handle:
         self._source: TensorInput | None = source
         self._output = output
         self._result = result
+        self._delivers = output is not None
         self._shape, self._dtype = source.shape, source.dtype
         self._unit: Unit | None = None
         self._round = 0
@@ -50,6 +52,11 @@ class Handle:
     def __repr__(self) -> str:
         state = "finished" if self._finished else f"round {self._round}" if self._started else "deferred"
         return f"<Handle {self.name!r} {state}>"
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result is a view of shared memory, because the input lay there."""
+        return not self._delivers
 
     def start(self, unit: Unit) -> None:
         """Push the input as the next round of *unit*."""
@@ -201,7 +208,18 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     ClosedError, StallError, PeerLostError
         See there.
     """
-    return push_pull_async(x, average, name, priority, out).wait()
+    if name is None or out is not None or not isinstance(x, np.ndarray):
+        return push_pull_async(x, average, name, priority, out).wait()
+    repeat = process.current().repeats.get(name)
+    result = repeat.push_pull(x, average, priority) if repeat is not None else None
+    if result is not None:
+        return result
+    handle = push_pull_async(x, average, name, priority)
+    result = handle.wait()
+    if handle.is_view:
+        session = process.current()
+        session.repeats[name] = Repeat(session, session.unit(name), x, average, priority)
+    return result
 
 
 def _output(out: Any, source: TensorInput) -> TensorInput:

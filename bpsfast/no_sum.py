@@ -15,7 +15,7 @@ def address() -> int:
         from numba import cfunc, types
 
         signature = types.void(types.voidptr, types.voidptr, *[types.int64] * 6)
-        _compiled.append(cfunc(signature, nopython=True)(_nothing))
+        _compiled.append(cfunc(signature)(_nothing))
     return int(_compiled[0].address)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -44,6 +45,9 @@ from .unit import Region, Unit
 
 if TYPE_CHECKING:
     from .broadcaster import Broadcaster
+    from .repeat import Repeat
+
+T = TypeVar("T")
 
 #: How long to wait for the answer to "who is missing?".
 STALL_ANSWER_S = 2.5
@@ -75,6 +79,7 @@ class Session:
         self._specs: dict[str, TensorSpec] = {}
         self._units: dict[str, Unit] = {}
         self._failed: dict[str, BpsError] = {}
+        self.repeats: dict[str, Repeat] = {}
         self._deferred: dict[str, Callable[[], None]] = {}
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
@@ -146,10 +151,9 @@ class Session:
         self.require_open()
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         found = self._units.get(name)
-        if found is not None:
+        if found is not None and name not in self._deferred:
             return found
-        answer = self._mailbox.wait(lambda: self._units.get(name) or self._failed.get(name), timeout_s)
-        self._start_deferred()
+        answer = self._await(lambda: self._units.get(name) or self._failed.get(name), timeout_s)
         if isinstance(answer, Unit):
             return answer
         if answer is not None:
@@ -160,7 +164,7 @@ class Session:
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
         self.require_open()
-        if name not in self._units:
+        if name not in self._units or name in self._deferred:
             self._mailbox.pump()
             self._start_deferred()
         failed = self._failed.get(name)
@@ -187,11 +191,26 @@ class Session:
     def _start_deferred(self) -> None:
         while self._deferred:
             with self._lock:
-                known = next((name for name in self._deferred if name in self._units or name in self._failed), None)
+                known = self._startable()
                 start = self._deferred.pop(known) if known is not None else None
             if start is None:
                 return
             start()
+
+    def _startable(self) -> str | None:
+        """Return a name whose deferred push can go out."""
+        with self._lock:
+            return next((name for name in self._deferred if name in self._units or name in self._failed), None)
+
+    def _await(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+        """Wait as the mailbox does for what other ranks do: they may wait for one of our deferred pushes before."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._mailbox.wait(lambda: ready() or self._startable(), max(0.0, deadline - time.monotonic()))
+            self._start_deferred()
+            found = ready()
+            if found is not None or time.monotonic() >= deadline:
+                return found
 
     @property
     def broadcaster(self) -> Broadcaster:
@@ -264,8 +283,7 @@ class Session:
             self._barriers_entered += 1
             sequence = self._barriers_entered
         self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
-        done = self._mailbox.wait(lambda: True if self._barriers_done >= sequence else None, timeout_s)
-        self._start_deferred()
+        done = self._await(lambda: True if self._barriers_done >= sequence else None, timeout_s)
         if not done:
             raise StallError(f"rank {self.rank} waited {timeout_s:g} s in barrier {sequence}: "
                              f"{self._ask_missing(-1, self._question(), f'barrier:{sequence}')}")
@@ -336,6 +354,7 @@ class Session:
         for unit in set(self._units.values()):
             unit.forget()
         self._units.clear()
+        self.repeats.clear()
         self._deferred.clear()
         self._inputs = []
         segments, self._segments = list(self._segments.values()), {}

@@ -60,11 +60,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0)] = 4_096_000
     credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096)] = 16_777_216
     tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=4)] = 2
-    tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection", "bytes", ge=4096)] = 4_194_304
+    tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
+                                            ge=0)] = 0
     nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
     nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
-    sums: Annotated[Literal["on", "off"], _about("off: move bytes, sum nothing, results are garbage (benches)", agree=True)] = "on"
+    sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
 

@@ -120,6 +120,19 @@ class Unit:
                                       staging.segment, staging.offset)
         return round
 
+    def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
+        """Push bytes of this rank's segments, wait, and return the round; None, and nothing done, if they are others.
+
+        Raises as `push` and `wait`.
+        """
+        place = self.session.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 and self.n_parts else None
+        if place is None or nbytes != self.nbytes:
+            return None
+        round = self._begin()
+        self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
+        self.finish(round)
+        return round
+
     def push_staging(self) -> int:
         """Announce what lies in `staging` and return the round."""
         staging = self.staging

@@ -37,6 +37,10 @@ from bpsfast.element import I32, I64, Element
 # and ARM. AVX2 has 16: there the two-level form spills once a chunk, and is faster still than with 4 (measured).
 _N_REGISTERS = 8
 
+# How far ahead of each load lines are asked for: the hardware's own prefetchers stop at page ends. Measured on a Xeon,
+# 64 MB, two threads: 4 to 32 KiB are alike, 5 % (DRAM) to 10 % (L3) faster than none.
+_PREFETCH_NBYTES = 8192
+
 
 def target() -> tuple[str, str, str]:
     """Return (triple, CPU name, features) numba compiles for; follows NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
@@ -178,9 +182,20 @@ class SumLoop:
         """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""
         pointer = self.b.gep(source, [I64(i * n_lanes)])
         vector = element.shape(self.element.wire, n_lanes)
+        if n_lanes > 1:
+            self.prefetch(pointer)
         loaded = self.b.load(self.b.bitcast(pointer, vector.as_pointer()))
         loaded.align = self.itemsize
         return self.element.widen(loaded, n_lanes)
+
+    def prefetch(self, pointer: ir.Value) -> None:
+        """Ask for the line `_PREFETCH_NBYTES` after *pointer*, for reading, into L2; beyond the end that is harmless."""
+        b = self.b
+        byte = ir.IntType(8).as_pointer()
+        ahead = b.gep(b.bitcast(pointer, byte), [I64(_PREFETCH_NBYTES)])
+        signature = ir.FunctionType(ir.VoidType(), [byte, *[ir.IntType(32)] * 3])
+        function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0i8")
+        b.call(function, [ahead, I32(0), I32(2), I32(1)])
 
     def store_chunk(self, values: list[ir.Value], index: ir.Value, n_lanes: int) -> None:
         """Store one chunk at element *index* of dst, past the caches if asked for."""

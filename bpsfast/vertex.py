@@ -109,6 +109,7 @@ class Vertex:
         self._dispatcher.start()
         for index, link in self.links.items():
             if isinstance(link, tcp.TcpLink):
+                link.n_nodes = len(welcome.nodes)
                 link.start(engine, source_of[index], welcome.epoch, ring.MAX_PARTS, settings.tcp_sndbuf_bytes,
                            self._trace_capacity)
 

@@ -31,11 +31,10 @@ cdef extern from "events.h" nogil:
         uint32_t kind, source, part, round, code
         uint64_t address, nbytes
     struct bps_events:
-        pthread_mutex_t lock
-        bps_event *items
-        uint32_t used
+        bps_event *taken
         uint64_t grown
     void bps_events_await(bps_events *, uint64_t)
+    uint32_t bps_events_take(bps_events *)
     void bps_events_wake(bps_events *)
 
 cdef extern from "core.h" nogil:

@@ -21,7 +21,7 @@ from libc.string cimport memcpy, memset
 
 from pyx.core cimport (
     BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_core, bps_core_free, bps_core_make,
-    bps_event, bps_events, bps_events_await, bps_events_wake, bps_freeze, bps_input, bps_kernel,
+    bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input, bps_kernel,
     bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map, bps_start,
     bps_stop,
 )
@@ -247,6 +247,8 @@ cdef class Engine:
         pthread_mutex_lock(&core.lock)
         if part < core.n_parts and core.parts[part].generation > core.generation:
             bps_part_free(&core.parts[part])
+        while core.n_parts and core.parts[core.n_parts - 1].inputs == NULL:  # no commit has ranks for these
+            core.n_parts -= 1
         pthread_mutex_unlock(&core.lock)
 
     def freeze(self, double timeout_s):
@@ -332,16 +334,14 @@ cdef class Engine:
         cdef bps_events *queue = &self.core.events
         cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
         cdef bps_event *event
-        cdef uint32_t i
+        cdef uint32_t i, n
         with nogil:
             bps_events_await(queue, timeout_ns)
-        found = []
-        pthread_mutex_lock(&queue.lock)
-        for i in range(queue.used):
-            event = &queue.items[i]
+            n = bps_events_take(queue)
+        found = []  # no lock is held: making objects may run the garbage collector, and that anything
+        for i in range(n):
+            event = &queue.taken[i]
             found.append((event.kind, event.source, event.part, event.round, event.code, event.address, event.nbytes))
-        queue.used = 0
-        pthread_mutex_unlock(&queue.lock)
         return found
 
     def wake(self):

@@ -21,8 +21,8 @@ struct bps_event {
 
 struct bps_events {
     pthread_mutex_t lock;
-    struct bps_event *items;
-    uint32_t used, capacity;
+    struct bps_event *items, *taken; /* being filled; the reader's, until it takes again */
+    uint32_t used, capacity, taken_capacity;
     uint32_t word, reader_waits; /* futex of the one reader */
     uint64_t grown;
 };
@@ -31,8 +31,9 @@ static inline int bps_events_init(struct bps_events *events, uint32_t capacity)
 {
     pthread_mutex_init(&events->lock, NULL);
     events->items = calloc(capacity, sizeof *events->items);
-    events->capacity = capacity;
-    return events->items == NULL ? -1 : 0;
+    events->taken = calloc(capacity, sizeof *events->taken);
+    events->capacity = events->taken_capacity = capacity;
+    return events->items == NULL || events->taken == NULL ? -1 : 0;
 }
 
 /* 0, or -1 without memory: the event is lost, and the caller must end the job. */
@@ -66,6 +67,21 @@ static inline void bps_events_await(struct bps_events *events, uint64_t timeout_
     bps_add(&events->reader_waits, 1);
     bps_wait(&events->word, seen, timeout_ns);
     bps_add(&events->reader_waits, (uint32_t)-1);
+}
+
+/* Take all events: how many of `taken` are the reader's now. Who pushes never waits for the reader. Reader only. */
+static inline uint32_t bps_events_take(struct bps_events *events)
+{
+    pthread_mutex_lock(&events->lock);
+    struct bps_event *items = events->items;
+    uint32_t capacity = events->capacity, used = events->used;
+    events->items = events->taken;
+    events->capacity = events->taken_capacity;
+    events->used = 0;
+    events->taken = items;
+    events->taken_capacity = capacity;
+    pthread_mutex_unlock(&events->lock);
+    return used;
 }
 
 static inline void bps_events_wake(struct bps_events *events)

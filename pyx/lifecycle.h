@@ -50,6 +50,7 @@ static inline void bps_core_free(struct bps_core *core)
     free(core->sources);
     free(core->workers);
     free(core->events.items);
+    free(core->events.taken);
     free(core->trace.records);
     free(core);
 }

@@ -133,6 +133,26 @@ def test_no_root(job, before):
         assert outcome.error == "MismatchError" and "root" in outcome.text
 
 
+def alone_twice():
+    """Rank 0 broadcasts without the others, and once more; return both errors."""
+    errors = []
+    bpsfast.broadcast(np.ones(4), 0)
+    for _ in range(2 if bpsfast.rank() == 0 else 0):
+        with pytest.raises(bpsfast.BpsError) as caught:
+            bpsfast.broadcast(np.ones(4), 0)
+        errors.append((type(caught.value).__name__, str(caught.value)))
+    bpsfast.barrier(20)
+    return errors, float(bpsfast.push_pull(np.ones(4), False, "beside")[0])
+
+
+def test_a_broadcast_that_nobody_joined_closes_the_channel_but_not_the_job(job):
+    started = job(ranks=(2,), timeout_s=3)
+    (errors, total), (_, other) = started.run(alone_twice)
+    assert total == other == 2
+    assert [kind for kind, _ in errors] == ["StallError", "ClosedError"]
+    assert "broadcast 2 did not get to its end (StallError" in errors[1][1]
+
+
 def bad_root():
     bpsfast.broadcast(np.ones(4), 3)
 

@@ -1,7 +1,9 @@
 """The engine: right sums whatever the order of arrival, policy order, rounds, generations, and errors as events."""
 import errno
+import gc
 import itertools
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -216,6 +218,18 @@ def test_a_removed_part_can_be_added_again(vertex):
     assert v.engine.report() == [(0, 0, 1)]
 
 
+def test_a_commit_needs_no_ranks_for_removed_parts(vertex):
+    v = vertex(n_ranks=1)
+    v.own(0)
+    v.commit([0])
+    for part in (1, 2):
+        v.own(part)
+    for part in (1, 2):
+        v.engine.remove(part)
+    v.commit([0])  # a generation without partitions follows one that was refused
+    assert v.engine.report() == [(0, 0, 1)]
+
+
 def test_a_member_forwards_its_partial_and_publishes_the_result(vertex):
     v = vertex(n_ranks=2)
     owner = v.engine.add_wire_peer()
@@ -330,6 +344,28 @@ def test_a_broken_announcement_becomes_an_event(vertex, entry):
     ring.Doorbell(v.bell).ring()
     [(kind, source, _, _, code, _, _)] = v.engine.events(10)
     assert (kind, source, code) == (native.EVENT_LOST, v.ranks[0], errno.EPROTO)
+
+
+def test_whoever_reports_never_waits_for_the_reader_of_events(vertex):
+    v = vertex(n_ranks=1)
+    for _ in range(2000):  # enough objects that reading them runs the garbage collector
+        v.engine.arrived(v.ranks[0], 9, 1, 0)
+    stuck = []
+
+    def beside_a_collection(phase, info):
+        thread = threading.Thread(target=v.engine.arrived, args=(v.ranks[0], 9, 1, 0))
+        thread.start()
+        thread.join(2)
+        stuck.append(thread.is_alive())
+
+    gc.collect()
+    gc.callbacks.append(beside_a_collection)
+    try:
+        events = v.engine.events(10)
+    finally:
+        gc.callbacks.remove(beside_a_collection)
+    assert stuck and not any(stuck)
+    assert len(events) == 2000 and len(v.engine.events(0)) == len(stuck)
 
 
 def test_an_input_beyond_its_segment_is_never_read(vertex):

@@ -120,6 +120,52 @@ def test_a_deferred_push_goes_out_beside_another_wait(ranks):
     assert ranks.run(deferred_beside_a_wait) == [3, 3, 3]
 
 
+def deferred_beside(other):
+    """Rank 0's first push of a name is deferred while it waits for what the others only do once they have its sum."""
+    one, name = np.ones(10, "f4"), f"beside {other}"
+    if bpsfast.rank() == 0:
+        handle = bpsfast.push_pull_async(one, False, name)
+        if other == "declaration":
+            bpsfast.push_pull(one, False, f"{name} 2")
+        elif other == "barrier":
+            bpsfast.barrier()
+        return float(handle.wait()[0])
+    time.sleep(0.3)
+    total = bpsfast.push_pull(one, False, name)
+    if other == "declaration":
+        bpsfast.push_pull(one, False, f"{name} 2")
+    elif other == "barrier":
+        bpsfast.barrier()
+    return float(total[0])
+
+
+@pytest.mark.parametrize("other", ["declaration", "barrier"])
+def test_a_deferred_push_goes_out_beside_any_wait(ranks, other):
+    assert ranks.run(deferred_beside, other) == [3, 3, 3]
+
+
+def commit_read_by(reader, how):
+    """Another request's wait reads the commit of a name whose push was deferred: the push goes out all the same."""
+    name = f"read by {reader} {how}"
+    handle = bpsfast.push_pull_async(np.ones(10, "f4"), False, name)
+    session = current.current()
+    deadline = time.monotonic() + 20
+    while name not in session._units and time.monotonic() < deadline:
+        bpsfast.stats() if reader == "stats" else bpsfast.empty(10)
+        time.sleep(0.01)
+    if how == "poll":
+        while not bpsfast.poll(handle):
+            assert time.monotonic() < deadline, "never done"
+            time.sleep(0.01)
+    return float(handle.wait(20)[0])
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+@pytest.mark.parametrize("reader", ["stats", "empty"])
+def test_a_commit_that_another_request_reads_starts_the_push(ranks, reader, how):
+    assert ranks.run(commit_read_by, reader, how) == [3, 3, 3]
+
+
 def from_threads():
     results = {}
 

@@ -108,6 +108,35 @@ def test_a_full_lane_of_a_dead_job_is_an_error_not_a_hang(node):
         port.submit(4, 1, 1, 0, 0)
 
 
+@pytest.mark.parametrize("how", ["submit", "copy_in"])
+def test_a_full_lane_of_a_node_that_hangs_is_an_error_not_a_hang(node, how):
+    port = node.port(patience_s=0.3)
+    for part in range(4):
+        port.submit(part, 1, 1, 0, 0)
+    source, target = np.arange(8192, dtype=np.uint8), np.zeros(8192, np.uint8)
+    with pytest.raises(native.LaneFull, match=r"full lane for 0\.3 s"):
+        if how == "submit":
+            port.submit(4, 1, 1, 0, 0)
+        else:
+            port.copy_in(target.ctypes.data, source.ctypes.data, 8192, 4, 4096, 1, 0, 0)
+
+
+def test_a_full_lane_does_not_hold_up_signals_and_loses_nothing(node):
+    port = node.port()
+    for part in range(4):
+        port.submit(part, 1, 1, 0, 0)
+    source, target = np.arange(3 * 4096, dtype=np.uint8), np.zeros(3 * 4096, np.uint8)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: [node.lane.pop() for _ in range(4)])
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        port.copy_in(target.ctypes.data, source.ctypes.data, 3 * 4096, 4, 4096, 1, 0, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [node.lane.pop()[0] for _ in range(3)] == [4, 5, 6] and node.lane.pop() is None
+    assert (target == source).all()
+
+
 def test_a_signal_handler_runs_while_waiting(node):
     """Ctrl-C in a wait must not last until the deadline."""
     port = node.port()

@@ -3,7 +3,7 @@
 A node listens before it joins the job, so its address is good as soon as anybody knows it. The dialler opens
 its streams one after another; each answers the HMAC challenge of `orchestration.security` in both directions
 before it counts, and says which node, which stream and which epoch it is. From then on a native
-`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`part % n_streams`), so
+`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`TcpLink.stream`), so
 payload and announcement stay in order.
 """
 from __future__ import annotations
@@ -23,6 +23,10 @@ from ..settings import Settings
 CONTEXT = "bpsfast data"
 #: A stranger on the data port holds up one accepting thread for at most this long.
 CHALLENGE_TIMEOUT_S = 5.0
+#: Send buffers that stay in the cache: bytes go through them once, and late urgent ones wait behind them. Between
+#: machines they also have to cover the round trip.
+_NEAR_BUFFER_NBYTES = 128 << 10
+_FAR_BUFFER_NBYTES = 512 << 10
 
 
 def local_host(settings: Settings, scheduler_host: str) -> str:
@@ -66,31 +70,46 @@ def listen(host: str) -> socket.socket:
     return listener
 
 
+def _is_near(sock: socket.socket) -> bool:
+    """Whether the peer is on this host, as its address tells."""
+    return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+
+
 @dataclass
 class TcpLink:
-    """The connections to one peer, by stream number; native streams once `start` was called."""
+    """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called."""
 
     index: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
+    n_nodes: int = 1
 
     kind = "tcp"
 
     def start(self, engine: Engine, source: int, epoch: int, n_slots: int, send_buffer_nbytes: int,
               trace_capacity: int = 0) -> None:
-        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
+        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*.
+
+        *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+        """
         for number in sorted(self.sockets):
+            sock = self.sockets.pop(number)
+            nbytes = send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
             # The stream owns the descriptor from here on.
-            stream = Stream(self.sockets.pop(number).detach(), peer=source, engine=engine.handle,
+            stream = Stream(sock.detach(), peer=source, engine=engine.handle,
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=epoch,
-                            n_slots=n_slots, send_buffer_nbytes=send_buffer_nbytes,
+                            n_slots=n_slots, send_buffer_nbytes=nbytes,
                             trace_capacity=trace_capacity, keep=engine)
             self.streams.append(stream)
             stream.start()
 
     def stream(self, part: int) -> Stream:
-        """Return the stream that *part* takes, the same one in both directions and on both sides."""
-        return self.streams[part % len(self.streams)]
+        """Return the stream that *part* takes, the same one in both directions and on both sides.
+
+        Neighbouring parts have different owners: they go to one stream together, so that each stream carries partials
+        and results in both directions.
+        """
+        return self.streams[part // self.n_nodes % len(self.streams)]
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the streams' counters."""

@@ -1,0 +1,121 @@
+"""Where the contestants of one bench meet: starts each with its processes on the right machines, closes them all."""
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bpsfast import launch, settings
+from bpsfast.bench.group import Group, Start
+from bpsfast.cluster import Cluster
+from bpsfast.daemons import clean_environment, reserve_port
+from bpsfast.supervisor import Kind
+
+_LOOPBACK = "127.0.0.1"
+_PORTS = {"gloo": 7801, "raw": 7802, "bpsfast": 7803}  # in a cluster's namespaces every port is free
+
+
+class Hall:
+    """Makes groups of one bench and closes them all at its end. A context manager.
+
+    Parameters
+    ----------
+    n_ranks, n_nodes
+        The job's shape; peers have as many ranks.
+    largest_nbytes
+        What each process holds memory for.
+    cluster
+        Machines node0, node1, ...; None: everything on this machine.
+    """
+
+    def __init__(self, n_ranks: int, n_nodes: int, largest_nbytes: int, cluster: Cluster | None = None) -> None:
+        self._shape = launch.shape_of(n_ranks, n_nodes, 0)
+        self._options = {"largest_nbytes": largest_nbytes}
+        self._cluster = cluster
+        self._groups: list[Group] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-bench-")  # only this user may enter it
+
+    def __enter__(self) -> Hall:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        for group in self._groups:
+            group.close()
+        self._folder.cleanup()
+
+    def bpsfast(self, **values: Any) -> Group:
+        """Start a job of ours with settings *values*."""
+        program, folder = self._program("bpsfast", {})
+        loaded = settings.load(values, {})  # not the user's: what is measured is written down
+        with reserve_port(_LOOPBACK) as reserved:
+            scheduler = reserved.getsockname()
+            if self._cluster is not None:
+                scheduler = self._cluster.hub.address, _PORTS["bpsfast"] + len(self._groups)
+            commands = launch.plan(self._shape, program, loaded, os.environ, scheduler, secrets.token_hex(32),
+                                   self._cluster)
+            commands.sort(key=lambda command: command.kind is Kind.RANK)
+            return self._start("bpsfast", [Start(c.argv, c.environ, c.via) for c in commands], folder)
+
+    def gloo(self) -> Group:
+        """Start gloo's ranks, over loopback or the cluster's links."""
+        program, folder = self._program("gloo", {})
+        with reserve_port(_LOOPBACK) as reserved:
+            host, port = self._place(0, reserved.getsockname()[1], "gloo")
+        environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(sum(self._shape.ranks)),
+                   "GLOO_SOCKET_IFNAME": "eth0" if self._cluster else "lo"}
+        starts = [Start(program, self._environ() | environ | {"RANK": str(rank)}, self._via(node))
+                  for rank, node in enumerate(self._nodes())]
+        return self._start("gloo", starts, folder)
+
+    def mpi(self) -> Group:
+        """Start Open MPI's ranks, on this machine only."""
+        program, folder = self._program("mpi", {})
+        argv = ["mpirun", "--oversubscribe", "-n", str(sum(self._shape.ranks)), *program]
+        if os.geteuid() == 0:
+            argv.insert(1, "--allow-run-as-root")
+        return self._start("mpi", [Start(argv, self._environ())], folder)
+
+    def raw(self) -> Group:
+        """Start the two ends of a plain exchange: what the network gives."""
+        with reserve_port(_LOOPBACK) as reserved:
+            host, port = self._place(1, reserved.getsockname()[1], "raw")
+        starts = []
+        folder = self._new_folder()
+        for rank in range(2):
+            program, _ = self._program("raw", {"rank": rank, "host": host, "port": port}, folder)
+            starts.append(Start(program, self._environ(), self._via(rank)))
+        return self._start("raw", starts, folder, size=2)
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _start(self, kind: str, starts: Sequence[Start], folder: Path, size: int | None = None) -> Group:
+        group = Group(kind, starts, sum(self._shape.ranks) if size is None else size, folder)
+        self._groups.append(group)
+        return group
+
+    def _program(self, kind: str, options: dict[str, Any], folder: Path | None = None) -> tuple[list[str], Path]:
+        folder = self._new_folder() if folder is None else folder
+        text = json.dumps(self._options | options)
+        return [sys.executable, "-m", "bpsfast.bench.contestant", kind, str(folder / "socket"), text], folder
+
+    def _new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._folder.name))
+
+    def _nodes(self) -> list[int]:
+        return [node for node, n_local in enumerate(self._shape.ranks) for _ in range(n_local)]
+
+    def _via(self, node: int) -> Sequence[str]:
+        return self._cluster[f"node{node}"].via() if self._cluster else ()
+
+    def _place(self, node: int, free_port: int, kind: str) -> tuple[str, int]:
+        return (self._cluster[f"node{node}"].address, _PORTS[kind]) if self._cluster else (_LOOPBACK, free_port)
+
+    @staticmethod
+    def _environ() -> dict[str, str]:
+        return {"OMP_NUM_THREADS": "1"} | clean_environment(os.environ)

@@ -1,0 +1,156 @@
+"""The benches count right and write what they promise. No test asserts a time."""
+from __future__ import annotations
+
+import json
+from math import prod
+
+import numpy as np
+import pytest
+
+from bpsfast.bench import memory_model, pattern, push_pull, resnet, samples, steady_state, table, two_nodes
+from bpsfast.bench.contestant import Operation, Timer
+from bpsfast.bench.group import Group
+from bpsfast.orchestration.errors import ConfigError
+
+
+class NamedGroup(Group):
+    """A group without processes: rows need only its name."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+@pytest.fixture
+def row():
+    found = samples.Row(NamedGroup("bpsfast"), "numpy", 4 << 20)
+    found.samples_s = [0.004, 0.002, 0.001, 0.003, 0.1]
+    found.cpu_busy, found.cpu_s = [0.5], [0.001]
+    return found
+
+
+def test_sizes_are_powers_of_two_or_a_list():
+    assert push_pull.parse_sizes("4K:32K") == (4096, 8192, 16384, 32768)
+    assert push_pull.parse_sizes("4k, 1MiB,12") == (4096, 1 << 20, 12)
+
+
+@pytest.mark.parametrize("text", ["8K:4K", "4.5K", "0", "3", "x", "", "4K:"])
+def test_impossible_sizes_are_refused(text):
+    with pytest.raises(ConfigError):
+        push_pull.parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_nodes": 3}, {"n_ranks": 1}, {"dtype": "int8"}, {"api": "x"}, {"compare": "nccl"}])
+def test_impossible_options_are_refused(options):
+    with pytest.raises(ConfigError):
+        push_pull.run(options)
+
+
+def test_columns_are_those_of_nccl_tests():
+    found = table.columns(nbytes=1000, time_s=2.0, n_ranks=4, n_servers=2, bound=1000.0)
+    assert found == {"algbw": 500.0, "busbw": 750.0, "srvbw": 1000.0, "bound": 1000.0, "efficiency": 0.5}
+    assert table.columns(1000, 2.0, 2, 1, None)["efficiency"] is None
+
+
+def test_a_line_has_a_cell_for_every_column(row):
+    names = table.HEADER.splitlines()[0].split()[1:]
+    assert len(table.line(row, 2, 1, 2e9).split()) == len(names) == 12
+    assert table.line(row, 2, 1, None).split()[-2:] == ["-", "-"]
+    assert table.line(row, 2, 1, 2e9).split()[:5] == ["4194304", "1048576", "float", "sum", "-1"]
+
+
+def test_a_table_says_whether_results_were_wrong(row):
+    assert "# Out of bounds values : 0 OK" in table.block("numpy", [row], 2, 1, {})
+    row.n_wrong = 3
+    assert "# Out of bounds values : 3 FAILED" in table.block("numpy", [row], 2, 1, {})
+
+
+def test_percentiles_are_samples(row):
+    assert row.median_s == 0.003
+    assert [row.percentile_s(percent) for percent in (1, 50, 95, 100)] == [0.001, 0.003, 0.1, 0.1]
+
+
+def test_the_best_row_is_the_fastest(row):
+    slow = samples.Row(NamedGroup("mpi"), "mpi", 4 << 20, samples_s=[1.0])
+    assert samples.best([slow, row], ["mpi", "numpy"], 4 << 20) is row
+    assert samples.best([slow, row], ["mpi"], 4 << 20) is slow
+    assert samples.best([slow, row], ["mpi"], 8) is None
+
+
+def test_the_memory_model_counts_streams():
+    assert memory_model.streams("numpy", 2) == 3
+    assert memory_model.streams("torch", 2) == 11
+    assert memory_model.bandwidth(100, 2.0) == 100.0
+    assert memory_model.predicted_s("numpy", 2, 100, 150.0) == 2.0
+
+
+def test_resnet_has_the_parameters_of_torchvision():
+    shapes = resnet.gradients()
+    assert len(shapes) == 161
+    assert sum(prod(shape) for shape in shapes.values()) == 25_557_032
+    assert next(iter(shapes)) == "conv1.weight" and list(shapes)[-1] == "fc.bias"
+
+
+def test_the_pattern_finds_wrong_elements():
+    total = np.zeros(1000, np.float32)
+    for rank in range(3):
+        one = np.empty(1000, np.float32)
+        pattern.fill(one, rank, known=True)
+        total += one
+    assert pattern.n_wrong(total, 3) == 0
+    total[[1, 500]] += 1
+    assert pattern.n_wrong(total, 3) == 2
+
+
+def test_a_timer_checks_once_and_times_every_operation():
+    calls = []
+
+    class Alone:
+        def operation(self, variant, nbytes):
+            return Operation(run=lambda: calls.append("run"), fill=lambda known: calls.append(known), n_wrong=lambda: 7)
+
+        def barrier(self):
+            calls.append("barrier")
+
+    timer = Timer(Alone())
+    answer = timer.measure("x", 4, 1, 2)
+    assert len(answer["samples_s"]) == 2 and answer["n_wrong"] == 7
+    assert calls == [True, "barrier", "run", False, "barrier", "run", "run", "run"]
+    timer.measure("x", 4, 0, 1)
+    assert calls[8:] == [False, "barrier", "run"]
+
+
+def test_python_time_is_per_partition():
+    assert steady_state.python_s_per_partition({"dispatch_cpu_ns": 6000, "dispatch_partitions": 3}) == 2e-6
+    assert steady_state.python_s_per_partition({"dispatch_cpu_ns": 6000, "dispatch_partitions": 0}) is None
+
+
+@pytest.mark.slow
+def test_one_machine_writes_what_it_measured(tmp_path, capsys):
+    path = tmp_path / "out.jsonl"
+    push_pull.run({"sizes": "4K,1M", "api": "numpy", "quick": True, "json_path": str(path)})
+    manifest, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert manifest["bench"] == "push_pull" and "numpy" in manifest["machine"]["versions"]
+    sections = {row["section"] for row in rows}
+    assert sections == {"by size", "latency", "beside Python", "gradient list", "steady state"}
+    for row in rows[:-1]:
+        assert row["measured"]["n_wrong"] == 0
+        assert row["measured"]["samples_s"] and row["chosen"]["nbytes"] > 0
+        assert row["measured"]["p50_s"] <= row["measured"]["p99_s"] <= row["measured"]["p100_s"]
+    per_step = rows[-1]["measured"]["per_step"]
+    assert per_step["registrations"] == per_step["engine_allocations"] == per_step["memory_segments"] == 0
+    assert per_step["control_messages"] * 50 <= rows[-1]["measured"]["barriers_and_asks"]
+    assert rows[-1]["measured"]["segments_nbytes"] <= rows[-1]["measured"]["segments_limit_nbytes"]
+    assert all("numba" not in rank["modules"] for rank in rows[-1]["measured"]["ranks"])
+    assert "#       size" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_nodes_measure_loopback_against_raw_sockets(capsys):
+    plan = two_nodes.Plan(sizes=(1 << 20,), n_ranks=2, operations=("numpy",), peers=(), quick=True)
+    *rows, last = two_nodes._measure(plan, "loopback", None)
+    wrong = {row["chosen"]["operation"]: row["measured"]["n_wrong"] for row in rows}
+    assert set(wrong) == {"numpy", "numpy, sums off", "raw 1", "raw 2", "raw 2 small"}
+    assert wrong["numpy"] == 0 < wrong["numpy, sums off"]
+    assert last["measured"]["python_s_per_partition"] > 0
+    assert "of the raw bound" in capsys.readouterr().out
