@@ -1,8 +1,8 @@
 # make demo, make test: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
 PYTHON ?= python3
 VENV ?= .venv
-# PyPI's torch brings CUDA along, this index has one without. It may be out of reach: pip then asks the others alone.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# PyPI's torch may bring CUDA along; name a package index with a CPU-only build here to get that one instead.
+TORCH_INDEX ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
@@ -28,8 +28,7 @@ setup: $(stamp)
 $(stamp): $(sources)
 	@$(MAKE) --no-print-directory system
 	test -x $(bin)/pip || $(PYTHON) -m venv $(VENV)
-	$(bin)/pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(torch)+cpu \
-	  || echo "no CPU-only torch $(torch) found: the next step takes PyPI's"
+	$(if $(TORCH_INDEX),$(bin)/pip install --quiet --no-deps --extra-index-url $(TORCH_INDEX) torch==$(torch)+cpu)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[demo,test]
 	touch $@
 

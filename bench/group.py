@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from bpsfast.cluster import CpuMeter
-from bpsfast.daemons import end, tethered
+from bpsfast.launch.daemons import end, tethered
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
 START_TIMEOUT_S = 60.0

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bpsfast import launch, settings
+from bpsfast import settings
 from bpsfast.bench.group import Group, Start
 from bpsfast.cluster import Cluster
-from bpsfast.daemons import clean_environment, reserve_port
-from bpsfast.supervisor import Kind
+from bpsfast.launch import job as launch
+from bpsfast.launch.daemons import clean_environment, reserve_port
+from bpsfast.launch.supervisor import Kind
 
 _LOOPBACK = "127.0.0.1"
 _PORTS = {"gloo": 7801, "raw": 7802, "bpsfast": 7803}  # in a cluster's namespaces every port is free

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bpsfast import netns
 from bpsfast.bench import raw_sockets, table
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.samples import Row, best, take_turns
 from bpsfast.bench.steady_state import python_s_per_partition
-from bpsfast.cluster import Cluster
+from bpsfast.cluster import Cluster, netns
 
 _RAW = tuple(raw_sockets.VARIANTS)
 

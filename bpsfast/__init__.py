@@ -15,89 +15,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .broadcaster import broadcast as broadcast
-    from .current import (
-        barrier as barrier,
-    )
-    from .current import (
-        init as init,
-    )
-    from .current import (
-        local_rank as local_rank,
-    )
-    from .current import (
-        local_size as local_size,
-    )
-    from .current import (
-        rank as rank,
-    )
-    from .current import (
-        shutdown as shutdown,
-    )
-    from .current import (
-        size as size,
-    )
-    from .current import (
-        stats as stats,
-    )
-    from .gradients import Gradients as Gradients
-    from .handle import (
-        Handle as Handle,
-    )
-    from .handle import (
-        declare as declare,
-    )
-    from .handle import (
-        empty as empty,
-    )
-    from .handle import (
-        poll as poll,
-    )
-    from .handle import (
-        push_pull as push_pull,
-    )
-    from .handle import (
-        push_pull_async as push_pull_async,
-    )
-    from .handle import (
-        synchronize as synchronize,
-    )
     from .orchestration.errors import (
         BpsError as BpsError,
-    )
-    from .orchestration.errors import (
         BusyError as BusyError,
-    )
-    from .orchestration.errors import (
         CapacityError as CapacityError,
-    )
-    from .orchestration.errors import (
         ClosedError as ClosedError,
-    )
-    from .orchestration.errors import (
         ConfigError as ConfigError,
-    )
-    from .orchestration.errors import (
         MismatchError as MismatchError,
-    )
-    from .orchestration.errors import (
         PeerLostError as PeerLostError,
-    )
-    from .orchestration.errors import (
         ProtocolError as ProtocolError,
-    )
-    from .orchestration.errors import (
         StallError as StallError,
-    )
-    from .orchestration.errors import (
         UnsupportedError as UnsupportedError,
+    )
+    from .trainer.broadcaster import broadcast as broadcast
+    from .trainer.current import (
+        barrier as barrier,
+        init as init,
+        local_rank as local_rank,
+        local_size as local_size,
+        rank as rank,
+        shutdown as shutdown,
+        size as size,
+        stats as stats,
+    )
+    from .trainer.gradients import Gradients as Gradients
+    from .trainer.handle import (
+        Handle as Handle,
+        declare as declare,
+        empty as empty,
+        poll as poll,
+        push_pull as push_pull,
+        push_pull_async as push_pull_async,
+        synchronize as synchronize,
     )
 
 _HOME = {
-    "current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier", "stats"),
-    "handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
-    "broadcaster": ("broadcast",),
-    "gradients": ("Gradients",),
+    "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier", "stats"),
+    "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
+    "trainer.broadcaster": ("broadcast",),
+    "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
         "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "MismatchError", "PeerLostError",
         "ProtocolError", "StallError", "UnsupportedError",

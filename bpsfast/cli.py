@@ -73,8 +73,8 @@ def run(n_ranks: int, n_nodes: int, ranks: str | None, n_helpers: int, netns: bo
         timeout_s: float | None, tee_dir: Path | None, dry_run: bool, assignments: tuple[str, ...],
         program: tuple[str, ...]) -> None:
     """Run PROGRAM as a job of several ranks on this machine: bpsfast run -n 4 --nodes 2 -- python train.py"""
-    from . import launch
-    from .supervisor import Limits
+    from .launch import job as launch
+    from .launch.supervisor import Limits
 
     if rate is not None and not netns:
         raise ConfigError("--rate shapes the links of --netns: give both, or neither")
@@ -95,7 +95,7 @@ def run(n_ranks: int, n_nodes: int, ranks: str | None, n_helpers: int, netns: bo
 @_errors_in_words
 def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
     """Be the job's scheduler."""
-    from . import daemons
+    from .launch import daemons
 
     loaded = settings.load(_overrides(assignments, **options))
     if starter_fd is not None:
@@ -111,7 +111,7 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 @_errors_in_words
 def node(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
     """Be this machine's node; without ranks, a helper."""
-    from . import daemons
+    from .launch import daemons
 
     loaded = settings.load(_overrides(assignments, **options))
     if starter_fd is not None:
@@ -125,7 +125,7 @@ def node(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -
 @_errors_in_words
 def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM."""
-    from . import launch
+    from .launch import job as launch
 
     sys.exit(launch.dmlc(program, settings.load(_overrides(assignments))))
 

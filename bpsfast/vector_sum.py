@@ -189,7 +189,7 @@ class SumLoop:
         return self.element.widen(loaded, n_lanes)
 
     def prefetch(self, pointer: ir.Value) -> None:
-        """Ask for the line `_PREFETCH_NBYTES` after *pointer*, for reading, into L2; beyond the end that is harmless."""
+        """Ask for the line `_PREFETCH_NBYTES` after *pointer* into L2, for reading; harmless beyond the end."""
         b = self.b
         byte = ir.IntType(8).as_pointer()
         ahead = b.gep(b.bitcast(pointer, byte), [I64(_PREFETCH_NBYTES)])

@@ -26,8 +26,9 @@ from typing import Any
 
 import pytest
 
-from bpsfast import daemons, launch, settings
-from bpsfast.supervisor import Kind
+from bpsfast import settings
+from bpsfast.launch import daemons, job as launch
+from bpsfast.launch.supervisor import Kind
 
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.admission import Admission, Expected
 from bpsfast.orchestration.errors import ConfigError

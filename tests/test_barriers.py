@@ -1,8 +1,7 @@
 """Barriers by sequence number."""
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.barriers import Barriers
 

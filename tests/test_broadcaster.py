@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.broadcaster import HEADER_NBYTES, N_PARTS, PART_NBYTES, _Cursor, broadcast_bytes
+from bpsfast.trainer.broadcaster import HEADER_NBYTES, N_PARTS, PART_NBYTES, _Cursor, broadcast_bytes
 
 CHANNEL_NBYTES = N_PARTS * PART_NBYTES
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast import netns
-from bpsfast.cluster import Cluster, CpuMeter
+from bpsfast.cluster import Cluster, CpuMeter, netns
 from bpsfast.orchestration.errors import ConfigError, StallError
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]

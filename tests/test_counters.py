@@ -1,10 +1,10 @@
 """Counters: flat, integers, and the process's own memory apart from segments."""
 from __future__ import annotations
 
-from bpsfast import counters
+from bpsfast.node import counters
+from bpsfast.node.vertex import Vertex
 from bpsfast.pyx.pages import Segment
 from bpsfast.settings import Settings
-from bpsfast.vertex import Vertex
 
 
 def test_all_counters_are_integers_under_flat_names():

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from bpsfast import daemons
+from bpsfast.launch import daemons
+from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.roles import detect
 from bpsfast.settings import Settings, load_with_origins
 
 #: A rank that starts its daemons and never attaches.
 _STARTER = """
 import sys
-from bpsfast import daemons
-from bpsfast.roles import detect
+from bpsfast.launch import daemons
+from bpsfast.launch.roles import detect
 from bpsfast.settings import load
 settings = load({"heartbeat_s": 0.1, "lease_s": 0.3, "start_timeout_s": 100})
 started = daemons.start(detect(settings, {}), settings)

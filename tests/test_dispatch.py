@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from bpsfast.dispatch import Dispatcher
+from bpsfast.node.dispatch import Dispatcher
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from bpsfast.pyx.pages import Segment

@@ -7,12 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
-from bpsfast.pyx import engine as native
-from bpsfast.pyx import ring
+from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT, Port
@@ -161,8 +159,8 @@ def test_ready_parts_leave_in_policy_order(vertex):
         v.ports[0].submit(part, 1, 1, 0, part * PART)
     v.engine.commit(1, order)
     assert v.ports[0].wait(0, 8, 1, 10) == DONE
-    records = np.frombuffer(v.engine.trace(), np.dtype(
-        [("begin", "u8"), ("end", "u8"), ("part", "u4"), ("round", "u4"), ("kind", "u2"), ("thread", "u2"), ("n", "u4")]))
+    record = {"begin": "u8", "end": "u8", "part": "u4", "round": "u4", "kind": "u2", "thread": "u2", "nbytes": "u4"}
+    records = np.frombuffer(v.engine.trace(), np.dtype(list(record.items())))
     sums = records[records["kind"] == 3]
     assert list(sums["part"][np.argsort(sums["begin"])]) == [order.index(rank) for rank in range(8)]
 
@@ -334,8 +332,9 @@ def test_two_engines_on_one_host_move_no_byte(vertex):
     assert (owner.output(1)[0] == 2).all()
 
 
-@pytest.mark.parametrize("entry", [(0, 1, 2, 0, 0, 0), (3, 1, 1, 0, 0, 0), (70000, 1, 1, 0, 0, 0), (0, 70000, 1, 0, 0, 0)],
-                         ids=["round ahead", "no such part", "part out of range", "count out of range"])
+@pytest.mark.parametrize("entry", [
+    (0, 1, 2, 0, 0, 0), (3, 1, 1, 0, 0, 0), (70000, 1, 1, 0, 0, 0), (0, 70000, 1, 0, 0, 0),
+], ids=["round ahead", "no such part", "part out of range", "count out of range"])
 def test_a_broken_announcement_becomes_an_event(vertex, entry):
     v = vertex(n_ranks=1)
     v.own(0)

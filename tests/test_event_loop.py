@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bpsfast.event_loop import EventLoop
+from bpsfast.node.event_loop import EventLoop
 
 
 @pytest.fixture

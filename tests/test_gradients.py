@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import current
-from bpsfast.gradients import Gradients
+from bpsfast.trainer import current
+from bpsfast.trainer.gradients import Gradients
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_trainer.py"
 LAYERS = {"conv.weight": ((16, 3, 3, 3), "f4"), "conv.bias": ((16,), "f4"), "fc.weight": ((1500, 1000), "f4"),

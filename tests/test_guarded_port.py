@@ -1,10 +1,10 @@
 """The guarded port: what the native port raises becomes an error that says who is to blame."""
 import pytest
 
-from bpsfast.guarded_port import GuardedPort
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.pyx import ring
 from bpsfast.pyx.port import Port
+from bpsfast.trainer.guarded_port import GuardedPort
 
 
 @pytest.fixture

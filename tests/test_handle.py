@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import current
 from bpsfast.dtypes import NAMES, TABLE
 from bpsfast.reference import reduce
+from bpsfast.trainer import current
 
 SHAPES = [(2, 1), "tcp"], [(2, 1), "shm"], [(3,), "auto"]
 
@@ -251,7 +251,7 @@ def test_declare(pair):
 def many_unnamed():
     import warnings
 
-    from bpsfast import handle
+    from bpsfast.trainer import handle
 
     handle._MANY_UNNAMED = int(current.current().unnamed("auto").split(".")[1]) + 2
     with warnings.catch_warnings(record=True) as caught:

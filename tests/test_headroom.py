@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bpsfast import headroom
+from bpsfast.node import headroom
 from bpsfast.orchestration.errors import CapacityError
 
 MIB = 1 << 20

@@ -8,13 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from bpsfast import launch
-from bpsfast.child import Kind
+from bpsfast.launch import job as launch
+from bpsfast.launch.child import Kind
+from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.roles import detect
 from bpsfast.settings import Settings, load_with_origins
 
 _BPSFAST = [sys.executable, "-m", "bpsfast"]
@@ -203,7 +202,7 @@ def test_dmlc_scheduler_serves_until_it_is_told_to_end():
         "DMLC_PS_ROOT_URI": "127.0.0.1",
         "BPSFAST_LOG_LEVEL": "INFO",
     }
-    from bpsfast.daemons import reserve_port
+    from bpsfast.launch.daemons import reserve_port
 
     with reserve_port("127.0.0.1") as reserved:
         environ["DMLC_PS_ROOT_PORT"] = str(reserved.getsockname()[1])

@@ -22,11 +22,10 @@ _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 #: Prints "sum SIZE NODES HELPERS": the ranks' numbers, each plus one, added up.
 _PROGRAM = """
 import numpy as np, bpsfast
-from bpsfast import session
 bpsfast.init()
 total = bpsfast.push_pull(np.full(1000, bpsfast.rank() + 1.0), average=False, name="x")
 assert (total == total[0]).all()
-from bpsfast.current import current
+from bpsfast.trainer.current import current
 print(f"sum {int(total[0])} {bpsfast.size()} {current().n_nodes} {current().n_helpers}.", flush=True)
 bpsfast.shutdown()
 """

@@ -148,7 +148,7 @@ def test_import_loads_no_framework_and_compiles_nothing(tmp_path: Path) -> None:
 def test_everything_a_rank_uses_loads_no_framework_and_no_compiler(tmp_path: Path) -> None:
     found = loaded_after("import bpsfast\nfor name in bpsfast.__all__:\n    getattr(bpsfast, name)", tmp_path)
     assert {name.split(".")[0] for name in found["modules"]} & FRAMEWORKS == set()
-    assert "bpsfast.session" in found["modules"]
+    assert "bpsfast.trainer.session" in found["modules"]
 
 
 def test_torch_layer_loads_no_compiler_of_ours(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 
-from bpsfast.lifetime import Watch
+from bpsfast.trainer.lifetime import Watch
 
 
 class _NoDaemons:

@@ -6,13 +6,14 @@ import socket
 
 import pytest
 
-from bpsfast import channel, local_rank
+from bpsfast import channel
 from bpsfast.channel import Channel
-from bpsfast.local_rank import LocalRank
+from bpsfast.node import local_rank
+from bpsfast.node.local_rank import LocalRank
+from bpsfast.node.regions import Regions
 from bpsfast.orchestration.errors import CapacityError, ConfigError, ProtocolError
 from bpsfast.orchestration.messages import VERSION, Allocate, Allocated, Attach, SegmentShared
 from bpsfast.pyx.pages import Segment
-from bpsfast.regions import Regions
 
 
 @pytest.fixture

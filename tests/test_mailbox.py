@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from bpsfast.channel import Channel
-from bpsfast.mailbox import Mailbox
 from bpsfast.orchestration.errors import ClosedError, PeerLostError
 from bpsfast.orchestration.messages import Ask, Told
+from bpsfast.trainer.mailbox import Mailbox
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration import messages
 from bpsfast.orchestration.errors import ProtocolError

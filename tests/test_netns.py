@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast import netns
+from bpsfast.cluster import netns
 from bpsfast.orchestration.errors import ConfigError
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import channel, node, reception
+from bpsfast import channel
+from bpsfast.node import control as node, reception
 from bpsfast.orchestration.messages import VERSION, Attach, Refuse
 from bpsfast.settings import Settings, fingerprint
 
@@ -150,7 +151,8 @@ def test_a_server_process_beside_the_node_ends_with_it():
 
 
 def test_sigterm_ends_a_node_in_words():
-    program = "import sys; from bpsfast import node, settings; sys.exit(node.main(settings.load()))"
+    program = ("import sys; from bpsfast import settings; from bpsfast.node import control\n"
+               "sys.exit(control.main(settings.load()))")
     name = secrets.token_hex(8)
     environ = {"PATH": os.environ["PATH"], "BPSFAST_SCHEDULER": "127.0.0.1:9", "BPSFAST_JOB_KEY": KEY.hex(),
                "BPSFAST_NODE_ID": name, "BPSFAST_LOCAL_SIZE": "1"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import NodeInfo

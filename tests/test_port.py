@@ -8,8 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.pyx import port as native
-from bpsfast.pyx import ring
+from bpsfast.pyx import port as native, ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port, copy
 
@@ -72,7 +71,7 @@ def test_rounds_may_wrap(node):
 def test_an_aborted_job_ends_the_wait_with_its_reason(node):
     port = node.port()
     assert port.state() == (0, "")
-    node.abort("PeerLostError: rank 3 is gone".encode())
+    node.abort(b"PeerLostError: rank 3 is gone")
     assert port.wait(0, 1, 1, 10) == ABORTED
     assert port.state() == (1, "PeerLostError: rank 3 is gone")
 

@@ -3,11 +3,10 @@ from __future__ import annotations
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from bpsfast.node.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
 from bpsfast.orchestration.errors import CapacityError
-from bpsfast.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
 
 
 @pytest.fixture

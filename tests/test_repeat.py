@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import current
+from bpsfast.trainer import current
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment

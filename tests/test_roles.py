@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from bpsfast.launch.roles import Place, detect, format_address, is_loopback, job_key
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.roles import Place, detect, format_address, is_loopback, job_key
 from bpsfast.settings import load_with_origins, parse_address
 
 KEY = "ab" * 32

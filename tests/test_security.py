@@ -6,8 +6,7 @@ import struct
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 from bpsfast.orchestration.security import (

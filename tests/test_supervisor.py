@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bpsfast.child import Command, Kind
-from bpsfast.supervisor import Limits, Supervisor
+from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.supervisor import Limits, Supervisor
 
 _FAST = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=1.5)
 
 #: A launcher of its own: starts argv[1:] as programs of ranks.
 _LAUNCHER = """
 import os, sys
-from bpsfast.child import Command, Kind
-from bpsfast.supervisor import Limits, Supervisor
+from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.supervisor import Limits, Supervisor
 commands = [Command(f"rank {i}", Kind.RANK, (sys.executable, "-c", text), os.environ)
             for i, text in enumerate(sys.argv[1:])]
 sys.exit(Supervisor(commands, limits=Limits(job_s=60.0)).run())

@@ -7,8 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from bpsfast.pyx import engine as native
-from bpsfast.pyx import ring
+from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import Stream
@@ -146,8 +145,8 @@ def test_an_empty_contribution_has_no_payload(engine, sockets):
 @pytest.mark.parametrize("bad", [
     header(magic=1), header(slot=2), header(slot=64), header(epoch=EPOCH + 1), header(nbytes=NBYTES + 1),
     header(nbytes=NBYTES - 1), header(immediate=0), header(flags=1), b"GET / HTTP/1.1\r\n" + b" " * 16,
-], ids=["magic", "unbound slot", "slot out of range", "epoch", "too long", "too short", "immediate", "empty with payload",
-        "another protocol"])
+], ids=["magic", "unbound slot", "slot out of range", "epoch", "too long", "too short", "immediate",
+        "empty with payload", "another protocol"])
 def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written(engine, sockets, bad):
     left, right = sockets
     receiver = stream(engine, right)
@@ -207,7 +206,7 @@ def test_threads_and_descriptors_end_with_the_stream(engine, sockets):
     def threads():
         return set(os.listdir("/proc/self/task"))
 
-    left, right = sockets
+    left, _ = sockets
     before, n_descriptors = threads(), len(os.listdir("/proc/self/fd"))
     made = stream(engine, left)
     made.start()

@@ -10,7 +10,7 @@ import torch
 
 from bpsfast.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import UnsupportedError
-from bpsfast.tensor_input import tensor_input
+from bpsfast.trainer.tensor_input import tensor_input
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bpsfast.daemons import tethered
+from bpsfast.launch.daemons import tethered
 
 _PARENT = """
 import subprocess, sys
-from bpsfast.daemons import tethered
+from bpsfast.launch.daemons import tethered
 child = subprocess.Popen(tethered([sys.executable, "-c", "print('up', flush=True); input()"]), stdin=subprocess.PIPE,
                          stdout=subprocess.PIPE)
 child.stdout.readline()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import bpsfast.torch as bps
-from bpsfast import current
 from bpsfast.torch.compression import Compression
+from bpsfast.trainer import current
 
 N_RANKS = 3
 N_STEPS = 4

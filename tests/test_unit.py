@@ -9,7 +9,7 @@ import pytest
 from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.messages import Extent, MemberPlan, PartPlan, UnitPlan, UnitReady
 from bpsfast.pyx.pages import Segment
-from bpsfast.unit import Unit
+from bpsfast.trainer.unit import Unit
 
 STRIDE = 8192
 

@@ -9,16 +9,16 @@ import threading
 import msgspec
 
 from bpsfast.channel import Channel
-from bpsfast.event_loop import EventLoop
-from bpsfast.local_rank import LocalRank
+from bpsfast.node.event_loop import EventLoop
+from bpsfast.node.local_rank import LocalRank
+from bpsfast.node.reception import Reception, bind
+from bpsfast.node.vertex import Vertex
 from bpsfast.orchestration.credit_queue import rank_parts
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
 from bpsfast.orchestration.partition import plan_units
 from bpsfast.pyx.port import Port
-from bpsfast.reception import Reception, bind
 from bpsfast.settings import Settings
 from bpsfast.transport import Peering, tcp
-from bpsfast.vertex import Vertex
 
 KEY = bytes(range(16))
 

@@ -7,8 +7,8 @@
 """
 from __future__ import annotations
 
-from .. import current as _current
-from ..current import barrier, local_rank, local_size, rank, shutdown, size
+from ..trainer import current as _current
+from ..trainer.current import barrier, local_rank, local_size, rank, shutdown, size
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression
 from .ops import (

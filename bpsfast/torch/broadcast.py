@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import current as process
-from ..broadcaster import broadcast_bytes, check_root
 from ..orchestration.errors import MismatchError, UnsupportedError
+from ..trainer import current as process
+from ..trainer.broadcaster import broadcast_bytes, check_root
 
 #: (name, dtype, shape) of each tensor, in order.
 _Manifest = list[tuple[str, str, tuple[int, ...]]]

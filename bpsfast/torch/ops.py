@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from .. import current as process
-from .. import handle as operations
 from ..dtypes import NAMES
-from ..handle import Handle
 from ..orchestration.errors import UnsupportedError
-from ..tensor_input import TensorInput
+from ..trainer import current as process, handle as operations
+from ..trainer.handle import Handle
+from ..trainer.tensor_input import TensorInput
 from .compression import Compression, Compressor
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import current as process
-from ..gradients import Gradients
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..trainer import current as process
+from ..trainer.gradients import Gradients
 from .compression import Compression, Compressor
 from .ops import wire_dtype_name
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from progress import Progress
 
-from bpsfast import netns, trace
+from bpsfast import trace
+from bpsfast.cluster import netns
 
 RANKS, NODES, HELPERS = 4, 2, 1
 TIMEOUT_S = 600

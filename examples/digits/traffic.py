@@ -10,10 +10,10 @@ import os
 import shutil
 
 import bpsfast
-from bpsfast import netns
 from bpsfast import torch as bps
-from bpsfast.current import current
+from bpsfast.cluster import netns
 from bpsfast.orchestration.placement import Machine, WireBytes, assign, predict_wire, ring_wire
+from bpsfast.trainer.current import current
 
 Counts = dict[str, dict[str, int]]  # machine -> {"sent": bytes, "received": bytes}
 

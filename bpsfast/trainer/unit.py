@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .dtypes import TABLE
-from .orchestration.errors import BusyError, ProtocolError
-from .orchestration.messages import MemberPlan, UnitReady
-from .pyx.pages import Segment, Window
+from ..dtypes import TABLE
+from ..orchestration.errors import BusyError, ProtocolError
+from ..orchestration.messages import MemberPlan, UnitReady
+from ..pyx.pages import Segment, Window
 
 if TYPE_CHECKING:
     from .session import Session

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ..orchestration.errors import BpsError, PeerLostError, StallError
+from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
-from .orchestration.errors import BpsError, PeerLostError, StallError
-from .pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -20,18 +20,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
-from . import __version__, logs, reception, trace, transport
-from .attachment import error_of
+from .. import __version__, logs, trace, transport
+from ..orchestration import messages
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.membership import Membership
+from ..settings import Settings, fingerprint, parse_address
+from ..trainer.attachment import error_of
+from ..transport import Peering, shm, tcp
+from . import reception
 from .counters import told
 from .event_loop import EventLoop
 from .household import Household
-from .orchestration import messages
-from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from .orchestration.membership import Membership
 from .plans import Plans
-from .settings import Settings, fingerprint, parse_address
 from .stop_signals import StopSignals
-from .transport import Peering, shm, tcp
 from .vertex import Vertex
 
 log = logging.getLogger("bpsfast.node")

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .orchestration.credit_queue import CreditQueue, write_order
-from .pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
-from .transport.tcp import TcpLink
+from ..orchestration.credit_queue import CreditQueue, write_order
+from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
+from ..transport.tcp import TcpLink
 
 log = logging.getLogger("bpsfast.node")
 

@@ -5,16 +5,16 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ..orchestration import messages
+from ..orchestration.errors import CapacityError, ProtocolError
+from ..transport import shm
 from .event_loop import EventLoop
 from .household import Household
-from .orchestration import messages
-from .orchestration.errors import CapacityError, ProtocolError
-from .transport import shm
 from .vertex import Vertex
 from .wiring import Generation
 
 if TYPE_CHECKING:
-    from .node import Node
+    from .control import Node
 
 log = logging.getLogger("bpsfast.node")
 

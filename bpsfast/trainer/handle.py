@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import TABLE, wire_name
+from ..orchestration.errors import BpsError, MismatchError, StallError, UnsupportedError
+from ..orchestration.messages import TensorSpec
 from . import current as process
-from .dtypes import TABLE, wire_name
-from .orchestration.errors import BpsError, MismatchError, StallError, UnsupportedError
-from .orchestration.messages import TensorSpec
 from .repeat import Repeat
 from .session import Session
 from .tensor_input import TensorInput, tensor_input

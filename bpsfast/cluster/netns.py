@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from .orchestration.errors import CapacityError, ConfigError, StallError
+from ..orchestration.errors import CapacityError, ConfigError, StallError
 
 _PREFIX = "bpsfast."
 _FOLDER = Path("/run/netns")

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import wire_name
+from ..orchestration.errors import BusyError, MismatchError
+from ..orchestration.messages import MemberPlan, TensorSpec
+from ..pyx.port import copy
 from . import current as process
-from .dtypes import wire_name
-from .orchestration.errors import BusyError, MismatchError
-from .orchestration.messages import MemberPlan, TensorSpec
-from .pyx.port import copy
 from .unit import Region, Unit
 
 _PAGE_NBYTES = 4096

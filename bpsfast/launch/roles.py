@@ -24,9 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from .orchestration import security
-from .orchestration.errors import ConfigError
-from .settings import Settings, parse_address
+from ..orchestration import security
+from ..orchestration.errors import ConfigError
+from ..settings import Settings, parse_address
 
 _log = logging.getLogger("bpsfast.roles")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from .orchestration.errors import CapacityError
+from ..orchestration.errors import CapacityError
 
 #: Memory that is left to everything which is no segment: Python, sockets, the trainers' own allocations.
 RESERVE_NBYTES = 64 << 20

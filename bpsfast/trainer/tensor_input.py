@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .dtypes import NAMES, TABLE, wire_name
-from .orchestration.errors import UnsupportedError
+from ..dtypes import NAMES, TABLE, wire_name
+from ..orchestration.errors import UnsupportedError
 
 _CPU_DEVICES = {1, 3, 11, 13}  # kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged: the CPU may read all of them
 _DEVICE_NAMES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 14: "oneAPI", 17: "MAIA"}

@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from .attachment import Attachment, error_of
-from .guarded_port import GuardedPort
-from .mailbox import Mailbox
-from .orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, StallError
-from .orchestration.messages import (
+from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, StallError
+from ..orchestration.messages import (
     Allocate,
     Allocated,
     Ask,
@@ -38,9 +35,12 @@ from .orchestration.messages import (
     TensorSpec,
     Told,
 )
-from .pyx.pages import Segment
-from .pyx.port import Port
-from .settings import Settings
+from ..pyx.pages import Segment
+from ..pyx.port import Port
+from ..settings import Settings
+from .attachment import Attachment, error_of
+from .guarded_port import GuardedPort
+from .mailbox import Mailbox
 from .unit import Region, Unit
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ class Session:
             return answer
         if answer is not None:
             raise answer
-        raise StallError(f"rank {self.rank} waited {timeout_s:g} s for tensor {name!r} to be declared by all {self.size} "
-                         f"ranks: {self._ask_missing(-1, self._question(), name)}")
+        raise StallError(f"rank {self.rank} waited {timeout_s:g} s for tensor {name!r} to be declared by all "
+                         f"{self.size} ranks: {self._ask_missing(-1, self._question(), name)}")
 
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
@@ -367,7 +367,7 @@ class Session:
 
     def _write_trace(self) -> None:
         if self.settings.trace_dir:
-            from . import trace
+            from .. import trace
 
             names = {unit.first_part + i: unit.name for unit in set(self._units.values()) for i in range(unit.n_parts)}
             trace.write(self.settings.trace_dir, f"rank {self.rank}", self.port.trace(), names)

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import msgspec
 
-from . import logs
-from .orchestration.errors import ConfigError
+from .. import logs
+from ..orchestration.errors import ConfigError
+from ..settings import Settings, environment, fingerprint, parse_address
 from .roles import Place, is_loopback, job_key
-from .settings import Settings, environment, fingerprint, parse_address
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -122,7 +122,9 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run_node(settings: Settings) -> int:
     """Be this machine's node (or a helper) until the job is over; return the exit code."""
-    from . import node  # kernels and the engine: ranks and the launcher, which load this file too, do without them
+    from ..node import (
+        control as node,  # kernels and the engine: ranks and the launcher, which load this file too, do without them
+    )
 
     if not settings.scheduler:
         raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
@@ -133,9 +135,9 @@ def run_node(settings: Settings) -> int:
 
 def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
-    from . import __version__
-    from .orchestration.job import JobSettings
-    from .orchestration.scheduler import Scheduler
+    from .. import __version__
+    from ..orchestration.job import JobSettings
+    from ..orchestration.scheduler import Scheduler
 
     if settings.num_nodes < 1:
         raise ConfigError("the scheduler must know how many machines have ranks: set BPSFAST_NUM_NODES (--num-nodes)")

@@ -11,14 +11,14 @@ import os
 import socket
 from collections.abc import Callable
 
-from . import channel
-from .channel import Channel
+from .. import channel
+from ..channel import Channel
+from ..orchestration import messages
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..pyx.pages import Segment
+from ..transport import shm
 from .event_loop import EventLoop
 from .local_rank import check_proof, check_user
-from .orchestration import messages
-from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from .pyx.pages import Segment
-from .transport import shm
 
 log = logging.getLogger("bpsfast.node")
 

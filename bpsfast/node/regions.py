@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..orchestration.errors import CapacityError
+from ..pyx.pages import Segment
 from . import headroom
-from .orchestration.errors import CapacityError
-from .pyx.pages import Segment
 
 PAGE_NBYTES = 4096
 #: A new segment has at least this size, so that a thousand small tensors do not make a thousand descriptors.

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import channel as channels
-from .channel import Channel
-from .orchestration import errors
-from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from .orchestration.messages import VERSION, Attach, Attached, Refuse
-from .pyx.pages import Segment
-from .roles import Place
-from .settings import Settings, fingerprint
+from .. import channel as channels
+from ..channel import Channel
+from ..launch.roles import Place
+from ..orchestration import errors
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.messages import VERSION, Attach, Attached, Refuse
+from ..pyx.pages import Segment
+from ..settings import Settings, fingerprint
 
 #: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
 _GRACE_S = 5.0

@@ -9,16 +9,16 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.messages import Message, NodeInfo, Welcome
+from ..pyx import ring
+from ..pyx.engine import Engine
+from ..pyx.pages import Segment
+from ..settings import Settings
+from ..transport import Link, shm, tcp
 from .dispatch import Dispatcher
 from .local_rank import LocalRank
-from .orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from .orchestration.messages import Message, NodeInfo, Welcome
-from .pyx import ring
-from .pyx.engine import Engine
-from .pyx.pages import Segment
 from .regions import Chunk, Regions
-from .settings import Settings
-from .transport import Link, shm, tcp
 from .wiring import Generation, Wiring
 
 log = logging.getLogger("bpsfast.node")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from ..cluster.cluster import Cluster, Machine
+from ..orchestration.errors import ConfigError
+from ..settings import Settings, environment
 from . import roles
-from .cluster import Cluster, Machine
 from .daemons import clean_environment, reserve_port, run_node, run_scheduler
-from .orchestration.errors import ConfigError
-from .settings import Settings, environment
 from .supervisor import Command, Kind, Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import os
 
+from ..orchestration.errors import ClosedError
 from .lifetime import Watch
-from .orchestration.errors import ClosedError
 from .session import Session
 
 _current: Session | None = None
@@ -29,8 +29,10 @@ def init(**settings: object) -> None:
     global _current, _watch
     if _current is not None and not _current.closed and _current.pid == os.getpid():
         return
-    from . import __version__, attachment, daemons, logs, roles
-    from .settings import load
+    from .. import __version__, logs
+    from ..launch import daemons, roles
+    from ..settings import load
+    from . import attachment
 
     found = load(settings)
     logs.configure(found.log_level, "rank")

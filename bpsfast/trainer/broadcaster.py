@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..dtypes import TABLE
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
+from ..orchestration.messages import TensorSpec
+from ..pyx.port import copy
 from . import current as process
-from .dtypes import TABLE
-from .orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
-from .orchestration.messages import TensorSpec
-from .pyx.port import copy
 from .tensor_input import tensor_input
 from .unit import Unit
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .channel import Channel
-from .orchestration.errors import PeerLostError
-from .orchestration.messages import Message
+from ..channel import Channel
+from ..orchestration.errors import PeerLostError
+from ..orchestration.messages import Message
 
 T = TypeVar("T")
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
+from ..launch.daemons import tethered
+from ..orchestration.errors import ConfigError, PeerLostError, StallError
 from . import netns
-from .daemons import tethered
-from .orchestration.errors import ConfigError, PeerLostError, StallError
 
 #: One rate for both directions of a link ("10gbit" or bits per second), or (from the machine, to the machine).
 Rate = str | float | tuple[str | float, str | float]

@@ -5,12 +5,12 @@ import hmac
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from . import channel
-from .channel import Channel
-from .orchestration import messages
-from .orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError
-from .pyx import ring
-from .pyx.pages import Segment
+from .. import channel
+from ..channel import Channel
+from ..orchestration import messages
+from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError
+from ..pyx import ring
+from ..pyx.pages import Segment
 from .regions import Arena, Chunk, Regions
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from .daemons import Daemons
+from ..launch.daemons import Daemons
 
 
 class Watch:

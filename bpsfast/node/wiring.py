@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan, UnitReady
-from .orchestration.partition import ITEM_NBYTES
-from .pyx.engine import Engine
-from .pyx.pages import Segment
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan, UnitReady
+from ..orchestration.partition import ITEM_NBYTES
+from ..pyx.engine import Engine
+from ..pyx.pages import Segment
+from ..transport import Link
+from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
+from ..transport.tcp import TcpLink
 from .regions import Arena, Chunk, Place, Regions, page_round
-from .transport import Link
-from .transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
-from .transport.tcp import TcpLink
 
 
 @dataclass
@@ -184,7 +184,8 @@ class Wiring:
         return place
 
     def _prepare_unit(self, unit: UnitPlan, generation: Generation) -> None:
-        from . import kernels, no_sum  # compiles: not before somebody needs a sum
+        from .. import kernels
+        from . import no_sum  # compiles: not before somebody needs a sum
 
         here = [part for part in unit.parts if self._appears_here(part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)

@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .channel import Channel
+from ..channel import Channel
+from ..orchestration import messages
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError
+from ..settings import Settings
 from .event_loop import EventLoop
 from .local_rank import LocalRank, check_attach
-from .orchestration import messages
-from .orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError
 from .reception import refuse
-from .settings import Settings
 from .wiring import Generation, Wiring
 
 if TYPE_CHECKING:
-    from .node import Node
+    from .control import Node
 
 log = logging.getLogger("bpsfast.node")
 
