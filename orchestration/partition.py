@@ -38,6 +38,10 @@ def nbytes_of(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * ITEM_NBYTES[spec.dtype]
 
 
+#: A unit of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its sum.
+_SHARED_NBYTES = 1 << 20
+
+
 def round_up(nbytes: int, multiple: int) -> int:
     """Return the smallest multiple of *multiple* that is not below *nbytes*."""
     return -(-nbytes // multiple) * multiple
@@ -111,7 +115,7 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
         placed.append(MemberPlan(name=spec.name, shape=spec.shape, offset=offset, nbytes=nbytes_of(spec)))
         end = offset + nbytes_of(spec)
     most = max((members[0].partition_nbytes or partition_nbytes) // page_nbytes * page_nbytes, page_nbytes)
-    n_parts = -(-end // most)
+    n_parts = max(-(-end // most), 2 if end >= _SHARED_NBYTES else 0)
     stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
     parts = tuple(
         PartPlan(part=first_part + index, offset=offset, nbytes=min(stride, end - offset), owner=-1)

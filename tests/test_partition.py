@@ -51,6 +51,13 @@ def test_partitions_are_even_and_the_last_is_short():
     assert [p.offset for p in unit.parts] == [0, unit.stride, 2 * unit.stride]
 
 
+@pytest.mark.parametrize(("n_floats", "n_parts"), [(262143, 1), (262144, 2), (1_000_000, 2), (2_100_000, 3)])
+def test_a_megabyte_is_shared_by_two(n_floats, n_parts):
+    (unit,) = plan_units([TensorSpec(name="x", dtype="float32", shape=(n_floats,))], 0, 0, 4096000, 4096000)
+    assert len(unit.parts) == n_parts
+    assert sum(part.nbytes for part in unit.parts) == 4 * n_floats
+
+
 def test_a_tensor_may_ask_for_its_own_partitions():
     (unit,) = plan(spec("channel", 16 * 262144, "uint8", partition_nbytes=262144))
     assert unit.stride == 262144 and [p.nbytes for p in unit.parts] == [262144] * 16
