@@ -11,7 +11,7 @@ from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from bpsfast.settings import Settings
 from tests.two_nodes import KEY, End, connect, declare, order_of
 
-SIZES = [1, 4095, 4096, 4097, 1 << 20]
+SIZES = [1, 4095, 4096, 4097, (1 << 20) - 1]  # a partition each
 
 
 def settings_for(kind: str, **changes: object) -> Settings:
