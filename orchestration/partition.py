@@ -38,7 +38,8 @@ def nbytes_of(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * ITEM_NBYTES[spec.dtype]
 
 
-#: A unit of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its sum.
+#: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
+#: sum. Members of a group have each other for company: there a second partition only costs.
 _SHARED_NBYTES = 1 << 20
 
 
@@ -115,7 +116,9 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
         placed.append(MemberPlan(name=spec.name, shape=spec.shape, offset=offset, nbytes=nbytes_of(spec)))
         end = offset + nbytes_of(spec)
     most = max((members[0].partition_nbytes or partition_nbytes) // page_nbytes * page_nbytes, page_nbytes)
-    n_parts = max(-(-end // most), 2 if end >= _SHARED_NBYTES else 0)
+    n_parts = -(-end // most)
+    if members[0].group is None and end >= _SHARED_NBYTES:
+        n_parts = max(n_parts, 2)
     stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
     parts = tuple(
         PartPlan(part=first_part + index, offset=offset, nbytes=min(stride, end - offset), owner=-1)

@@ -56,6 +56,8 @@ def test_a_megabyte_is_shared_by_two(n_floats, n_parts):
     (unit,) = plan_units([TensorSpec(name="x", dtype="float32", shape=(n_floats,))], 0, 0, 4096000, 4096000)
     assert len(unit.parts) == n_parts
     assert sum(part.nbytes for part in unit.parts) == 4 * n_floats
+    grouped = TensorSpec(name="x", dtype="float32", shape=(n_floats,), group="g")
+    assert len(plan_units([grouped], 0, 0, 4096000, 4096000)[0].parts) == -(-4 * n_floats // 4096000)
 
 
 def test_a_tensor_may_ask_for_its_own_partitions():
