@@ -49,7 +49,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     else:
         rate = {"rate": given["rate"]} if "rate" in given else {}
         records = two_nodes.run(two_nodes.Plan(sizes, n_ranks, operations, chosen, quick, **rate))
-    manifest = {"bench": "push_pull", "format": 1, "options": {name: str(value) for name, value in given.items()},
+    manifest = {"bench": "push_pull", "format": 1, "options": {k: str(v) for k, v in given.items() if k != "json_path"},
                 "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
     records.insert(0, manifest)
     if "json_path" in given:
