@@ -1,4 +1,7 @@
-"""The engine: right sums whatever the order of arrival, policy order, rounds, generations, and errors as events."""
+"""The engine: right sums whatever the order of arrival, policy order, rounds, generations, and errors as events.
+
+Longer than 400 lines: one source file, one suite, and every test needs the same `Vertex`.
+"""
 import errno
 import gc
 import itertools

@@ -1,4 +1,7 @@
-"""Joining, leaving, forking, failing: the life of a session on real ranks."""
+"""Joining, leaving, forking, failing: the life of a session on real ranks.
+
+Longer than 400 lines: one source file, one suite; each test is a function and what its ranks run.
+"""
 from __future__ import annotations
 
 import gc
