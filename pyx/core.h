@@ -50,7 +50,7 @@ struct bps_core {
     int frozen, stopping, running, n_workers;
     void *board;
     struct bps_doorbell *doorbell;
-    uint64_t nontemporal_nbytes;
+    uint64_t nontemporal_nbytes, awake_ns;
     struct bps_worker *workers;
     struct bps_trace trace;
     struct bps_events events;
@@ -298,7 +298,7 @@ static void *bps_work(void *argument)
         pthread_mutex_unlock(&core->lock);
         if (stopping)
             return NULL;
-        bps_await_doorbell(core->doorbell, seen, BPS_SLEEP_NS);
+        bps_await_doorbell(core->doorbell, seen, core->awake_ns, BPS_SLEEP_NS);
     }
 }
 

@@ -55,7 +55,7 @@ cdef extern from "core.h" nogil:
         int frozen, stopping
         void *board
         bps_doorbell *doorbell
-        uint64_t nontemporal_nbytes
+        uint64_t nontemporal_nbytes, awake_ns
         bps_trace trace
         bps_events events
         uint64_t sums, bytes_summed, published, forwarded, stale, allocations

@@ -77,6 +77,7 @@ cdef class Engine:
     """Sum on *n_threads* native threads; publish on *board*; sleep on *doorbell* (formatted shared buffers).
 
     *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores.
+    *awake_us*: how long an idle thread waits for work before it sleeps (one at a time does).
     *trace_capacity*: records kept for `trace` (0: tracing is off). All methods may be called from any thread,
     `events` and `close` from one. Addresses given to `add_owned`, `add_member` and `map_segment` stay valid
     until `close`: the engine does not own them.
@@ -86,7 +87,7 @@ cdef class Engine:
     cdef list held
 
     def __cinit__(self, board, doorbell, *, int n_threads, uint64_t nontemporal_nbytes=1 << 20,
-                  uint64_t trace_capacity=0):
+                  uint32_t awake_us=0, uint64_t trace_capacity=0):
         cdef _Held held_board = _Held(board)
         cdef _Held held_doorbell = _Held(doorbell)
         cdef int rc
@@ -99,7 +100,7 @@ cdef class Engine:
         if self.core == NULL:
             raise MemoryError(f"engine tables and a trace of {trace_capacity} records")
         self.core.board, self.core.doorbell = held_board.board(), held_doorbell.doorbell()
-        self.core.nontemporal_nbytes = nontemporal_nbytes
+        self.core.nontemporal_nbytes, self.core.awake_ns = nontemporal_nbytes, 1000 * <uint64_t>awake_us
         rc = bps_start(self.core, n_threads)
         if rc:
             raise OSError(rc, f"pthread_create({n_threads} engine threads)")

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdint.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -43,8 +44,31 @@ static inline int bps_wait(uint32_t *word, uint32_t expected, uint64_t timeout_n
 
 static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FUTEX_WAKE, n, NULL, NULL, 0); }
 
-/* Doorbell: one word that many ring and the engine's threads of one node sleep on.
- * A ring is two instructions when nobody sleeps, one system call otherwise. */
+/* Stay awake for awake_ns, or until *word differs from `seen`; whether it does.
+ *
+ * A core that went idle takes tens of microseconds to come back, more in a virtual machine. But a thread that merely
+ * spins takes its core from whoever is to change the word (1 ms at p99 once cores are over-committed), so it yields. */
+static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
+{
+    for (int i = 0; i < 48; i++) {
+        if (bps_load(word) != seen)
+            return 1;
+        bps_pause();
+    }
+    if (awake_ns == 0)
+        return 0;
+    uint64_t begin_ns = bps_now_ns();
+    do {
+        sched_yield();
+        if (bps_load(word) != seen)
+            return 1;
+    } while (bps_now_ns() - begin_ns < awake_ns);
+    return 0;
+}
+
+/* Doorbell: one word that many ring and the engine's threads of one node wait on.
+ * One of them stays awake for a while; a ring is a few instructions while it does, or nobody sleeps, and one system
+ * call otherwise. */
 #define BPS_DOORBELL_MAGIC 0x42504442u /* "BDPB" */
 
 struct bps_doorbell {
@@ -53,23 +77,30 @@ struct bps_doorbell {
     uint32_t rings;   /* counts rings; what sleepers compare with */
     uint32_t pad1[15];
     uint32_t sleepers;
-    uint32_t pad2[15];
+    uint32_t awake; /* waiters that will see the next ring without being woken: 0 or 1 */
+    uint32_t pad2[14];
 };
 
+/* Wake up to n waiters. */
 static inline void bps_ring_doorbell(struct bps_doorbell *bell, int n)
 {
     bps_add(&bell->rings, 1);
-    if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) != 0)
+    if (__atomic_load_n(&bell->awake, __ATOMIC_SEQ_CST) != 0)
+        n--; /* whoever stops being awake after this compares the rings before it sleeps */
+    if (n > 0 && __atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) != 0)
         bps_wake(&bell->rings, n);
 }
 
-/* Sleep until somebody rang after `seen` was read, at most timeout_ns. */
-static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, uint64_t timeout_ns)
+/* Wait until somebody rang after `seen` was read, at most timeout_ns; the first awake_ns of it awake, if no other
+ * waiter is. */
+static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, uint64_t awake_ns, uint64_t timeout_ns)
 {
-    for (int i = 0; i < 48; i++) { /* a longer spin costs 1 ms at p99 once cores are over-committed */
-        if (bps_load(&bell->rings) != seen)
+    uint32_t nobody = 0;
+    if (__atomic_compare_exchange_n(&bell->awake, &nobody, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        int rang = bps_linger(&bell->rings, seen, awake_ns);
+        __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
+        if (rang)
             return;
-        bps_pause();
     }
     bps_add(&bell->sleepers, 1);
     bps_wait(&bell->rings, seen, timeout_ns);

@@ -15,7 +15,7 @@ from libc.stdlib cimport calloc, free
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DOORBELL_MAGIC,
     BPS_FLAG_EMPTY, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_WAIT, bps_add, bps_board, bps_board_word, bps_doorbell,
-    bps_entry, bps_lane, bps_lane_capacity, bps_lane_push, bps_load, bps_now_ns, bps_pause, bps_reached, bps_record,
+    bps_entry, bps_lane, bps_lane_capacity, bps_lane_push, bps_linger, bps_load, bps_now_ns, bps_reached, bps_record,
     bps_record_add, bps_ring_doorbell, bps_trace, bps_wait, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
@@ -45,7 +45,6 @@ cdef enum:
     _NODE_DIED = 3
     _INTERRUPTED = 4
     SLICE_NS = 100000000
-    SPINS = 48
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
 #: engine, or the rank, reads them (measured: 1 MB plain 0.68, 16 MB plain 1.9 times the time of streaming).
@@ -68,7 +67,8 @@ cdef class Port:
     """Attach to a node through its *lane*, *board* and *doorbell* buffers and *node_pidfd*.
 
     The three exports are held until `close`; the descriptor stays the caller's. Any thread may call any
-    method; the order of two announcements from two threads is the order in which they get here. A node that
+    method; the order of two announcements from two threads is the order in which they get here. A wait sleeps only
+    after *awake_us*. A node that
     takes nothing from a full lane for *patience_s* is given up.
 
     Raises
@@ -83,14 +83,16 @@ cdef class Port:
     cdef bps_doorbell *doorbell
     cdef uint32_t capacity, n_words
     cdef int node_pidfd
-    cdef uint64_t patience_ns
+    cdef uint64_t patience_ns, awake_ns
     cdef bps_trace records
     cdef pthread_mutex_t mutex
     cdef bint open
 
-    def __cinit__(self, lane, board, doorbell, int node_pidfd, *, trace_capacity=0, double patience_s=60.0):
+    def __cinit__(self, lane, board, doorbell, int node_pidfd, *, uint32_t awake_us=0, trace_capacity=0,
+                  double patience_s=60.0):
         pthread_mutex_init(&self.mutex, NULL)
         self.node_pidfd, self.patience_ns = node_pidfd, <uint64_t>(patience_s * 1e9)
+        self.awake_ns = 1000 * <uint64_t>awake_us
         PyObject_GetBuffer(lane, &self.lane_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         PyObject_GetBuffer(board, &self.board_view, PyBUF_SIMPLE)
         PyObject_GetBuffer(doorbell, &self.doorbell_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
@@ -184,7 +186,7 @@ cdef class Port:
             bps_ring_doorbell(self.doorbell, 1)
             sched_yield()
         pthread_mutex_unlock(&self.mutex)
-        bps_ring_doorbell(self.doorbell, <int>count)
+        bps_ring_doorbell(self.doorbell, 1)  # who takes several partitions off the lane calls the others
         return status
 
     cdef int _raise(self, int status, uint64_t begin_ns) except -1:
@@ -268,14 +270,15 @@ cdef class Port:
     cdef int _wait_one(self, uint32_t part, uint32_t round, uint64_t deadline_ns) noexcept nogil:
         """Wait for one word; _INTERRUPTED after each slice, so that the caller looks at Python's signals."""
         cdef uint32_t *word = bps_board_word(self.board, part)
-        cdef uint32_t seen
+        cdef uint32_t seen = bps_load(word)
         cdef uint64_t begin_ns, now_ns
-        cdef int i, status
-        for i in range(SPINS):
-            if bps_reached(bps_load(word), round):
-                return _DONE
-            bps_pause()
+        cdef int status
+        if bps_reached(seen, round):
+            return _DONE
         begin_ns = bps_now_ns()
+        if bps_linger(word, seen, self.awake_ns) and bps_reached(bps_load(word), round):
+            bps_record_add(&self.records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns())
+            return _DONE
         while True:
             status = self._trouble(False)
             if status != _DONE:

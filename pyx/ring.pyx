@@ -123,7 +123,7 @@ cdef class Doorbell:
         """Sleep until it was rung since `rings` returned *seen*; return whether it was."""
         cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
         with nogil:
-            bps_await_doorbell(self.bell, seen, timeout_ns)
+            bps_await_doorbell(self.bell, seen, 0, timeout_ns)
         return bps_load(&self.bell.rings) != seen
 
     def __dealloc__(self):

@@ -9,12 +9,12 @@ cdef extern from "futex.h" nogil:
     uint32_t bps_load(uint32_t *)
     void bps_store(uint32_t *, uint32_t)
     uint32_t bps_add(uint32_t *, uint32_t)
-    void bps_pause()
     uint64_t bps_now_ns()
     int bps_wait(uint32_t *, uint32_t, uint64_t)
     void bps_wake(uint32_t *, int)
     void bps_ring_doorbell(bps_doorbell *, int)
-    void bps_await_doorbell(bps_doorbell *, uint32_t, uint64_t)
+    int bps_linger(const uint32_t *, uint32_t, uint64_t)
+    void bps_await_doorbell(bps_doorbell *, uint32_t, uint64_t, uint64_t)
 
 cdef extern from "lane.h" nogil:
     struct bps_entry:

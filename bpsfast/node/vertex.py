@@ -45,7 +45,8 @@ class Vertex:
         self._trace_capacity = settings.trace_capacity if settings.trace_dir else 0
         self._engine: Engine | None = Engine(
             self._board, self._doorbell, n_threads=settings.engine_threads or min(len(os.sched_getaffinity(0)), 8),
-            nontemporal_nbytes=settings.nontemporal_bytes, trace_capacity=self._trace_capacity)
+            nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
+            trace_capacity=self._trace_capacity)
         self._wiring: Wiring | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(self._engine, settings.credit_bytes, on_lost)
         self._sources: dict[int, tuple[str, int | None]] = {}
