@@ -12,6 +12,7 @@ import pytest
 
 import bpsfast
 from bpsfast.dtypes import NAMES, TABLE
+from bpsfast.orchestration.errors import StallError
 from bpsfast.reference import reduce
 from bpsfast.trainer import current
 
@@ -73,6 +74,46 @@ def many_rounds(n):
 
 def test_many_rounds_with_views_and_out(ranks):
     assert ranks.run(many_rounds, 50) == [None] * 3
+
+
+def streamed():
+    """Sums of many partitions from and to private memory, beside an asynchronous push of the same name."""
+    generator = np.random.default_rng(bpsfast.rank())
+    wrong = []
+    for step in range(4):
+        x = generator.integers(-100, 100, 5_000_001).astype("f4")
+        kept = x.copy()
+        if step == 2:
+            y = bpsfast.synchronize(bpsfast.push_pull_async(x, False, "streamed"))
+        else:
+            y = bpsfast.push_pull(x, False, "streamed", out=x if step == 3 else None)
+        wrong.append((step, kept, y.copy(), x is y or bool((x == kept).all())))
+    return wrong
+
+
+def test_a_large_private_tensor_is_streamed_through_a_small_window(ranks):
+    for rounds in zip(*ranks.run(streamed)):
+        expected = sum(kept for _, kept, _, _ in rounds)
+        for _, _, y, input_intact in rounds:
+            assert (y == expected).all() and input_intact
+
+
+def stream_alone():
+    """Rank 0 sums in place what the others never push: the input must survive the error."""
+    x = np.full(5_000_000, bpsfast.rank() + 1, "f4")
+    bpsfast.push_pull(x, False, "streamed alone")
+    kept = x.copy()
+    if bpsfast.rank():
+        return None
+    unit = current.current().unit("streamed alone")
+    with pytest.raises(StallError, match="rank"):
+        unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 0.5)
+    return bool((x == kept).all())
+
+
+def test_a_streamed_input_survives_a_stall(job):
+    started = job(ranks=(2,))
+    assert started.run(stream_alone) == [True, None]
 
 
 def views_last():

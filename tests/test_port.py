@@ -161,6 +161,32 @@ def test_copy_in_announces_each_partition_after_its_bytes(node):
         assert bytes(memoryview(segment)[: source.nbytes]) == source.tobytes()
 
 
+def test_stream_in_reuses_a_slot_only_once_its_partition_is_complete(node):
+    with Segment(2 * 4096) as segment:
+        source = np.random.default_rng(0).integers(0, 256, 3 * 4096 + 100, np.uint8)
+        stream = (segment.address, source.ctypes.data, source.nbytes, 4, 4096, 9, 2, 65536, 2)
+        port = node.port()
+        assert port.stream_in(*stream, 0, 0.01) == (TIMED_OUT, 2)
+        assert [node.lane.pop() for _ in range(3)] == [(4, 1, 9, 0, 2, 65536), (5, 1, 9, 0, 2, 65536 + 4096), None]
+        assert bytes(memoryview(segment)) == source[: 2 * 4096].tobytes()
+        node.publish(5, 9)  # the second before the first: slots are reused in order
+        assert port.stream_in(*stream, 2, 0.01) == (TIMED_OUT, 2) and node.lane.pop() is None
+        node.publish(4, 9)
+        assert port.stream_in(*stream, 2, 10) == (DONE, 4)
+        assert [node.lane.pop() for _ in range(2)] == [(6, 1, 9, 0, 2, 65536), (7, 1, 9, 0, 2, 65536 + 4096)]
+        assert bytes(memoryview(segment)[:4096]) == source[2 * 4096 : 3 * 4096].tobytes()
+        assert bytes(memoryview(segment)[4096 : 4096 + 100]) == source[3 * 4096 :].tobytes()
+
+
+def test_stream_in_raises_what_ended_the_job(node):
+    with Segment(2 * 4096) as segment:
+        node.abort(b"PeerLostError: rank 2 is gone")
+        source = bytearray(4 * 4096)
+        address = np.frombuffer(source, np.uint8).ctypes.data
+        with pytest.raises(ConnectionError, match="rank 2 is gone"):
+            node.port().stream_in(segment.address, address, len(source), 4, 4096, 9, 2, 0, 2, 0, 60)
+
+
 def test_deliver_copies_each_partition_once_it_is_published(node):
     with Segment(2 * 4096) as segment:
         memoryview(segment)[:] = bytes(range(256)) * 32

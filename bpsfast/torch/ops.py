@@ -72,6 +72,13 @@ def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: st
     return operations.start(memory, name, average, _priority(name, priority), memory, tensor)
 
 
+def _push_pull(tensor: torch.Tensor, average: bool, name: str, version: int, priority: int) -> torch.Tensor:
+    """Sum *tensor* into a new one."""
+    output = torch.empty_like(tensor, requires_grad=False)
+    return operations.run(tensor_memory(tensor), name, average, _priority(name, priority), tensor_memory(output),
+                          output)
+
+
 def _priority(name: str | None, priority: int) -> int:
     place = process.current().order.get(name) if name is not None else None
     return -place if place is not None and priority == 0 else priority
@@ -85,12 +92,11 @@ class _PushPull(torch.autograd.Function):
                 priority: int) -> torch.Tensor:
         # Forward and backward share the name, so it must be chosen here.
         ctx.arguments = (average, name or process.current().unnamed("auto"), version, priority)
-        return push_pull_async(tensor, *ctx.arguments).wait()
+        return _push_pull(tensor, *ctx.arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = push_pull_async(gradients[0].contiguous(), *ctx.arguments).wait()
-        return total, None, None, None, None
+        return _push_pull(gradients[0].contiguous(), *ctx.arguments), None, None, None, None
 
 
 def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
@@ -110,7 +116,8 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
 def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
                       priority: int = 0) -> torch.Tensor:
     """Replace *tensor* by its sum (mean) over all ranks and return it."""
-    return push_pull_async_inplace(tensor, average, name, version, priority).wait()
+    memory = tensor_memory(tensor)
+    return operations.run(memory, name, average, _priority(name, priority), memory, tensor)
 
 
 def poll(handle: Handle) -> bool:

@@ -16,7 +16,7 @@ from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
 
 if TYPE_CHECKING:
-    from .unit import Unit
+    from .unit import Region, Unit
 
 #: A wait sleeps at most this long before it looks whether the session was closed by another thread.
 _SLICE_S = 0.5
@@ -66,6 +66,22 @@ class GuardedPort:
         """Copy into the segment and announce, partition by partition (`Port.copy_in`)."""
         with self._inside as port:
             port.copy_in(destination, source, nbytes, part, stride, round, segment, offset)
+
+    def stream_in(self, unit: Unit, window: Region, n_slots: int, source: int, round: int, timeout_s: float) -> None:
+        """Copy *unit*'s bytes at *source* through *window*, *n_slots* partitions long (`Port.stream_in`).
+
+        Raises as `wait`.
+        """
+        announced = 0
+
+        def go_on(port: Port, wait_s: float) -> int:
+            nonlocal announced
+            outcome, announced = port.stream_in(
+                window.address, source, unit.nbytes, unit.first_part, unit.stride, round, window.segment, window.offset,
+                n_slots, announced, wait_s)
+            return outcome
+
+        self._in_slices(go_on, unit, unit.first_part, unit.n_parts, round, timeout_s)
 
     def done(self, part: int, n_parts: int, round: int) -> bool:
         """Return whether *round* of all these partitions is complete."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from .repeat import Repeat
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
+
+T = TypeVar("T")
 
 #: Every unnamed push_pull is a tensor of its own, with memory of its own: a loop of them is a mistake worth a word.
 _MANY_UNNAMED = 1000
@@ -138,15 +140,7 @@ def _until(deadline: float) -> float:
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
           result: object) -> Handle:
     """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
-    session = process.current()
-    if name is None:
-        name = session.unnamed("auto")
-        if name == f"auto.{_MANY_UNNAMED}":
-            warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
-                          "shutdown; give repeated ones a name", stacklevel=3)
-    spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)
-    if not session.knows(spec):
-        session.declare([spec])
+    session, name = _declared(source, name, average, priority)
     handle = Handle(session, name, source, output, result)
     unit = session.unit_nowait(name)
     if unit is None:
@@ -156,6 +150,30 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
     return handle
 
 
+def run(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput,
+        result: T) -> T:
+    """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
+    session, name = _declared(source, name, average, priority)
+    unit = session.unit_nowait(name)
+    if unit is None or not unit.stream(source.address, output.address, source.nbytes, session.settings.timeout_s):
+        start(source, name, average, priority, output, result).wait()
+    return result
+
+
+def _declared(source: TensorInput, name: str | None, average: bool, priority: int | None) -> tuple[Session, str]:
+    """Return the session and the name of a push_pull, after announcing it to the job."""
+    session = process.current()
+    if name is None:
+        name = session.unnamed("auto")
+        if name == f"auto.{_MANY_UNNAMED}":
+            warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
+                          "shutdown; give repeated ones a name", stacklevel=3)
+    spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)
+    if not session.knows(spec):
+        session.declare([spec])
+    return session, name
+
+
 def push_pull_async(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
                     out: Any = None) -> Handle:
     """Begin to sum *x* over all ranks and return a handle for `synchronize`.
@@ -163,13 +181,8 @@ def push_pull_async(x: Any, average: bool = True, name: str | None = None, prior
     *x* must not be written until then. Parameters and results: `push_pull`.
     """
     source = tensor_input(x)
-    if out is not None:
-        return start(source, name, average, priority, _output(out, source), out)
-    inside = source.nbytes and process.current().locate(source.address, source.nbytes) is not None
-    if inside:
-        return start(source, name, average, priority, None, None)
-    fresh = np.empty(source.shape, TABLE[source.dtype].numpy)
-    return start(source, name, average, priority, tensor_input(fresh), fresh)
+    output, result = _destination(source, out)
+    return start(source, name, average, priority, output, result)
 
 
 def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
@@ -208,18 +221,29 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     ClosedError, StallError, PeerLostError
         See there.
     """
-    if name is None or out is not None or not isinstance(x, np.ndarray):
-        return push_pull_async(x, average, name, priority, out).wait()
-    repeat = process.current().repeats.get(name)
-    result = repeat.push_pull(x, average, priority) if repeat is not None else None
-    if result is not None:
-        return result
-    handle = push_pull_async(x, average, name, priority)
-    result = handle.wait()
-    if handle.is_view:
+    repeat = process.current().repeats.get(name) if out is None and isinstance(x, np.ndarray) else None
+    view = repeat.push_pull(x, average, priority) if repeat is not None else None
+    if view is not None:
+        return view
+    source = tensor_input(x)
+    output, result = _destination(source, out)
+    if output is not None:
+        return run(source, name, average, priority, output, result)
+    result = start(source, name, average, priority, None, None).wait()
+    if name is not None and isinstance(x, np.ndarray):
         session = process.current()
         session.repeats[name] = Repeat(session, session.unit(name), x, average, priority)
     return result
+
+
+def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any]:
+    """Return where the result of *source* is copied and what the caller gets; None, None: a view of shared memory."""
+    if out is not None:
+        return _output(out, source), out
+    if source.nbytes and process.current().locate(source.address, source.nbytes) is not None:
+        return None, None
+    fresh = np.empty(source.shape, TABLE[source.dtype].numpy)
+    return tensor_input(fresh), fresh
 
 
 def _output(out: Any, source: TensorInput) -> TensorInput:

@@ -67,8 +67,8 @@ class Session:
         self.settings = settings
         self.pid = os.getpid()
         self.closed = False
-        port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd, awake_us=settings.awake_us,
-                    trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
+        port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
+                    awake_us=settings.awake_us, trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
         node = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self.port = GuardedPort(port, f"rank {self.rank}", node, self.require_open, self._ask_missing,
                                 self._look_for_deferred)

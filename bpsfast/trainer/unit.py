@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
+#: Partitions on their way to the sum at once while a unit is streamed: one is copied while another is summed.
+_WINDOW_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Unit:
         self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
         self._staging: Region | None = None
+        self._window: Region | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
         self._runs = _runs(ready, segments)
 
@@ -132,6 +135,28 @@ class Unit:
         self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
         self.finish(round)
         return round
+
+    def stream(self, source: int, destination: int, nbytes: int, timeout_s: float) -> bool:
+        """Sum private bytes at *source*, wait, and copy the result to *destination* (it may be *source*).
+
+        The input passes through a window of a few partitions that stays in the cache, not through `staging`: a third
+        of the memory traffic less, and less shared memory. It is retained where it came from: *destination* is not
+        written before the whole unit is complete. Returns False, and does nothing, where this gains nothing: for units
+        of few partitions, and bytes inside a segment. Raises as `push` and `wait`; *destination* is then unchanged, or
+        partly written if that was under way.
+        """
+        if (self.n_parts < 2 * _WINDOW_PARTS or nbytes != self.nbytes
+                or self.session.locate(source, nbytes) is not None):
+            return False
+        deadline = time.monotonic() + timeout_s
+        window = self._window or self._staging
+        if window is None:
+            window = self._window = self.session.allocate(_WINDOW_PARTS * self.stride)
+        round = self._begin()
+        self.session.port.stream_in(self, window, _WINDOW_PARTS, source, round, timeout_s)
+        self.wait(round, max(0.0, deadline - time.monotonic()))
+        self.deliver(round, destination, 0, nbytes, max(0.0, deadline - time.monotonic()))
+        return True
 
     def push_staging(self) -> int:
         """Announce what lies in `staging` and return the round."""
@@ -241,7 +266,7 @@ class Unit:
         with self._lock:
             self._views.clear()
             self._runs = []
-            self._staging = None
+            self._staging = self._window = None
 
 
 def _runs(ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> list[_Run]:
