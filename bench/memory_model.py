@@ -6,16 +6,21 @@ caches do not read what they overwrite, so a store is one stream.
 """
 from __future__ import annotations
 
+from bpsfast.settings import Settings
+
 #: The `memory` operation of `ranks.Ranks` reads and writes each byte once.
 COPY_STREAMS = 2
 
 
-def streams(variant: str, n_local: int) -> int:
+def streams(variant: str, n_local: int, nbytes: int) -> int:
     """Return how often each byte of one rank's gradient goes through memory, in all *n_local* ranks together."""
-    the_sum = n_local + 1  # every input read, the result written
-    if variant == "torch":
-        return 2 * n_local + the_sum + 2 * n_local  # copied in by each rank, copied out by each rank
-    return the_sum
+    if variant == "numpy":
+        return n_local + 1  # every input read, the result written
+    if variant == "in place":  # the least an all-reduce of private memory can do: every buffer read, and written
+        return 2 * n_local
+    streamed = nbytes > 3 * Settings().partition_bytes  # through a window that stays in the cache (`Unit.stream`)
+    copied_in, copied_out = n_local if streamed else 3 * n_local, 2 * n_local
+    return copied_in + 1 + copied_out
 
 
 def bandwidth(nbytes: int, copy_s: float) -> float:
@@ -25,4 +30,4 @@ def bandwidth(nbytes: int, copy_s: float) -> float:
 
 def predicted_s(variant: str, n_local: int, nbytes: int, bandwidth_bytes: float) -> float:
     """Return the modelled time of one push_pull."""
-    return streams(variant, n_local) * nbytes / bandwidth_bytes
+    return streams(variant, n_local, nbytes) * nbytes / bandwidth_bytes
