@@ -1,35 +1,18 @@
 """All ranks on one machine: every size against peers and the memory model; latency; a busy GIL; a model's gradients."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from bpsfast.bench import memory_model, peers, resnet, steady_state, table
 from bpsfast.bench.group import Group
 from bpsfast.bench.hall import Hall
+from bpsfast.bench.plan import Plan
 from bpsfast.bench.samples import Row, best, find, take_turns
 
 _LATENCY_NBYTES = 4 << 10
 _BESIDE_NBYTES = 64 << 20
 _MODEL_FROM_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure: sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name, rounds of turns."""
-
-    sizes: tuple[int, ...]
-    n_ranks: int
-    operations: tuple[str, ...]
-    peers: tuple[str, ...]
-    quick: bool
-    say: Callable[[str], None] = print
-
-    @property
-    def n_rounds(self) -> int:
-        """Turns of every contestant at every size."""
-        return 3 if self.quick else 9
 
 
 def run(plan: Plan) -> list[dict[str, Any]]:

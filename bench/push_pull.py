@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.bench import machine, one_machine, peers, table, two_nodes
+from bpsfast.bench.plan import Plan
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES = {1: "4K:256M", 2: "64M:64M"}
@@ -45,10 +46,10 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     chosen = _peers(given.get("compare") or "")
     start = time.time()
     if n_nodes == 1:
-        records = one_machine.run(one_machine.Plan(sizes, n_ranks, operations, chosen, quick))
+        records = one_machine.run(Plan(sizes, n_ranks, operations, chosen, quick))
     else:
         rate = {"rate": given["rate"]} if "rate" in given else {}
-        records = two_nodes.run(two_nodes.Plan(sizes, n_ranks, operations, chosen, quick, **rate))
+        records = two_nodes.run(Plan(sizes, n_ranks, operations, chosen, quick, **rate))
     manifest = {"bench": "push_pull", "format": 1, "options": {k: str(v) for k, v in given.items() if k != "json_path"},
                 "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
     records.insert(0, manifest)

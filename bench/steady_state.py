@@ -8,7 +8,7 @@ from bpsfast.bench.group import Group
 from bpsfast.bench.samples import Row, take_turns
 
 if TYPE_CHECKING:
-    from bpsfast.bench.one_machine import Plan
+    from bpsfast.bench.plan import Plan
 
 _N_STEPS = 50
 _SPARE_NBYTES = 64 << 20

@@ -1,35 +1,16 @@
 """Two nodes over TCP: on links that are the limit, and on loopback, where the CPU is; against raw sockets and gloo."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from bpsfast.bench import raw_sockets, table
 from bpsfast.bench.hall import Hall
+from bpsfast.bench.plan import Plan
 from bpsfast.bench.samples import Row, best, take_turns
 from bpsfast.bench.steady_state import python_s_per_partition
 from bpsfast.cluster import Cluster, netns
 
 _RAW = tuple(raw_sockets.VARIANTS)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure: sizes in bytes, ranks (spread over two nodes), peers, the rate of shaped links."""
-
-    sizes: tuple[int, ...]
-    n_ranks: int
-    operations: tuple[str, ...]
-    peers: tuple[str, ...]
-    quick: bool
-    rate: str = "1gbit"
-    say: Callable[[str], None] = print
-
-    @property
-    def n_rounds(self) -> int:
-        """Turns of every contestant at every size."""
-        return 3 if self.quick else 9
 
 
 def run(plan: Plan) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bpsfast.bench import memory_model, pattern, push_pull, resnet, samples, steady_state, table, two_nodes
+from bpsfast.bench.plan import Plan
 from bpsfast.bench.contestant import Operation, Timer
 from bpsfast.bench.group import Group
 from bpsfast.orchestration.errors import ConfigError
@@ -149,7 +150,7 @@ def test_one_machine_writes_what_it_measured(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_two_nodes_measure_loopback_against_raw_sockets(capsys):
-    plan = two_nodes.Plan(sizes=(1 << 20,), n_ranks=2, operations=("numpy",), peers=(), quick=True)
+    plan = Plan(sizes=(1 << 20,), n_ranks=2, operations=("numpy",), peers=(), quick=True)
     *rows, last = two_nodes._measure(plan, "loopback", None)
     wrong = {row["chosen"]["operation"]: row["measured"]["n_wrong"] for row in rows}
     assert set(wrong) == {"numpy", "numpy, sums off", "raw 1", "raw 2", "raw 2 small"}

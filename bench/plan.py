@@ -1,0 +1,23 @@
+"""What a push_pull bench measures."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name, the rate of shaped links."""
+
+    sizes: tuple[int, ...]
+    n_ranks: int
+    operations: tuple[str, ...]
+    peers: tuple[str, ...]
+    quick: bool
+    rate: str = "1gbit"
+    say: Callable[[str], None] = print
+
+    @property
+    def n_rounds(self) -> int:
+        """Turns of every contestant at every size."""
+        return 3 if self.quick else 9
