@@ -1,4 +1,4 @@
-"""Fixtures: `job` starts real schedulers, nodes and ranks; `shared_job` keeps them for a module; `no_leaks` counts.
+"""Fixtures: `job` starts real jobs, `shared_job` keeps them for a module; `no_leaks` counts, `pidfd_of` watches an end.
 
     def mean_of_ranks():                      # runs on every rank, in its own process
         return bpsfast.push_pull(np.full(4, bpsfast.rank(), "f4"), name="x")
@@ -8,6 +8,7 @@
 """
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
@@ -230,3 +231,16 @@ def no_leaks() -> Iterator[None]:
     before = counts()
     yield
     assert counts() == before, "descriptors, threads"
+
+
+@pytest.fixture
+def pidfd_of() -> Iterator[Callable[[int], int]]:
+    """Open pidfds for the test: readable when the process has ended."""
+    with contextlib.ExitStack() as stack:
+
+        def open_pidfd(pid: int) -> int:
+            fd = os.pidfd_open(pid)
+            stack.callback(os.close, fd)
+            return fd
+
+        yield open_pidfd

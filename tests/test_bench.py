@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from bpsfast.bench import memory_model, pattern, push_pull, resnet, samples, steady_state, table, two_nodes
-from bpsfast.bench.plan import Plan
 from bpsfast.bench.contestant import Operation, Timer
 from bpsfast.bench.group import Group
+from bpsfast.bench.plan import Plan
 from bpsfast.orchestration.errors import ConfigError
 
 

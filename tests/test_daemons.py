@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -11,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
@@ -32,19 +30,6 @@ started = daemons.start(detect(settings, {}), settings)
 print(started.scheduler.pid, started.node.pid, flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def pidfd_of() -> Iterator[Callable[[int], int]]:
-    """Open pidfds for the test: readable when the process has ended."""
-    with contextlib.ExitStack() as stack:
-
-        def open_pidfd(pid: int) -> int:
-            fd = os.pidfd_open(pid)
-            stack.callback(os.close, fd)
-            return fd
-
-        yield open_pidfd
 
 
 @pytest.fixture

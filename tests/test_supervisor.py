@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -35,19 +34,6 @@ child = subprocess.Popen(["sleep", "600"])
 print(os.getpid(), child.pid, flush=True)
 child.wait()
 """
-
-
-@pytest.fixture
-def pidfd_of() -> Iterator[Callable[[int], int]]:
-    """Open pidfds for the test: readable when the process has ended."""
-    with contextlib.ExitStack() as stack:
-
-        def open_pidfd(pid: int) -> int:
-            fd = os.pidfd_open(pid)
-            stack.callback(os.close, fd)
-            return fd
-
-        yield open_pidfd
 
 
 def program(name: str, text: str, kind: Kind = Kind.RANK, **variables: str) -> Command:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-
-import pytest
 
 from bpsfast.launch.daemons import tethered
 
@@ -22,19 +17,6 @@ child.stdout.readline()
 print(child.pid, flush=True)
 child.wait()
 """
-
-
-@pytest.fixture
-def pidfd_of() -> Iterator[Callable[[int], int]]:
-    """Open pidfds for the test: readable when the process has ended."""
-    with contextlib.ExitStack() as stack:
-
-        def open_pidfd(pid: int) -> int:
-            fd = os.pidfd_open(pid)
-            stack.callback(os.close, fd)
-            return fd
-
-        yield open_pidfd
 
 
 def test_the_command_replaces_the_wrapper():
