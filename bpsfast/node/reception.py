@@ -93,17 +93,17 @@ class Reception:
         self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
 
     def _read(self, link: Channel) -> None:
-        for message, fds in link.recv_nowait():
-            taken = False
-            try:
-                taken = self._meet(link, message, fds)
-            finally:
-                if not taken:
-                    for fd in fds:
-                        os.close(fd)
+        received = [(message, list(fds)) for message, fds in link.recv_nowait()]
+        try:
+            for message, fds in received:
+                self._meet(link, message, fds)
+        finally:
+            for _, fds in received:
+                for fd in fds:
+                    os.close(fd)
 
-    def _meet(self, link: Channel, message: messages.Message, fds: tuple[int, ...]) -> bool:
-        """Act on a newcomer's message; return whether the descriptors were taken."""
+    def _meet(self, link: Channel, message: messages.Message, fds: list[int]) -> None:
+        """Act on a newcomer's message; what is kept of its descriptors is taken out of *fds*."""
         if isinstance(message, messages.Attach):
             check_user(link)
             check_proof(self._job_key, message.pid, message.local_rank, message.proof)
@@ -111,8 +111,8 @@ class Reception:
                 raise ProtocolError(f"process {message.pid} attached with {len(fds)} descriptors, expected its pidfd")
             self._hand_over(link)
             self._on_rank(link, message, fds[0])
-            return True
-        if isinstance(message, messages.AttachServer):
+            fds.clear()
+        elif isinstance(message, messages.AttachServer):
             check_user(link)
             check_proof(self._job_key, message.pid, -1, message.proof)
             self._hand_over(link)
@@ -124,14 +124,13 @@ class Reception:
             else:
                 self._welcome(link, message)
         elif isinstance(message, shm.PeerLane) and link in self._half:
-            index, lane = self._half.pop(link)
+            index, lane = self._half[link]
             established = shm.complete(index, link, lane, fds)
+            del self._half[link]  # the lane is the link's from here on
             self._hand_over(link)
             self._on_peer(established)
-            return True
         else:
             raise ProtocolError(f"a process that has not attached sent {type(message).__name__}")
-        return False
 
     def _welcome(self, link: Channel, hello: shm.PeerHello) -> None:
         assert self._me is not None

@@ -13,6 +13,7 @@ generation. What is summed is announced natively, by lane entries.
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -133,8 +134,12 @@ class ShmLink:
             log.debug("node %d was gone before it could be told %s", self.index, type(message).__name__)
 
     def map(self, message: PeerSegment, fd: int) -> Segment:
-        """Map a segment that the peer shared (read-only) and return it; the descriptor becomes the segment's."""
-        mapped = Segment.attach(fd, writable=False)
+        """Map a segment that the peer shared (read-only) and return it; the descriptor is ours, or closed."""
+        fds = [fd]
+        try:
+            mapped = _attach(self.index, fds, writable=False)
+        finally:
+            _close(fds)
         if message.segment in self.segments or mapped.nbytes < message.nbytes:
             nbytes = mapped.nbytes
             mapped.close()
@@ -159,12 +164,13 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, doors
     link = channel.connect(name, 0.0, decode)
     pid = os.getpid()
     lane = None
-    fds: tuple[int, ...] = ()
+    fds: list[int] = []
     try:
         _check_user(link)
         link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid,
                             proof=security.prove(job_key, *_hello(mine, peer, epoch, pid))), timeout_s=timeout_s)
-        answer, fds = link.recv(timeout_s)
+        answer, received = link.recv(timeout_s)
+        fds += received
         if isinstance(answer, messages.Refuse):
             raise ProtocolError(answer.reason)
         if not isinstance(answer, PeerWelcome) or len(fds) != 3 or not security.verify(
@@ -175,8 +181,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, doors
         link.send(PeerLane(), doorstep.fds(lane), timeout_s)
         return _assemble(peer, link, lane, fds)
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        _close(fds)
         if lane is not None:
             lane.close()
         link.close()
@@ -201,8 +206,11 @@ def welcome(job_key: bytes, hello: PeerHello, link: Channel, mine: int, epoch: i
     return lane
 
 
-def complete(index: int, link: Channel, lane: Segment, fds: tuple[int, ...]) -> ShmLink:
-    """Return the established pair with node *index*, whose `PeerLane` brought *fds*."""
+def complete(index: int, link: Channel, lane: Segment, fds: list[int]) -> ShmLink:
+    """Return the established pair with node *index*, whose `PeerLane` brought *fds*; it takes out what it keeps.
+
+    If this raises, *link*, *lane* and what is left of *fds* are the caller's to close.
+    """
     if len(fds) != 3:
         raise ProtocolError(f"node {index} passed {len(fds)} descriptors instead of lane, doorbell and pidfd")
     return _assemble(index, link, lane, fds)
@@ -216,10 +224,27 @@ def _answer(*numbers: int) -> list[str]:
     return ["shm welcome", *map(str, numbers)]
 
 
-def _assemble(index: int, link: Channel, incoming: Segment, fds: tuple[int, ...]) -> ShmLink:
-    outgoing = Segment.attach(fds[0], writable=True)
-    doorbell = Segment.attach(fds[1], writable=True)
-    return ShmLink(index, link, incoming, outgoing, doorbell, fds[2])
+def _assemble(index: int, link: Channel, incoming: Segment, fds: list[int]) -> ShmLink:
+    with contextlib.ExitStack() as undo:
+        outgoing = undo.enter_context(_attach(index, fds, writable=True))
+        doorbell = undo.enter_context(_attach(index, fds, writable=True))
+        undo.pop_all()
+    return ShmLink(index, link, incoming, outgoing, doorbell, fds.pop())
+
+
+def _attach(index: int, fds: list[int], writable: bool) -> Segment:
+    """Map the first of *fds*, from node *index*, and take it out: one owner closes it, whatever happens next."""
+    try:
+        segment = Segment.attach(fds[0], writable=writable)
+    except OSError as exc:
+        raise ProtocolError(f"node {index} passed a descriptor that cannot be mapped: {exc}") from exc
+    del fds[0]
+    return segment
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _check_user(link: Channel) -> None:
