@@ -159,6 +159,17 @@ def test_another_key_is_refused_and_named(kind):
         end.close()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_links_that_nobody_took_are_closed(kind, no_leaks):
+    made = [End(index, settings_for(kind)) for index in (0, 1)]
+    connect(made)
+    links = [end.peering.links[1 - end.index] for end in made]
+    for end in made:
+        end.close()
+        assert not end.peering.links
+    assert all(link.channel.fileno() == -1 if kind == "shm" else not link.sockets for link in links)
+
+
 def test_auto_falls_back_to_tcp_and_says_why():
     made = [End(0, settings_for("auto")), End(1, settings_for("auto"))]
     made[0].reception.close()  # as if the other node were on another host

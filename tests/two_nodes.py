@@ -66,7 +66,7 @@ class End:
     def finish(self) -> None:
         """Hand the connection to the engine and the rank its port."""
         me = self.nodes[self.index]
-        self.vertex.connect(me, Welcome(index=self.index, epoch=1, nodes=tuple(self.nodes)), self.peering.links,
+        self.vertex.connect(me, Welcome(index=self.index, epoch=1, nodes=tuple(self.nodes)), self.peering.take(),
                             self.peering.describe(), [self.rank])
         lane, board, doorbell, pidfd = (os.dup(fd) for fd in self.vertex.fds_for(self.rank))
         self._mapped = [segment_of(lane, True), segment_of(board, False), segment_of(doorbell, True)]
@@ -119,9 +119,6 @@ class End:
         self.reception.close()
         if hasattr(self, "peering"):
             self.peering.close()
-            if not self.vertex.links:
-                for link in self.peering.links.values():
-                    link.close()
         self.listener.close()
         if self.vertex.running:
             self.vertex.stop()

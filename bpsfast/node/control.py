@@ -273,7 +273,7 @@ class Node:
         for name, choice in self._peering.describe().items():
             log.info("%s by %s", name, choice)
         me = self._welcome.nodes[self._welcome.index]
-        self._vertex.connect(me, self._welcome, self._peering.links, self._peering.describe(), self._home.ranks)
+        self._vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
         for link in self._vertex.shm_links():
             self._loop.watch(link.channel.fileno(), partial(self._read_peer, link))
             self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, "its process is gone"))

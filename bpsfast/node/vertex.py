@@ -87,14 +87,17 @@ class Vertex:
 
     def connect(self, me: NodeInfo, welcome: Welcome, links: Mapping[int, Link], transports: Mapping[str, str],
                 ranks: Sequence[LocalRank]) -> None:
-        """Make ranks (in local order) and peers (in node order) the engine's sources, and start the service."""
+        """Make ranks (in local order) and peers (in node order) the engine's sources, and start the service.
+
+        *links* are this object's to close from now on.
+        """
+        self.links.update(links)
         engine, settings = self.engine, self._settings
         assert self._dispatcher is not None
         for rank in ranks:
             rank.source = engine.add_rank(rank.lane)
             self._sources[rank.source] = rank.describe(), None
             self._ranks[rank.source] = rank.rank
-        self.links.update(links)
         self.transports.update(transports)
         source_of = self._source_of
         for index, link in sorted(self.links.items()):

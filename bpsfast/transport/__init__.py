@@ -83,6 +83,7 @@ class Peering:
         self._accepting: dict[int, tcp.TcpLink] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._taken = False
         self._threads = [threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
                          for task in (self._dial_all, self._accept_all)]
 
@@ -100,6 +101,12 @@ class Peering:
         """Return "node N" -> "transport: reason"."""
         return {f"node {index}": f"{self.links[index].kind}: {self.reasons[index]}" for index in sorted(self.links)}
 
+    def take(self) -> dict[int, Link]:
+        """Hand over the links: from now on they are the caller's to close."""
+        with self._lock:
+            self._taken = True
+            return dict(self.links)
+
     def offer(self, link: Link, reason: str) -> None:
         """Take an established link (the control loop brings those that were dialled to the local socket)."""
         with self._lock:
@@ -112,15 +119,19 @@ class Peering:
         self._notify()
 
     def close(self) -> None:
-        """Stop connecting, and close what nobody was handed. A thread in the middle of a dial ends with the process."""
-        self._closed = True
+        """Stop connecting, and close what nobody took. A thread in the middle of a dial ends with the process."""
+        with self._lock:
+            self._closed = True
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(_JOIN_S)
         self._listener.close()
-        for half in self._accepting.values():
-            half.close()
-        self._accepting.clear()
+        with self._lock:
+            unused: list[Link] = [*self._accepting.values(), *(() if self._taken else self.links.values())]
+            self._accepting.clear()
+            self.links = {}
+        for link in unused:
+            link.close()
 
     # -- the two threads ----------------------------------------------------------------------------------
 
@@ -186,7 +197,8 @@ class Peering:
             return
         with self._lock:
             half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer))
-            if hello.peer not in self._peers or hello.stream in half.sockets or hello.peer in self.links:
+            if (self._closed or hello.peer not in self._peers or hello.stream in half.sockets
+                    or hello.peer in self.links):
                 log.warning("refused stream %d of node %d: not expected", hello.stream, hello.peer)
                 sock.close()
                 return
