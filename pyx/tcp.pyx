@@ -248,7 +248,7 @@ cdef void *_receive(void *argument) noexcept nogil:
 
 @cython.final
 cdef class Stream:
-    """One connection to node *peer* (a source id of the engine), which *fd* becomes the property of.
+    """One connection to node *peer* (a source id of the engine) over the socket *fd*, which becomes the stream's own.
 
     *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *keep* is
     held so that the engine outlives the stream's threads. *epoch* is stamped on every write and checked on every
@@ -256,6 +256,8 @@ cdef class Stream:
 
     Raises
     ------
+    MemoryError
+        From the constructor, for its tables or trace; *fd* is then still the caller's, as with a wrong argument.
     ValueError
         From `post` and `bind`, if the slot is beyond *n_slots* or the stream is closed.
     """
@@ -282,7 +284,7 @@ cdef class Stream:
             link.records.capacity = trace_capacity
         if link.slots == NULL or link.queue == NULL or (trace_capacity and link.records.records == NULL):
             raise MemoryError(f"stream of {n_slots} slots")
-        link.fd = fd
+        link.fd = fd  # nothing can raise any more: it is ours
         bps_tune(fd, send_buffer_nbytes)
 
     @property

@@ -1,5 +1,6 @@
 """Streams: payloads whole and in order, credit on acknowledgement, nothing written that was not bound."""
 import errno
+import gc
 import os
 import socket
 import struct
@@ -191,6 +192,19 @@ def test_our_own_close_is_no_loss_and_cuts_a_blocked_send(engine, sockets):
     right.settimeout(20)
     while right.recv(1 << 20):
         continue
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    ({"trace_capacity": 1 << 60}, MemoryError), ({"send_buffer_nbytes": 1 << 40}, OverflowError),
+])
+def test_a_stream_that_cannot_be_made_leaves_the_descriptor_to_the_caller(engine, sockets, options, error):
+    left, right = sockets
+    with pytest.raises(error):
+        Stream(left.fileno(), peer=0, engine=engine.handle, arrived=engine.arrived_address,
+               notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
+    gc.collect()
+    left.sendall(b"still open")
+    assert receive(right, 10) == b"still open"
 
 
 def test_slots_out_of_range_are_refused(engine, sockets):

@@ -159,6 +159,19 @@ def test_another_key_is_refused_and_named(kind):
         end.close()
 
 
+def test_a_connection_that_no_stream_could_take_over_is_closed_with_its_link(no_leaks):
+    made = [End(index, settings_for("tcp")) for index in (0, 1)]
+    connect(made)
+    link = made[0].peering.links[1]
+    with pytest.raises(MemoryError):
+        link.start(made[0].vertex.engine, 0, 1, 64, 0, trace_capacity=1 << 60)
+    socks = list(link.sockets.values())
+    assert socks and not link.streams
+    for end in made:
+        end.close()
+    assert all(sock.fileno() == -1 for sock in socks)
+
+
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_links_that_nobody_took_are_closed(kind, no_leaks):
     made = [End(index, settings_for(kind)) for index in (0, 1)]

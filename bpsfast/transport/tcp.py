@@ -93,14 +93,14 @@ class TcpLink:
         *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
         """
         for number in sorted(self.sockets):
-            sock = self.sockets.pop(number)
+            sock = self.sockets[number]
             nbytes = send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
-            # The stream owns the descriptor from here on.
-            stream = Stream(sock.detach(), peer=source, engine=engine.handle,
+            stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=epoch,
                             n_slots=n_slots, send_buffer_nbytes=nbytes,
                             trace_capacity=trace_capacity, keep=engine)
             self.streams.append(stream)
+            self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
             stream.start()
 
     def stream(self, part: int) -> Stream:
