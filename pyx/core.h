@@ -48,6 +48,7 @@ struct bps_core {
     struct bps_source *sources;
     uint32_t n_sources;
     int frozen, stopping, running, n_workers;
+    uint32_t aborted; /* the board's reason has its one writer */
     void *board;
     struct bps_doorbell *doorbell;
     uint64_t nontemporal_nbytes, awake_ns;
@@ -57,12 +58,23 @@ struct bps_core {
     uint64_t sums, bytes_summed, published, forwarded, stale, allocations;
 };
 
+/* End the job: ranks raise what the reason, "Class: text" with its NUL, says. The first one stays. Any thread. */
+static inline void bps_abort(struct bps_core *core, const char *reason, size_t nbytes)
+{
+    if (__atomic_exchange_n(&core->aborted, 1, __ATOMIC_ACQ_REL) != 0)
+        return;
+    memcpy((char *)core->board + BPS_REASON_OFFSET, reason, nbytes);
+    bps_store(&((struct bps_board *)core->board)->state, 1);
+}
+
 static inline void bps_event_out(struct bps_core *core, uint32_t kind, uint32_t source, uint32_t part, uint32_t round,
                                  uint32_t code, uint64_t address, uint64_t nbytes)
 {
     struct bps_event event = {kind, source, part, round, code, address, nbytes};
+    static const char reason[] = "CapacityError: the node of this machine ran out of memory for what its engine has to "
+                                 "report, and ended the job: give it more memory, or push less";
     if (bps_events_push(&core->events, event) != 0) /* a lost event is a hang: end the job instead */
-        bps_store(&((struct bps_board *)core->board)->state, 1);
+        bps_abort(core, reason, sizeof reason);
 }
 
 static inline void bps_broken(struct bps_core *core, uint32_t source, uint32_t part, uint32_t round)

@@ -17,19 +17,19 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 from pyx.core cimport (
-    BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_core, bps_core_free, bps_core_make,
-    bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input, bps_kernel,
-    bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map, bps_start,
-    bps_stop,
+    BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_core, bps_core_free,
+    bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input,
+    bps_kernel, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map,
+    bps_start, bps_stop,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
-    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn,
-    bps_ring_doorbell, bps_store, bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, bps_arrived_fn,
+    bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_ring_doorbell,
+    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
 
@@ -355,11 +355,7 @@ cdef class Engine:
         cdef bytes text = reason.encode()[:BPS_REASON_NBYTES - 1] + b"\0"
         cdef char *source = text
         cdef uint32_t i
-        pthread_mutex_lock(&core.lock)
-        if bps_load(&(<bps_board *>core.board).state) == 0:
-            memcpy(<char *>core.board + BPS_REASON_OFFSET, source, len(text))
-            bps_store(&(<bps_board *>core.board).state, 1)
-        pthread_mutex_unlock(&core.lock)
+        bps_abort(core, source, len(text))
         for i in range(core.n_parts):
             bps_wake(bps_board_word(core.board, i), WAKE_ALL)
 

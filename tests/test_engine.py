@@ -6,6 +6,8 @@ import errno
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -13,11 +15,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
+from bpsfast.orchestration.errors import CapacityError
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT, Port
 from bpsfast.reference import reduce
+from bpsfast.trainer.attachment import error_of
 
 PART = 4096
 N = PART // 4
@@ -410,6 +414,33 @@ def test_bad_thread_counts_are_refused(arguments):
         ring.format_doorbell(bell)
         with pytest.raises(ValueError, match="n_threads"):
             Engine(board, bell, **arguments)
+
+
+#: Transports report to an engine whose events nobody takes, in a process that gets no more memory.
+_FULL = """
+import ctypes, resource
+from bpsfast.pyx import engine as native, ring
+from bpsfast.pyx.pages import Segment
+board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+ring.format_board(board)
+ring.format_doorbell(bell)
+engine = native.Engine(board, bell, n_threads=1)
+notify = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_uint32] * 5, ctypes.c_uint64)(engine.notify_address)
+state = memoryview(board).cast("I")
+nbytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (4 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+while not state[1]:
+    notify(engine.handle, native.EVENT_DELIVERED, 0, 0, 0, 0, 0)
+engine.abort("PeerLostError: later")
+print(bytes(state.cast("B")[64:4096]).split(b"\\0")[0].decode())
+"""
+
+
+def test_an_engine_without_memory_for_events_ends_the_job_in_words():
+    done = subprocess.run([sys.executable, "-c", _FULL], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    name, _, reason = done.stdout.strip().partition(": ")
+    assert isinstance(error_of(name, reason), CapacityError) and "ran out of memory" in reason
 
 
 def test_close_joins_the_threads():
