@@ -106,7 +106,7 @@ class Admission:
         ranks += [()] * len(helpers)
         return [
             (sender, NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
-                              ranks=ranks[index], nic_rate_bytes=join.nic_rate_bytes))
+                              ranks=ranks[index], nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes))
             for index, (sender, join) in enumerate(ordered)
         ]
 

@@ -25,6 +25,7 @@ class Generations:
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
+        self._page_nbytes = max(node.page_nbytes for node in nodes)
         self._owned = [0] * len(nodes)
         self._next_unit = 0
         self._next_part = 0
@@ -40,7 +41,8 @@ class Generations:
         Raises CapacityError or UnsupportedError, and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
-        units = plan_units(specs, self._next_unit, self._next_part, self._partition_nbytes, self._fusion_nbytes)
+        units = plan_units(specs, self._next_unit, self._next_part, self._partition_nbytes, self._fusion_nbytes,
+                           self._page_nbytes)
         parts = [part for unit in units for part in unit.parts]
         keys = [unit.unit << 16 | index for unit in units for index in range(len(unit.parts))]
         owners = iter(assign([part.nbytes for part in parts], self._machines, self._policy, self._owned, keys))

@@ -84,7 +84,8 @@ class Join(Message):
 
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
-    `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data.
+    `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
+    the machine's page size.
     """
 
     version: int
@@ -98,6 +99,7 @@ class Join(Message):
     shm_name: str
     nic_rate_bytes: float
     settings: dict[str, str]
+    page_nbytes: int = 4096
 
 
 class Declare(Message):
@@ -177,6 +179,7 @@ class NodeInfo(Record):
     shm_name: str
     ranks: tuple[int, ...]
     nic_rate_bytes: float
+    page_nbytes: int = 4096
 
 
 class Welcome(Message):

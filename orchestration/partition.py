@@ -58,6 +58,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     of None means minus the position in *specs*. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
+    *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side by side.
 
     Raises
     ------

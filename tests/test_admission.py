@@ -69,6 +69,11 @@ def test_node_order_and_ranks(joins, expected):
     assert [node.index for _, node in ours.roster()] == [0, 1]
 
 
+def test_everybody_knows_every_machines_page_size():
+    ours = admission(join("a"), join("b", page_nbytes=65536))
+    assert [node.page_nbytes for _, node in ours.roster()] == [4096, 65536]
+
+
 def test_helpers_come_last_by_wish_then_arrival():
     ours = admission(join("h1", 0), join("a"), join("h2", 0, index=9), join("b"), join("h3", 0, index=4), num_helpers=3)
     assert ours.complete()

@@ -8,9 +8,9 @@ from bpsfast.orchestration.generations import Generations
 from bpsfast.orchestration.messages import Commit, NodeInfo, TensorSpec
 
 
-def generations(n=2, k=1, **fields):
+def generations(n=2, k=1, pages=(4096,), **fields):
     nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=(i,) if i < n else (),
-                      nic_rate_bytes=0.0) for i in range(n + k)]
+                      nic_rate_bytes=0.0, page_nbytes=pages[i % len(pages)]) for i in range(n + k)]
     return Generations(nodes, **{"policy": "optimal", "partition_nbytes": 4096, "fusion_nbytes": 4096, **fields})
 
 
@@ -33,6 +33,15 @@ def test_owners_continue_from_what_is_owned():
     second, order = commit(ours, spec("b", 2, priority=5))
     assert [part.owner for unit in second.units for part in unit.parts] == [2, 0]
     assert order == Commit(generation=2, order=(2, 3, 0, 1))
+
+
+@pytest.mark.parametrize(("pages", "stride"), [((4096,), 5 * 4096), ((4096, 65536), 65536)])
+def test_partitions_are_cut_at_the_largest_page_of_any_machine(pages, stride):
+    ours = generations(pages=pages, partition_nbytes=20 * 1024)
+    (unit,) = ours.propose([spec("a", 50)]).units
+    assert unit.stride == stride
+    assert len({part.owner for part in unit.parts}) == 3
+    assert all(part.offset % max(pages) == 0 for part in unit.parts), "or a view of several owners' results cannot be"
 
 
 def test_a_tensor_without_bytes_is_committed_too():

@@ -1,12 +1,15 @@
 """Regions: page-aligned pieces that never overlap, few segments, exact accounts, refusal before a page is touched."""
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.node.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
 from bpsfast.orchestration.errors import CapacityError
+from bpsfast.pyx.pages import Window
 
 
 @pytest.fixture
@@ -77,6 +80,13 @@ def test_more_than_the_machine_has_is_refused_before_a_page_is_touched(regions):
     with pytest.raises(CapacityError, match=r"needs \d+ bytes .* but .* has \d+ bytes"):
         regions.slots.allocate(before.total * 2)
     assert regions.n_segments == 0
+
+
+def test_results_can_be_mapped_side_by_side(regions):
+    places = [regions.results.allocate(nbytes, MIN_SEGMENT_NBYTES)[0] for nbytes in (100, PAGE_NBYTES + 1, 100)]
+    extents = [(regions.chunk(place.segment).segment.fileno(), place.offset, PAGE_NBYTES) for place in reversed(places)]
+    with contextlib.closing(Window(extents)) as window:
+        assert window.nbytes == 3 * PAGE_NBYTES
 
 
 def test_memory_is_zero(regions):

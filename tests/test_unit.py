@@ -1,6 +1,7 @@
 """Where a unit's results lie: extents that follow each other, over several segments, and ones that do not fit."""
 from __future__ import annotations
 
+import mmap
 import os
 
 import numpy as np
@@ -11,7 +12,7 @@ from bpsfast.orchestration.messages import Extent, MemberPlan, PartPlan, UnitPla
 from bpsfast.pyx.pages import Segment
 from bpsfast.trainer.unit import Unit
 
-STRIDE = 8192
+STRIDE = 2 * mmap.PAGESIZE
 
 
 @pytest.fixture

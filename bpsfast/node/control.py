@@ -32,6 +32,7 @@ from .counters import told
 from .event_loop import EventLoop
 from .household import Household
 from .plans import Plans
+from .regions import PAGE_NBYTES
 from .stop_signals import StopSignals
 from .vertex import Vertex
 
@@ -130,7 +131,7 @@ class Node:
             index=self._settings.node_index, ranks=self._home.wished_ranks(),
             server_processes=self._home.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
             shm_name=self._reception.name.lstrip(b"\0").decode(), nic_rate_bytes=self._settings.nic_rate * 1e9 / 8,
-            settings=self._fingerprint))
+            settings=self._fingerprint, page_nbytes=PAGE_NBYTES))
 
     @property
     def admitted(self) -> bool:

@@ -11,6 +11,7 @@ are unique on the node over all kinds: an entry (segment, offset) means the same
 """
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment
 from . import headroom
 
-PAGE_NBYTES = 4096
+#: This machine's. Partitions are cut at the largest page in the job, and results lie at multiples of ours: then ranks
+#: can map runs of them side by side.
+PAGE_NBYTES = mmap.PAGESIZE
 #: A new segment has at least this size, so that a thousand small tensors do not make a thousand descriptors.
 MIN_SEGMENT_NBYTES = 2 << 20
 #: Lane entries carry the segment number in 16 bits.
