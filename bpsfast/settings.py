@@ -65,7 +65,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
     nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
-    awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps", "us", ge=0)] = 50
+    awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps", "us", ge=0,
+                                    le=10_000)] = 50
     sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0

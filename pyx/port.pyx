@@ -104,7 +104,7 @@ cdef class Port:
             raise ValueError(f"the lane buffer of {self.lane_view.len} bytes is no formatted lane")
         if self.board_view.len < BPS_BOARD_HEADER or (<bps_board *>self.board).magic != BPS_BOARD_MAGIC:
             raise ValueError(f"the board buffer of {self.board_view.len} bytes is no formatted board")
-        if self.doorbell_view.len < 64 or self.doorbell.magic != BPS_DOORBELL_MAGIC:
+        if self.doorbell_view.len < <Py_ssize_t>sizeof(bps_doorbell) or self.doorbell.magic != BPS_DOORBELL_MAGIC:
             raise ValueError(f"the doorbell buffer of {self.doorbell_view.len} bytes is no formatted doorbell")
         self.n_words = <uint32_t>((self.board_view.len - BPS_BOARD_HEADER) // BPS_BOARD_STRIDE)
         if trace_capacity:
@@ -175,13 +175,13 @@ cdef class Port:
         """As `copy_in`, but through *n_slots* partitions' worth of memory, each reused once its partition is complete.
 
         *window* is where *segment*, *offset* is mapped here. Begins with the unit's partition number *begin* and
-        returns (what `wait` returns, the number of partitions announced so far): with DONE all are. Raises as
-        `submit`, and what a signal handler raises.
+        returns (DONE or TIMED_OUT, the number of partitions announced so far): with DONE all are. A full lane counts as
+        waiting. Raises as `submit`, and what a signal handler raises.
         """
         cdef uint32_t i = begin
         cdef uint32_t n_parts = <uint32_t>((nbytes + stride - 1) // stride)
-        cdef uint64_t slot, piece, begin_ns = bps_now_ns()
-        cdef uint64_t deadline_ns = begin_ns + <uint64_t>(timeout_s * 1e9)
+        cdef uint64_t slot, piece, begin_ns
+        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
         cdef int status = _DONE
         self._check(part, n_parts)
         while i < n_parts:
@@ -198,9 +198,13 @@ cdef class Port:
                     if status != _DONE:
                         break
                     i += 1
+            if status == _INTERRUPTED:
+                PyErr_CheckSignals()
+                if bps_now_ns() >= deadline_ns:
+                    status = _TIMED_OUT
             if status == _TIMED_OUT:
                 break
-            self._raise(status, begin_ns)
+            self._raise(status if status != _INTERRUPTED else _DONE, 0)
         return status, i
 
     cdef int _announce(self, uint32_t part, uint32_t count, uint32_t round, uint16_t segment, uint64_t offset,

@@ -28,6 +28,11 @@ def ranks(request, shared_job):
 
 
 @pytest.fixture
+def one_node(shared_job):
+    return shared_job(ranks=(3,), transport="auto")
+
+
+@pytest.fixture
 def pair(shared_job):
     return shared_job(ranks=(2, 1), transport="tcp")
 
@@ -76,6 +81,26 @@ def test_many_rounds_with_views_and_out(ranks):
     assert ranks.run(many_rounds, 50) == [None] * 3
 
 
+def same_name_in_two_threads():
+    """The second thread must not get a round ahead of the first, whose result is still being copied out."""
+    x = np.full(8_000_000, bpsfast.rank() + 1, "f4")
+    bpsfast.push_pull(x, False, "two threads")
+    unit, seen = current.current().unit("two threads"), []
+    deliver = unit.deliver
+
+    def watched(*arguments):
+        seen.append(unit.in_flight)
+        deliver(*arguments)
+
+    unit.deliver = watched
+    bpsfast.push_pull(x, False, "two threads")
+    return seen, unit.in_flight
+
+
+def test_a_round_ends_only_once_its_result_was_copied_out(one_node):
+    assert one_node.run(same_name_in_two_threads) == [([True], False)] * 3
+
+
 def streamed():
     """Sums of many partitions from and to private memory, beside an asynchronous push of the same name."""
     generator = np.random.default_rng(bpsfast.rank())
@@ -91,8 +116,8 @@ def streamed():
     return wrong
 
 
-def test_a_large_private_tensor_is_streamed_through_a_small_window(ranks):
-    for rounds in zip(*ranks.run(streamed)):
+def test_a_large_private_tensor_is_streamed_through_a_small_window(one_node):
+    for rounds in zip(*one_node.run(streamed)):
         expected = sum(kept for _, kept, _, _ in rounds)
         for _, _, y, input_intact in rounds:
             assert (y == expected).all() and input_intact

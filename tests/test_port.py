@@ -178,6 +178,17 @@ def test_stream_in_reuses_a_slot_only_once_its_partition_is_complete(node):
         assert bytes(memoryview(segment)[4096 : 4096 + 100]) == source[3 * 4096 :].tobytes()
 
 
+def test_a_full_lane_ends_a_stream_in_time(node):
+    with Segment(8 * 4096) as segment:
+        source = np.zeros(8 * 4096, np.uint8)
+        port = node.port()
+        outcome = port.stream_in(segment.address, source.ctypes.data, source.nbytes, 0, 4096, 1, 0, 0, 8, 0, 0.2)
+        assert outcome == (TIMED_OUT, 4)  # the lane of this node holds four entries
+        assert [node.lane.pop()[0] for _ in range(4)] == [0, 1, 2, 3]
+        outcome = port.stream_in(segment.address, source.ctypes.data, source.nbytes, 0, 4096, 1, 0, 0, 8, 4, 10)
+        assert outcome == (DONE, 8)
+
+
 def test_stream_in_raises_what_ended_the_job(node):
     with Segment(2 * 4096) as segment:
         node.abort(b"PeerLostError: rank 2 is gone")

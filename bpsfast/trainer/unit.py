@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
-#: Partitions on their way to the sum at once while a unit is streamed: one is copied while another is summed.
-_WINDOW_PARTS = 2
+#: Least and most partitions on their way to the sum at once while a unit is streamed: while some are copied others are
+#: summed, and more would leave the cache.
+_WINDOW_PARTS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -142,20 +143,25 @@ class Unit:
         The input passes through a window of a few partitions that stays in the cache, not through `staging`: a third
         of the memory traffic less, and less shared memory. It is retained where it came from: *destination* is not
         written before the whole unit is complete. Returns False, and does nothing, where this gains nothing: for units
-        of few partitions, and bytes inside a segment. Raises as `push` and `wait`; *destination* is then unchanged, or
-        partly written if that was under way.
+        of few partitions, bytes inside a segment, and jobs of several nodes, whose links want all partitions at once.
+        Raises as `push` and `wait`. After an error the rest of the input is announced by nobody: the round, and with it
+        the name, is lost to all ranks; *destination* is unchanged, or partly written if that was under way.
         """
-        if (self.n_parts < 2 * _WINDOW_PARTS or nbytes != self.nbytes
-                or self.session.locate(source, nbytes) is not None):
+        session = self.session
+        n_slots = min(max(_WINDOW_PARTS[0], session.local_size), _WINDOW_PARTS[1])
+        if (self.n_parts < 2 * n_slots or nbytes != self.nbytes or session.n_nodes + session.n_helpers > 1
+                or session.locate(source, nbytes) is not None):
             return False
         deadline = time.monotonic() + timeout_s
-        window = self._window or self._staging
-        if window is None:
-            window = self._window = self.session.allocate(_WINDOW_PARTS * self.stride)
+        with self._lock:
+            if self._window is None:
+                self._window = self._staging or session.allocate(n_slots * self.stride)
+            window = self._window
         round = self._begin()
-        self.session.port.stream_in(self, window, _WINDOW_PARTS, source, round, timeout_s)
-        self.wait(round, max(0.0, deadline - time.monotonic()))
+        session.port.stream_in(self, window, n_slots, source, round, timeout_s)
+        session.port.wait(self, self.first_part, self.n_parts, round, max(0.0, deadline - time.monotonic()))
         self.deliver(round, destination, 0, nbytes, max(0.0, deadline - time.monotonic()))
+        self.finish(round)  # not before: the next but one round overwrites this result
         return True
 
     def push_staging(self) -> int:
@@ -214,7 +220,10 @@ class Unit:
         if self.session.locate(address, nbytes) is not None:
             # The destination is an input: it stays intact until the whole unit is complete (a lost peer may need it).
             self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
-        for run in self._runs:
+        runs = self._runs
+        if not runs and self.n_parts:
+            self.session.require_open()  # another thread has closed it
+        for run in runs:
             at, end = max(offset, run.begin), min(offset + nbytes, run.end)
             while at < end:
                 # A piece that begins inside a partition ends with it: the port counts partitions from the source.
