@@ -1,7 +1,12 @@
 """The guarded port: what the native port raises becomes an error that says who is to blame."""
+import os
+import select
+import signal
+import threading
+
 import pytest
 
-from bpsfast.orchestration.errors import PeerLostError, StallError
+from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
 from bpsfast.pyx import ring
 from bpsfast.pyx.port import Port
 from bpsfast.trainer.guarded_port import GuardedPort
@@ -14,14 +19,19 @@ def board():
     return made
 
 
-@pytest.fixture
-def full(board):
-    """A guarded port whose lane is full, of a node that takes nothing."""
+def guarded_on(board, require_open=lambda: None, **options):
+    """Return a guarded port of rank 3 with a lane of one entry, of a node that takes nothing."""
     lane, bell = bytearray(256 + 32), bytearray(ring.DOORBELL_NBYTES)
     ring.format_lane(lane)
     ring.format_doorbell(bell)
-    guarded = GuardedPort(Port(lane, board, bell, -1, patience_s=0.2), "rank 3", "node 1 (pid 77)", lambda: None,
-                          lambda part, round, name: "nobody", lambda: False)
+    return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
+                       lambda part, round, name: "nobody", lambda: False)
+
+
+@pytest.fixture
+def full(board):
+    """A guarded port whose lane is full."""
+    guarded = guarded_on(board, patience_s=0.2)
     guarded.submit(0, 1, 1, 0, 0)
     yield guarded
     assert guarded.close(1)
@@ -32,9 +42,66 @@ def test_a_node_that_hangs_is_named(full):
         full.submit(0, 1, 1, 0, 0)
 
 
-def test_an_abort_while_the_lane_is_full_is_what_the_job_was_aborted_with(full, board):
-    reason = b"PeerLostError: rank 2 is lost"
+def abort(board, reason):
+    """Write on the board what the engine does."""
     board[64 : 64 + len(reason)] = reason
     board[4:8] = (1).to_bytes(4, "little")
+
+
+def test_an_abort_while_the_lane_is_full_is_what_the_job_was_aborted_with(full, board):
+    abort(board, b"PeerLostError: rank 2 is lost")
     with pytest.raises(PeerLostError, match=r"^rank 2 is lost$"):
         full.submit(0, 1, 1, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused_although_a_lock_was_held(board, pidfd_of):
+    owner = os.getpid()
+
+    def require_open():
+        if os.getpid() != owner:
+            raise ClosedError("a fork")
+
+    guarded = guarded_on(board, require_open)
+    ended = []
+
+    def wait():
+        with pytest.raises(PeerLostError, match="enough"):
+            guarded.wait(None, 0, 1, 1, 60.0)
+        ended.append(True)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while not guarded._n_inside:
+        os.sched_yield()
+    with guarded._lock:  # a third thread on its way in
+        child = os.fork()
+        if child == 0:
+            try:
+                guarded.check()
+            except ClosedError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+    end = pidfd_of(child)
+    in_time = select.select([end], [], [], 20.0)[0]
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "a ClosedError at once"
+    abort(board, b"PeerLostError: enough")
+    waiter.join(20)
+    assert ended and guarded.close(1)
+
+
+def test_nobody_comes_in_while_the_port_closes(board):
+    answers = iter([None, ClosedError("closed in between")])
+
+    def require_open():
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    guarded = guarded_on(board, require_open)
+    assert guarded.close(1)
+    with pytest.raises(ClosedError, match="in between"):
+        guarded.check()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -248,6 +249,55 @@ def fork():
 def test_a_forked_child_has_no_session(pair):
     for text, after in pair.run(fork):
         assert "fork" in text and after == 3
+
+
+def attempt(call):
+    try:
+        return f"no error, but {call()!r}"
+    except bpsfast.ClosedError as exc:
+        return str(exc)
+
+
+def fork_beside_waits():
+    """Fork while a thread waits in the port, a push is deferred and others hold the locks; what the child is told."""
+    total("beside")
+    if bpsfast.rank():
+        bpsfast.barrier()
+        return total("beside"), bpsfast.synchronize(bpsfast.push_pull_async(np.ones(9), False, "other"))[0]
+    session = current.current()
+    handle = bpsfast.push_pull_async(np.ones(1000), False, "beside")
+    found = []
+    waiter = threading.Thread(target=lambda: found.append(float(handle.wait()[0])))
+    deferred = bpsfast.push_pull_async(np.ones(9), False, "other")
+    waiter.start()
+    while not session.port._n_inside:
+        os.sched_yield()
+    reader, writer = os.pipe()
+    unit = session._units["beside"]
+    with session._mailbox._condition, session._lock, session.port._lock:
+        child = os.fork()
+        if child == 0:
+            calls = (deferred.wait, deferred.done, lambda: unit.wait(unit.round, 40), lambda: total("beside"),
+                     bpsfast.barrier, bpsfast.rank)
+            os.write(writer, "|".join(map(attempt, calls)).encode())
+            bpsfast.shutdown()
+            os._exit(0)
+    os.close(writer)
+    in_time = select.select([reader], [], [], 20.0)[0]
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    answers = os.read(reader, 1 << 16).decode().split("|")
+    os.close(reader)
+    bpsfast.barrier()
+    waiter.join(20)
+    return found[0], deferred.wait()[0], answers
+
+
+def test_a_child_forked_beside_waits_is_refused_at_once(pair):
+    first, *others = pair.run(fork_beside_waits)
+    assert [tuple(each) for each in others] == [first[:2]] * 2 == [(3.0, 3.0)] * 2
+    assert len(first[2]) == 6 and all("is a fork of rank 0" in answer for answer in first[2]), first[2]
 
 
 def child_work(queue):

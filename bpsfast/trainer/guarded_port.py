@@ -49,6 +49,7 @@ class GuardedPort:
         self._start_deferred = start_deferred
         self._lock = threading.Lock()
         self._n_inside = 0
+        self._closing = False
         self._inside = _Inside(self)
 
     def submit(self, part: int, n_parts: int, round: int, segment: int, offset: int) -> None:
@@ -140,6 +141,8 @@ class GuardedPort:
         The session must be closed before, so that nobody comes in.
         """
         deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closing = True
         while self._n_inside:
             if time.monotonic() >= deadline:
                 return False
@@ -193,8 +196,10 @@ class _Inside:
 
     def __enter__(self) -> Port:
         guarded = self._guarded
+        guarded._require_open()  # before the lock: in a forked child nobody may be there to release it
         with guarded._lock:
-            guarded._require_open()
+            if guarded._closing:
+                guarded._require_open()
             guarded._n_inside += 1
         return guarded._port
 

@@ -184,6 +184,7 @@ class Session:
     def _look_for_deferred(self) -> bool:
         """Start deferred pushes whose commit has arrived; return whether some are left."""
         if self._deferred:
+            self.require_open()  # before any lock: a forked child may have inherited it locked
             self._mailbox.pump()
             self._start_deferred()
         return bool(self._deferred)
