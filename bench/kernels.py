@@ -1,14 +1,16 @@
 """How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch?
 
 *cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition is
-touched once per turn. *warm*: one set of buffers again and again. Contestants take turns call by call, so a
-neighbour's load hits all of them; figures are medians, the spread is the quartiles, ratios are of medians.
+touched once per turn. *warm*: one set of buffers again and again. Contestants take turns call by call in random
+order, so a neighbour's load, and what the one before left in the caches, hits all of them. Figures are medians, the
+spread is the quartiles, ratios are of medians.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -129,8 +131,10 @@ def _measure(
     turns: dict[str, int],
 ) -> list[Row]:
     rows = [Row(case, name, temperature, contestant, PARTITION_NBYTES) for contestant in contestants]
+    order = list(zip(rows, contestants.values()))
     for turn in range(-1, turns[temperature]):  # turn -1 warms code and page tables
-        for row, operation in zip(rows, contestants.values()):
+        random.shuffle(order)  # whoever comes after plain stores pays for their way to memory
+        for row, operation in order:
             arrays = pool.take(n_arrays, name, temperature)
             if temperature == "warm":  # what the contestant before left in the caches must not matter
                 operation(arrays)

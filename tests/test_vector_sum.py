@@ -58,7 +58,7 @@ def test_code_for_arm_has_neither_x86_parts_nor_calls(name: str) -> None:
     arguments = [pointer, pointer.as_pointer(), *[element.I64] * 6]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "kernel")
     builder = ir.IRBuilder(function.append_basic_block())
-    vector_sum.SumLoop(builder, name, triple, "+neon", function.args).build()
+    vector_sum.SumLoop(builder, name, (triple, "generic", "+neon"), function.args).build()
     builder.ret_void()
     module.triple = triple
     parsed = llvm.parse_assembly(str(module))
