@@ -12,6 +12,7 @@
 #include "events.h"
 #include "part.h"
 #include "record.h"
+#include "spread.h"
 
 enum { BPS_RANK = 1, BPS_SHM_PEER = 2, BPS_WIRE_PEER = 3, BPS_CLOSED = 4 };
 
@@ -35,6 +36,7 @@ struct bps_worker {
     struct bps_core *core;
     int index;
     pthread_t thread;
+    struct bps_seat seat;
     void *pointers[BPS_MAX_SOURCES];
 };
 
@@ -53,6 +55,7 @@ struct bps_core {
     struct bps_doorbell *doorbell;
     uint64_t nontemporal_nbytes, awake_ns;
     struct bps_worker *workers;
+    struct bps_cpus cpus;
     struct bps_trace trace;
     struct bps_events events;
     uint64_t sums, bytes_summed, published, forwarded, stale, allocations;
@@ -291,6 +294,21 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
     }
 }
 
+/* Wake up to n workers, each to a CPU of its own. Called with the lock held. */
+static inline void bps_wake_workers(struct bps_core *core, int n)
+{
+    cpu_set_t empty = core->cpus.all;
+    for (int i = 0; core->cpus.few && i < core->n_workers; i++)
+        if (core->workers[i].seat.cpu >= 0)
+            CPU_CLR(core->workers[i].seat.cpu, &empty);
+    for (int i = 0; core->cpus.few && CPU_COUNT(&empty) != 0 && i < core->n_workers; i++) {
+        struct bps_seat *seat = &core->workers[i].seat;
+        if (seat->sleeps && !seat->confined)
+            seat->confined = pthread_setaffinity_np(core->workers[i].thread, sizeof empty, &empty) == 0;
+    }
+    bps_ring_doorbell(core->doorbell, n);
+}
+
 static void *bps_work(void *argument)
 {
     struct bps_worker *worker = argument;
@@ -298,15 +316,17 @@ static void *bps_work(void *argument)
     for (;;) {
         uint32_t seen = bps_load(&core->doorbell->rings);
         pthread_mutex_lock(&core->lock);
+        bps_take_seat(&worker->seat, &core->cpus);
         bps_drain(core);
         while (core->heap.used != 0 && !core->frozen && !core->stopping) {
             int spare = core->n_workers - 1 - core->running;
             if (core->heap.used > 1 && spare > 0)
-                bps_ring_doorbell(core->doorbell, (int)core->heap.used - 1 < spare ? (int)core->heap.used - 1 : spare);
+                bps_wake_workers(core, (int)core->heap.used - 1 < spare ? (int)core->heap.used - 1 : spare);
             bps_run_part(core, worker, bps_heap_pop(&core->heap, core->parts));
             bps_drain(core);
         }
         int stopping = core->stopping;
+        bps_leave_seat(&worker->seat);
         pthread_mutex_unlock(&core->lock);
         if (stopping)
             return NULL;

@@ -1,0 +1,48 @@
+/* Spread: on a machine of few CPUs, a thread that is woken to sum gets one where none of its like sums.
+ *
+ * The kernel looks for an idle CPU, and where ranks wait awake there is none: it takes the least loaded, which is that
+ * of the thread that wakes, because those of waiting ranks count as busy. There the second sum begins when the first
+ * has ended. A CPU of a rank that waits awake is free for whoever has work (futex.h).
+ */
+#ifndef BPS_SPREAD_H
+#define BPS_SPREAD_H
+
+#include <pthread.h>
+#include <sched.h>
+
+#define BPS_SPREAD_MOST 8 /* more threads find an idle CPU by themselves */
+
+struct bps_cpus {
+    cpu_set_t all; /* where the process may run */
+    int few;
+};
+
+struct bps_seat { /* of one thread; under the lock of their core */
+    int cpu;      /* where it works, -1: it does not */
+    int sleeps, confined;
+};
+
+static inline void bps_look_for_cpus(struct bps_cpus *cpus, int n_threads)
+{
+    cpus->few = n_threads > 1 && n_threads <= BPS_SPREAD_MOST
+                && sched_getaffinity(0, sizeof cpus->all, &cpus->all) == 0 && CPU_COUNT(&cpus->all) <= n_threads;
+}
+
+/* The calling thread works here. */
+static inline void bps_take_seat(struct bps_seat *seat, const struct bps_cpus *cpus)
+{
+    if (!cpus->few)
+        return;
+    if (seat->confined) /* stays where it is, until the kernel thinks better of it */
+        pthread_setaffinity_np(pthread_self(), sizeof cpus->all, &cpus->all);
+    seat->confined = seat->sleeps = 0;
+    seat->cpu = sched_getcpu();
+}
+
+static inline void bps_leave_seat(struct bps_seat *seat)
+{
+    seat->cpu = -1;
+    seat->sleeps = 1;
+}
+
+#endif
