@@ -51,7 +51,8 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
         if name != "memory":
             plan.say(table.block(f"{name} ({chosen[0].group.name})", chosen, plan.n_ranks, 1, bounds) + "\n")
         records += [table.record("by size", row, plan.n_ranks, 1, bounds.get(row.nbytes)) for row in chosen]
-    plan.say(_ratios(plan, rows) + "\n")
+    if plan.peers:
+        plan.say(_ratios(plan, rows) + "\n")
     plan.say(_model(plan, rows) + "\n")
     return records
 

@@ -155,11 +155,25 @@ def version() -> None:
 
 @cli.group()
 def bench() -> None:
-    """Measure this machine; every figure beside a baseline of the same run."""
+    """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce."""
+
+
+def _result_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Refuse a result file that cannot be written, before minutes of measuring."""
+    if value is not None:
+        try:
+            Path(value).open("a").close()
+        except OSError as exc:
+            raise click.BadParameter(f"{value} cannot be written: {exc.strerror}", context, option) from None
+    return value
+
+
+_JSON_OPTION = click.option("--json", "json_path", type=click.Path(dir_okay=False), callback=_result_file,
+                            help="Write raw samples here.")
 
 
 @bench.command("kernels")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write raw samples here.")
+@_JSON_OPTION
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
 @_errors_in_words
 def bench_kernels(json_path: str | None, quick: bool) -> None:
@@ -173,9 +187,9 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 @click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, default=2, show_default=True, help="Ranks in all.")
 @click.option("--nodes", "n_nodes", type=_COUNT, default=1, show_default=True, help="Machines to spread them over.")
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
-@click.option("--sizes", help="Smallest and largest, such as 4K:256M.", metavar="MIN:MAX")
+@click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write raw samples here.")
+@_JSON_OPTION
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
 @_errors_in_words
 def bench_push_pull(**options: Any) -> None:
