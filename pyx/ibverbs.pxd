@@ -58,7 +58,7 @@ cdef extern from "verbs_abi.h" nogil:
         bps_ibv_cq *recv_cq
         bps_ibv_qp_cap cap
         int qp_type, sq_sig_all
-    struct bps_ibv_global_route "bps_ibv_ah_attr":  # the grh member of an address, whose struct has no name in C
+    struct bps_ibv_global_route:
         bps_ibv_gid dgid
         uint32_t flow_label
         uint8_t sgid_index, hop_limit, traffic_class
@@ -86,7 +86,7 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t max_msg_sz, port_cap_flags
         uint16_t pkey_tbl_len, lid, sm_lid
         uint8_t lmc, active_width, active_speed, phys_state, link_layer
-    union bps_ibv_async_element "element":
+    union bps_ibv_async_element:
         bps_ibv_cq *cq
         bps_ibv_qp *qp
         int port_num

@@ -62,7 +62,7 @@
     X(int, is_fork_initialized, (void))
 
 #define BPS_VERBS_FIELD(result, name, parameters) result(*name) parameters;
-static struct {
+static struct bps_verbs_table {
     void *library; /* NULL until bps_verbs_open succeeded */
     int fork_errno; /* of ibv_fork_init: EINVAL if somebody else had registered memory before */
     BPS_VERBS_NEEDED(BPS_VERBS_FIELD)

@@ -157,12 +157,14 @@ struct bps_ibv_qp_init_attr {
     int qp_type, sq_sig_all, pad0;
 };
 
+struct bps_ibv_global_route {
+    union bps_ibv_gid dgid;
+    uint32_t flow_label;
+    uint8_t sgid_index, hop_limit, traffic_class, pad0;
+};
+
 struct bps_ibv_ah_attr {
-    struct {
-        union bps_ibv_gid dgid;
-        uint32_t flow_label;
-        uint8_t sgid_index, hop_limit, traffic_class, pad0;
-    } grh;
+    struct bps_ibv_global_route grh;
     uint16_t dlid;
     uint8_t sl, src_path_bits, static_rate, is_global, port_num, pad0;
 };
@@ -205,12 +207,14 @@ struct bps_ibv_port_attr {
     uint16_t port_cap_flags2;
 };
 
+union bps_ibv_async_element {
+    struct bps_ibv_cq *cq;
+    struct bps_ibv_qp *qp;
+    int port_num;
+};
+
 struct bps_ibv_async_event {
-    union {
-        struct bps_ibv_cq *cq;
-        struct bps_ibv_qp *qp;
-        int port_num;
-    } element;
+    union bps_ibv_async_element element;
     int event_type;
 };
 
