@@ -1,0 +1,88 @@
+"""``bpsfast gids``: the GID table with show_gids' columns, and the row that would be used."""
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..orchestration.errors import ConfigError
+from . import exits, output
+from .assignments import overrides, set_option
+
+if TYPE_CHECKING:
+    from ..nic.gids import Gid
+    from ..nic.host import Host
+    from ..nic.route import Choice, Rail
+
+_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
+
+
+@click.command()
+@click.option("-d", "--device", "name", metavar="DEV", help="Only this device.")
+@click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@set_option
+@output.options(tabular=True)
+@exits.errors_in_words
+def command(name: str | None, peer: str | None, assignments: tuple[str, ...], as_json: bool, as_csv: bool,
+            path: str | None, no_color: bool) -> None:
+    """List the GID table, and which GID would be used.
+
+    "*" marks the row that would be used, "+" the best row of a port that is not. Exit code 3 without RDMA devices.
+    """
+    from .. import settings
+    from ..nic.host import Host
+    from ..nic.route import choose, peer_address
+
+    chosen = output.form(as_json, path, no_color, as_csv)
+    loaded = settings.load(overrides(assignments))
+    host = Host()
+    check_device(host, name)
+    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
+                    peer=peer_address(host, peer) if peer else None)
+    found = table(host, name)
+    output.show(chosen, lambda: text(found, choice), data(found, choice), [_HEAD, *rows(found, choice)])
+    if not host.devices:
+        click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
+        sys.exit(exits.ENVIRONMENT)
+
+
+def check_device(host: Host, name: str | None) -> None:
+    """Raise `ConfigError` if there are devices, and *name* is none of them."""
+    names = [device.name for device in host.devices]
+    if name is not None and names and name not in names:
+        raise ConfigError(f"there is no RDMA device {name!r}; there is {', '.join(names)}")
+
+
+def table(host: Host, name: str | None = None) -> list[Gid]:
+    """Return the rows in use, of all devices or the one named."""
+    return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
+
+
+def text(found: list[Gid], choice: Choice) -> str:
+    """Return the table for people."""
+    if not found:
+        return "No GID in use."
+    lines = [output.columns([_HEAD, *rows(found, choice)])]
+    lines += [f"{rail.name}: {rail.reason}" for rail in choice.rails]
+    return "\n".join(lines)
+
+
+def rows(found: list[Gid], choice: Choice) -> list[tuple[str, ...]]:
+    """Return one row for each GID, as show_gids prints them."""
+    return [(gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version, gid.netdev or "-",
+             _mark(gid, choice)) for gid in found]
+
+
+def data(found: list[Gid], choice: Choice) -> list[dict[str, Any]]:
+    """Return what JSON shows."""
+    return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
+             "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,
+             "used": _mark(gid, choice) == "*"} for gid in found]
+
+
+def _mark(gid: Gid, choice: Choice) -> str:
+    def holds(rails: tuple[Rail, ...]) -> bool:
+        return any(rail.gid == gid for rail in rails)
+
+    return "*" if holds(choice.rails) else "+" if holds(choice.spare) else ""
