@@ -98,28 +98,28 @@ cdef extern from "verbs.h" nogil:
     struct bps_verbs_table:  # the type of `bps_verbs`
         void *library
         int fork_errno
-        bps_ibv_device **(*get_device_list)(int *)
-        void (*free_device_list)(bps_ibv_device **)
-        bps_ibv_context *(*open_device)(bps_ibv_device *)
-        int (*close_device)(bps_ibv_context *)
-        int (*query_device)(bps_ibv_context *, bps_ibv_device_attr *)
-        int (*query_port)(bps_ibv_context *, uint8_t, bps_ibv_port_attr *)
-        int (*query_gid)(bps_ibv_context *, uint8_t, int, bps_ibv_gid *)
-        int (*get_async_event)(bps_ibv_context *, bps_ibv_async_event *)
-        void (*ack_async_event)(bps_ibv_async_event *)
-        const char *(*event_type_str)(int)
-        bps_ibv_pd *(*alloc_pd)(bps_ibv_context *)
-        int (*dealloc_pd)(bps_ibv_pd *)
-        int (*dereg_mr)(bps_ibv_mr *)
-        bps_ibv_comp_channel *(*create_comp_channel)(bps_ibv_context *)
-        int (*destroy_comp_channel)(bps_ibv_comp_channel *)
-        bps_ibv_cq *(*create_cq)(bps_ibv_context *, int, void *, bps_ibv_comp_channel *, int)
-        int (*destroy_cq)(bps_ibv_cq *)
-        bps_ibv_qp *(*create_qp)(bps_ibv_pd *, bps_ibv_qp_init_attr *)
-        int (*modify_qp)(bps_ibv_qp *, bps_ibv_qp_attr *, int)
-        int (*query_qp)(bps_ibv_qp *, bps_ibv_qp_attr *, int, bps_ibv_qp_init_attr *)
-        int (*destroy_qp)(bps_ibv_qp *)
-        int (*is_fork_initialized)()
+        bps_ibv_device **(*get_device_list)(int *) noexcept nogil
+        void (*free_device_list)(bps_ibv_device **) noexcept nogil
+        bps_ibv_context *(*open_device)(bps_ibv_device *) noexcept nogil
+        int (*close_device)(bps_ibv_context *) noexcept nogil
+        int (*query_device)(bps_ibv_context *, bps_ibv_device_attr *) noexcept nogil
+        int (*query_port)(bps_ibv_context *, uint8_t, bps_ibv_port_attr *) noexcept nogil
+        int (*query_gid)(bps_ibv_context *, uint8_t, int, bps_ibv_gid *) noexcept nogil
+        int (*get_async_event)(bps_ibv_context *, bps_ibv_async_event *) noexcept nogil
+        void (*ack_async_event)(bps_ibv_async_event *) noexcept nogil
+        const char *(*event_type_str)(int) noexcept nogil
+        bps_ibv_pd *(*alloc_pd)(bps_ibv_context *) noexcept nogil
+        int (*dealloc_pd)(bps_ibv_pd *) noexcept nogil
+        int (*dereg_mr)(bps_ibv_mr *) noexcept nogil
+        bps_ibv_comp_channel *(*create_comp_channel)(bps_ibv_context *) noexcept nogil
+        int (*destroy_comp_channel)(bps_ibv_comp_channel *) noexcept nogil
+        bps_ibv_cq *(*create_cq)(bps_ibv_context *, int, void *, bps_ibv_comp_channel *, int) noexcept nogil
+        int (*destroy_cq)(bps_ibv_cq *) noexcept nogil
+        bps_ibv_qp *(*create_qp)(bps_ibv_pd *, bps_ibv_qp_init_attr *) noexcept nogil
+        int (*modify_qp)(bps_ibv_qp *, bps_ibv_qp_attr *, int) noexcept nogil
+        int (*query_qp)(bps_ibv_qp *, bps_ibv_qp_attr *, int, bps_ibv_qp_init_attr *) noexcept nogil
+        int (*destroy_qp)(bps_ibv_qp *) noexcept nogil
+        int (*is_fork_initialized)() noexcept nogil
     bps_verbs_table bps_verbs
     const char *BPS_VERBS_LIBRARY
     int bps_verbs_open(const char *, char *, size_t)
