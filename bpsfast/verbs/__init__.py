@@ -1,0 +1,1 @@
+"""RDMA verbs for the transport and the tools: what completions mean (`completions`)."""
