@@ -10,6 +10,7 @@ from ..nic.netlink import Address, Route
 from ..nic.route import Choice, choose
 from ..orchestration.errors import ConfigError
 from ..settings import Settings
+from .peer_report import PeerReport
 from .verbs_report import VerbsReport
 
 _CAP_IPC_LOCK = 14
@@ -29,13 +30,15 @@ class Facts:
 
     Parameters
     ----------
+    verbs
+        What libibverbs said; None on a recorded machine where nobody asked it.
     peer
         Name and address of the other machine, if the user gave one.
     timeout_s
         How long one question to the peer may take.
     """
 
-    def __init__(self, host: Host, settings: Settings, origins: dict[str, str], verbs: VerbsReport,
+    def __init__(self, host: Host, settings: Settings, origins: dict[str, str], verbs: VerbsReport | None = None,
                  peer: tuple[str, Address] | None = None, timeout_s: float = 1.0) -> None:
         self.host = host
         self.settings = settings
@@ -43,6 +46,11 @@ class Facts:
         self.verbs = verbs
         self.peer_name, self.peer = peer or ("", None)
         self.timeout_s = timeout_s
+        #: what the peer's doctor said; None: it was not asked, or `peer_silence` says why it did not answer
+        self.peer_report: PeerReport | None = None
+        self.peer_silence = ""
+        #: what became of a queue pair to the peer: "" it carried data, None nobody tried, else why it did not
+        self.trial_error: str | None = None
 
     # -- which device would be used ----------------------------------------------------------------------------------
 
@@ -77,9 +85,24 @@ class Facts:
         return [each for each in self.usable if f"{each[0].name}/{each[1].number}" in names]
 
     @cached_property
+    def path_mtus(self) -> dict[str, int]:
+        """The path MTU (bytes) that each port runs with, by "device/port", as far as libibverbs said."""
+        opened = self.verbs.devices if self.verbs else {}
+        return {f"{name}/{number}": port["active_mtu"] for name, each in opened.items()
+                for number, port in each.ports.items() if port.get("active_mtu")}
+
+    @cached_property
     def route(self) -> Route | None:
         """The route to the peer; None without one."""
         return self.choice.route
+
+    def variants(self, host: str, docker: str = "", k8s: str = "", slurm: str = "") -> dict[str, str]:
+        """Return, of the ways to put something right, those that fit where this process runs."""
+        if self.container == "kubernetes":
+            return {"k8s": k8s or host}
+        if self.container:
+            return {"docker": docker or host} | ({"k8s": k8s} if k8s and self.container == "container" else {})
+        return {"host": host} | ({"slurm": slurm} if slurm and self.in_slurm else {})
 
     # -- who we are --------------------------------------------------------------------------------------------------
 
@@ -144,7 +167,7 @@ class Facts:
 
     @cached_property
     def may_lock(self) -> bool:
-        """Whether CAP_IPC_LOCK lifts the limit: effective, and in the first user namespace, the only one that counts."""
+        """Whether CAP_IPC_LOCK lifts the limit: effective, and in the first user namespace, which alone counts."""
         effective = int(self._status("CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1
         words = (self.host.tree.text("proc/self/uid_map") or "0 0 4294967295").split()
         return bool(effective) and words[:3] == ["0", "0", "4294967295"]

@@ -33,7 +33,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """What to type, and where: "host", "docker", "k8s", "switch", "check" (how to see whether it helped)."""
+    """What to type, and where: "host", "docker", "k8s", "slurm", "switch", "kernel", "job", "peer", "check" (did it help?)."""
 
     where: str
     command: str
@@ -53,7 +53,8 @@ class Check:
     """One check: its number and name, what `explain` tells about it, and the function that does it.
 
     `symptoms` are the texts that users paste; `cause` is what is really wrong then; `why` is what happens if it stays
-    so; `seen` are public threads where it was.
+    so; `seen` are public threads where it was; `advice` is what to type on any machine, with names in capitals to fill
+    in (an outcome's actions name this machine's own).
     """
 
     code: str
@@ -64,6 +65,7 @@ class Check:
     why: str
     seen: str
     run: Callable[[Facts], Outcome]
+    advice: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ def warned(found: str, **actions: str) -> Outcome:
 def failed(found: str, **actions: str) -> Outcome:
     """Return that RDMA cannot work so."""
     return Outcome(Status.FAIL, found, _actions(actions))
+
+
+def advice(**commands: str) -> tuple[Action, ...]:
+    """Return actions by where to type them."""
+    return _actions(commands)
 
 
 def _actions(commands: dict[str, str]) -> tuple[Action, ...]:
