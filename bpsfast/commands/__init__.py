@@ -15,6 +15,8 @@ import click
 #: name -> (module below bpsfast.commands, what the help page says)
 COMMANDS = {
     "devices": ("devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
+    "doctor": ("doctor", "Find what keeps RDMA from working, and say what to type."),
+    "explain": ("explain", "Say what an error code means and what to do about it."),
     "gids": ("gids", "List the GID table, and which GID would be used."),
 }
 

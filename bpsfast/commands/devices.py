@@ -8,6 +8,7 @@ import click
 
 from . import exits, output
 from .assignments import overrides, set_option
+from .root import root_option
 
 if TYPE_CHECKING:
     from ..nic.devices import Port, RdmaDevice
@@ -21,22 +22,23 @@ _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDR
 
 @click.command()
 @click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@root_option
 @set_option
 @output.options(tabular=True)
 @exits.errors_in_words
-def command(peer: str | None, assignments: tuple[str, ...], as_json: bool, as_csv: bool, path: str | None,
-            no_color: bool) -> None:
+def command(peer: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool, as_csv: bool,
+            path: str | None, no_color: bool) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
     MTU is the interface's and, in brackets, the RoCE path MTU that fits it. Exit code 3 if there is no RDMA device.
     """
     from .. import settings
-    from ..nic.host import Host
+    from ..nic import recorded
     from ..nic.route import choose, peer_address
 
     chosen = output.form(as_json, path, no_color, as_csv)
     loaded = settings.load(overrides(assignments))
-    host = Host()
+    host = recorded.host(root)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)
     output.show(chosen, lambda: text(host, choice), data(host, choice), [_HEAD, *rows(host, choice)])

@@ -9,6 +9,7 @@ import click
 from ..orchestration.errors import ConfigError
 from . import exits, output
 from .assignments import overrides, set_option
+from .root import root_option
 
 if TYPE_CHECKING:
     from ..nic.gids import Gid
@@ -21,22 +22,23 @@ _HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 @click.command()
 @click.option("-d", "--device", "name", metavar="DEV", help="Only this device.")
 @click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@root_option
 @set_option
 @output.options(tabular=True)
 @exits.errors_in_words
-def command(name: str | None, peer: str | None, assignments: tuple[str, ...], as_json: bool, as_csv: bool,
-            path: str | None, no_color: bool) -> None:
+def command(name: str | None, peer: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
+            as_csv: bool, path: str | None, no_color: bool) -> None:
     """List the GID table, and which GID would be used.
 
     "*" marks the row that would be used, "+" the best row of a port that is not. Exit code 3 without RDMA devices.
     """
     from .. import settings
-    from ..nic.host import Host
+    from ..nic import recorded
     from ..nic.route import choose, peer_address
 
     chosen = output.form(as_json, path, no_color, as_csv)
     loaded = settings.load(overrides(assignments))
-    host = Host()
+    host = recorded.host(root)
     check_device(host, name)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)

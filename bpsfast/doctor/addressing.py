@@ -14,7 +14,7 @@ def gid(facts: Facts) -> Outcome:
     """RD05: is there a GID that reaches further than this wire, and does the peer have one of the same kind?"""
     roce = [(device, port) for device, port in facts.host.ports if port.is_roce and port.is_active]
     if not roce:
-        infiniband = any(not port.is_roce for _, port in facts.usable)
+        infiniband = any(port.link_layer == "InfiniBand" for _, port in facts.usable)
         return (passed("InfiniBand: ports are addressed by LID") if infiniband
                 else skipped("no active RoCE port" if facts.host.devices else "no RDMA device"))
     if facts.choice_error and "gid_index" in facts.choice_error:
@@ -116,7 +116,8 @@ CHECKS = (
           "The host name resolves to a loopback address, which some libraries then advertise.",
           "bpsfast takes the source address of the route to the scheduler instead, other libraries do not.",
           "aws-samples/aws-do-eks PR#50, #51 and #69", hostname,
-          advice(host="remove the line with the host name and 127.0.x.1 from /etc/hosts", check="getent hosts $(hostname)")),
+          advice(host="remove the line with the host name and 127.0.x.1 from /etc/hosts",
+                 check="getent hosts $(hostname)")),
 )
 
 

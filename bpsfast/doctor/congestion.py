@@ -50,7 +50,7 @@ class FlowControl:
 
 def loss(facts: Facts) -> Outcome:
     """RD09: were packets lost, and would the network have prevented it?"""
-    ports = facts.used
+    ports = facts.usable
     if not ports:
         return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
     if all(device.driver in ("rxe", "siw") for device, _ in ports):
@@ -105,7 +105,8 @@ CHECKS = (
           "NVIDIA/nccl#306 and #378, openucx/ucx#6000, bytedance/byteps#179", loss,
           advice(host=f"sudo dcb pfc set dev IFACE prio-pfc all:off {_PRIORITY}:on   # or: mlnx_qos -i IFACE "
                       "--pfc 0,0,0,1,0,0,0,0 --trust dscp",
-                 switch=_SWITCH, check="ethtool -S IFACE | grep -E 'pause|discard'; perftest with -S 3 or --tclass 106")),
+                 switch=_SWITCH, job="give RoCE the class that the network protects (DSCP 26: traffic class 106)",
+                 check="ethtool -S IFACE | grep -E 'pause|discard'")),
 )
 
 

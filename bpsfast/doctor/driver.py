@@ -74,9 +74,12 @@ def kind(facts: Facts) -> Outcome:
     """RD15: is it a device with reliable connections at all?"""
     if not facts.host.devices:
         return skipped(_NO_DEVICE)
-    special = {device.name: _KINDS[device.driver] for device in facts.host.devices if device.driver in _KINDS}
+    special: dict[str, list[str]] = {}
+    for device in facts.host.devices:
+        if device.driver in _KINDS:
+            special.setdefault(_KINDS[device.driver], []).append(device.name)
     if special:
-        return told("; ".join(f"{name}: {words}" for name, words in special.items()))
+        return told("\n".join(f"{', '.join(names)}: {words}" for words, names in special.items()))
     return passed(", ".join(f"{device.name} ({device.driver}"
                             f"{', firmware ' + device.firmware if device.firmware else ''})"
                             for device in facts.host.devices))

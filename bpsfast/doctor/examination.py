@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .checks import CHECKS
 from .facts import Facts
-from .finding import Check, Finding, Outcome, Severity, Status, advice
+from .finding import Check, Finding, Outcome, Status, advice
 
 _ORDER = (Status.FAIL, Status.WARN, Status.INFO, Status.PASS, Status.SKIP)
 
@@ -19,7 +19,14 @@ def examine(facts: Facts, checks: Sequence[Check] = CHECKS) -> list[Finding]:
 
 def blocking(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that keep RDMA from working."""
-    return [each for each in findings if each.status is Status.FAIL and each.check.severity is Severity.BLOCKS]
+    return [each for each in findings if each.status is Status.FAIL]
+
+
+def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:
+    """Return 1 if a check failed, 3 if no RDMA device could ever be used, else 0 (the codes of every command)."""
+    if blocking(findings):
+        return 1
+    return 0 if facts.capable else 3
 
 
 def _run(check: Check, facts: Facts) -> Outcome:

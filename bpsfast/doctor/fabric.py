@@ -113,14 +113,14 @@ CHECKS = (
 
 def _shown(device: RdmaDevice, port: Port) -> str:
     layer = "RoCE" if port.is_roce else port.link_layer
-    lid = "" if port.is_roce else f" lid {port.lid} sm_lid {port.sm_lid}"
+    lid = f" lid {port.lid} sm_lid {port.sm_lid}" if port.link_layer == "InfiniBand" else ""
     rate = f" {port.rate_gbps:g} Gb/s" if port.rate_gbps else ""
     return f"{device.name}/{port.number} {port.state} {port.phys_state}{rate} {layer}{lid} ({port.netdev or '-'})"
 
 
 def _cause(device: RdmaDevice, port: Port) -> str:
     name = f"{device.name}/{port.number}"
-    if port.phys_state == "LinkUp" and not port.is_roce:
+    if port.phys_state == "LinkUp" and port.link_layer == "InfiniBand":
         return f"{name} waits for a subnet manager" if not port.sm_lid else f"{name} is not configured yet"
     if port.phys_state == "Polling":
         return f"{name} sees no signal: cable or switch port"

@@ -7,7 +7,7 @@ from functools import cached_property
 from ..nic.devices import Port, RdmaDevice
 from ..nic.host import Host
 from ..nic.netlink import Address, Route
-from ..nic.route import Choice, choose
+from ..nic.route import Choice, choose, incapable
 from ..orchestration.errors import ConfigError
 from ..settings import Settings
 from .peer_report import PeerReport
@@ -71,6 +71,11 @@ class Facts:
         except ConfigError as exc:
             return str(exc)
         return ""
+
+    @cached_property
+    def capable(self) -> list[RdmaDevice]:
+        """The devices that have what the transport needs, whatever state they are in."""
+        return [device for device in self.host.devices if incapable(device) is None]
 
     @cached_property
     def usable(self) -> list[tuple[RdmaDevice, Port]]:

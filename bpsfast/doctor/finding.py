@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Severity(enum.Enum):
-    """How bad it is if the check fails."""
+    """How bad what the check looks for is at its worst."""
 
     BLOCKS = "E"
     SLOW = "W"
@@ -33,7 +33,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """What to type, and where: "host", "docker", "k8s", "slurm", "switch", "kernel", "job", "peer", "check" (did it help?)."""
+    """What to type, and where: "host", "docker", "k8s", "switch", "job" (its settings), "check" (did it help?)..."""
 
     where: str
     command: str

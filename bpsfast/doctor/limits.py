@@ -26,21 +26,19 @@ def locked_memory(facts: Facts) -> Outcome:
         return passed("unlimited" + _registered(facts))
     if facts.may_lock:
         return passed(f"{_size(soft)}, lifted by CAP_IPC_LOCK{_registered(facts)}")
-    if not facts.host.devices:
-        return skipped(f"no RDMA device; the limit would be {_size(soft)}")
+    if not facts.capable:
+        return skipped(f"no device for it; the limit would be {_size(soft)}")
     found = f"{_size(soft)}"
     if hard != soft:
         found += f" (hard limit {'unlimited' if hard is None else _size(hard)})"
-    refused = {name: opened for name, opened in _opened(facts).items() if opened.registration_error}
-    trial = "".join(f"; {name} registered {_size(opened.registered_nbytes)}, then: {opened.registration_error}"
-                    for name, opened in refused.items())
+    refused = _refused(facts)
     actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
     actions["check"] = "ulimit -l   # must print unlimited"
     if hard is None or hard > soft:
         actions = {"now": f"ulimit -l {'unlimited' if hard is None else hard // 1024}   # this shell only"} | actions
-    if trial or soft < _LEAST_LOCKED_NBYTES:
-        return failed(f"{found}, need at least {_size(_LEAST_LOCKED_NBYTES)} and better no limit{trial}{_why(facts)}",
-                      **actions)
+    if refused or soft < _LEAST_LOCKED_NBYTES:
+        need = f"{found}, need at least {_size(_LEAST_LOCKED_NBYTES)} and better no limit{_why(facts)}"
+        return failed("\n".join([need, *refused]), **actions)
     return warned(f"{found}: a job registers every gradient buffer, several times the model's gradients{_why(facts)}",
                   **actions)
 
@@ -50,11 +48,9 @@ def registrations(facts: Facts) -> Outcome:
     limit = facts.host.tree.number("proc/sys/vm/max_map_count")
     maps = len((facts.host.tree.text("proc/self/maps") or "").splitlines())
     soft, _ = facts.memlock_nbytes
-    refused = {name: opened for name, opened in _opened(facts).items() if opened.registration_error}
+    refused = _refused(facts)
     if refused and (soft is None or facts.may_lock):
-        reasons = "; ".join(f"{name} registered {_size(opened.registered_nbytes)}, then: {opened.registration_error}"
-                            for name, opened in refused.items())
-        return failed(f"registration fails although locked memory is not limited: {reasons}",
+        return failed("\n".join(["registration fails although locked memory is not limited", *refused]),
                       host="sudo sysctl -w vm.max_map_count=1048576",
                       check="dmesg | tail   # a card out of memory regions says so there")
     low = {name: opened.attributes["max_mr"] for name, opened in _opened(facts).items()
@@ -67,7 +63,7 @@ def registrations(facts: Facts) -> Outcome:
         return skipped("/proc/sys/vm/max_map_count cannot be read")
     if limit < _LEAST_MAPS or maps > limit // 2:
         return warned(f"vm.max_map_count {limit}, {maps} mappings in use here",
-                      **facts.variants("sudo sysctl -w vm.max_map_count=1048576   # lasting: /etc/sysctl.d/90-rdma.conf",
+                      **facts.variants("sudo sysctl -w vm.max_map_count=1048576   # lasting: in /etc/sysctl.d",
                                        "on the host, not in the container: sudo sysctl -w vm.max_map_count=1048576",
                                        "on the node: sysctl -w vm.max_map_count=1048576"))
     regions = [opened.attributes["max_mr"] for opened in _opened(facts).values() if "max_mr" in opened.attributes]
@@ -120,10 +116,24 @@ def _opened(facts: Facts) -> dict:
     return facts.verbs.devices if facts.verbs else {}
 
 
+def _refused(facts: Facts) -> list[str]:
+    """Return what came of the trial registrations that failed, devices of one fate together."""
+    fates: dict[tuple[int, str], list[str]] = {}
+    for name, opened in _opened(facts).items():
+        if opened.registration_error:
+            fates.setdefault((opened.registered_nbytes, opened.registration_error), []).append(name)
+    return [f"{', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}, then: {error}"
+            for (nbytes, error), names in fates.items()]
+
+
 def _registered(facts: Facts) -> str:
     """Return what the trial came to, for a limit that is none."""
-    done = {name: opened.registered_nbytes for name, opened in _opened(facts).items() if not opened.error}
-    return "".join(f"; {name} registered {_size(nbytes)}" for name, nbytes in done.items())
+    done: dict[int, list[str]] = {}
+    for name, opened in _opened(facts).items():
+        if not opened.error:
+            done.setdefault(opened.registered_nbytes, []).append(name)
+    return "".join(f"; {', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}"
+                   for nbytes, names in done.items())
 
 
 def _why(facts: Facts) -> str:

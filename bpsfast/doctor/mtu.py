@@ -11,28 +11,31 @@ _WANTED_MTU = 9000
 #: The interface's MTU from which RoCE packets carry 4096 bytes.
 _ENOUGH_MTU = PATH_MTUS[0] + ROCE_OVERHEAD_NBYTES
 _SMALL_NBYTES = 576
+_ETHERNET_MTU = 1500
 
 
 def packet_size(facts: Facts) -> Outcome:
     """RD08: is the path MTU the largest one, and does the way to the peer carry it?"""
     if not facts.choice.rails:
         return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
-    small, shown = [], []
-    for rail in facts.choice.rails:
+    small, shown, first = [], [], None
+    for rail in (*facts.choice.rails, *facts.choice.spare):
         mtu, path_mtu = _mtus(facts, rail)
         words = f"{rail.name} path MTU {path_mtu or 'unknown'}" + (f" ({rail.netdev} mtu {mtu})" if mtu else "")
         peer = _peer_mtu(facts, rail)
         if peer:
             words += f"; {facts.peer_name} has mtu {peer}"
-        (small if path_mtu and path_mtu < PATH_MTUS[0] or peer and mtu and peer != mtu else shown).append(words)
+        if 0 < path_mtu < PATH_MTUS[0] or (peer and mtu and peer != mtu):
+            small.append(words)
+            first = first or rail
+        else:
+            shown.append(words)
     blocked = _blocked(facts)
     if blocked:
         return blocked
-    if small:
-        rail = next(rail for rail in facts.choice.rails if small[0].startswith(f"{rail.name} "))
-        mtu, _ = _mtus(facts, rail)
-        roce = rail.gid is not None and rail.gid.version != "IB"
-        return warned("\n".join(small + shown), **(_raise(facts, rail, mtu) if roce else {
+    if first is not None:
+        roce = first.gid is not None and first.gid.version != "IB"
+        return warned("\n".join(small + shown), **(_raise(facts, first) if roce else {
             "switch": "the subnet manager's partition sets the MTU: mtu=5 in opensm's partitions.conf (4096 bytes)"}))
     return passed("\n".join(shown))
 
@@ -59,13 +62,16 @@ def _mtus(facts: Facts, rail: Rail) -> tuple[int, int]:
 
 def _peer_mtu(facts: Facts, rail: Rail) -> int:
     """Return the MTU of the peer's interface in the same position, 0 if unknown."""
-    theirs = facts.peer_report.used if facts.peer_report else []
-    place = facts.choice.rails.index(rail)
+    if facts.peer_report is None:
+        return 0
+    ours, theirs = ((facts.choice.rails, facts.peer_report.used) if rail in facts.choice.rails
+                    else (facts.choice.spare, facts.peer_report.spare))
+    place = ours.index(rail)
     return theirs[place].mtu if place < len(theirs) else 0
 
 
-def _raise(facts: Facts, rail: Rail, mtu: int) -> dict[str, str]:
-    virtual = all(device.driver in ("rxe", "siw") for device, _ in facts.used)
+def _raise(facts: Facts, rail: Rail) -> dict[str, str]:
+    virtual = all(device.driver in ("rxe", "siw") for device, _ in facts.usable)
     actions = {"host": f"sudo ip link set {rail.netdev} mtu {_WANTED_MTU}   # on both machines, lasting: in netplan, "
                        "NetworkManager or ifcfg"}
     if not virtual:
@@ -84,8 +90,8 @@ def _blocked(facts: Facts) -> Outcome | None:
         return None
     if _ping(facts, card.mtu) is not Echo.SILENT or _ping(facts, _SMALL_NBYTES) is not Echo.ANSWERED:
         return None  # it passes, or pings are not answered at all, which says nothing about sizes
-    passing = next((each for each in (each + ROCE_OVERHEAD_NBYTES for each in PATH_MTUS)
-                    if each < card.mtu and _ping(facts, each) is Echo.ANSWERED), _SMALL_NBYTES)
+    sizes = sorted([each + ROCE_OVERHEAD_NBYTES for each in PATH_MTUS] + [_ETHERNET_MTU], reverse=True)
+    passing = next((each for each in sizes if each < card.mtu and _ping(facts, each) is Echo.ANSWERED), _SMALL_NBYTES)
     words = (f"packets of {card.mtu} bytes ({card.name}'s mtu) do not reach {facts.peer_name}, packets of {passing} "
              "do: something in between, or the other end, has a smaller MTU")
     needed = max((_mtus(facts, rail)[1] for rail in facts.choice.rails), default=0) + ROCE_OVERHEAD_NBYTES

@@ -26,7 +26,8 @@ def text(facts: Facts, findings: Sequence[Finding]) -> str:
     lines.append(verdict(facts, findings))
     for finding in findings:
         if finding.outcome.actions and finding.status is not Status.PASS:
-            lines += ["", f"[{finding.check.code}] {finding.check.title}: {finding.check.why}"]
+            why = f": {finding.check.why}" if finding.status in (Status.FAIL, Status.WARN) else ""
+            lines += ["", f"[{finding.check.code}] {finding.check.title}{why}"]
             lines += [f"  {action.where + ':':<8} {action.command}" for action in finding.outcome.actions]
             lines.append(f"  {'more:':<8} bpsfast explain {finding.check.code}")
     return "\n".join(lines)
@@ -46,7 +47,7 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     bad = [each for each in findings if each.status in (Status.FAIL, Status.WARN)]
     stops = blocking(findings)
     if not bad:
-        words = "No problem found."
+        words = "No problem found." if facts.capable else "No problem found, but no device for RDMA either."
     else:
         blocks = {0: "none of them blocks RDMA", 1: "1 of them blocks RDMA"}.get(
             len(stops), f"{len(stops)} of them block RDMA")

@@ -40,7 +40,7 @@ def tcp(facts: Facts) -> Outcome:
     found = f"{control}, buffers up to {_mib(read)} in, {_mib(write)} out, {facts.settings.tcp_streams} streams"
     wrong, actions = [], {}
     if fastest >= _FAST_MBPS:
-        if read and read[-1] < _GOOD_BUFFER_NBYTES or write and write[-1] < _GOOD_BUFFER_NBYTES:
+        if (read and read[-1] < _GOOD_BUFFER_NBYTES) or (write and write[-1] < _GOOD_BUFFER_NBYTES):
             wrong.append(f"buffers are small for {fastest / 1000:g} Gb/s")
             actions["host"] = ("sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' "
                                "net.ipv4.tcp_wmem='4096 65536 16777216'")

@@ -5,6 +5,10 @@ import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from ..orchestration.errors import ConfigError
+
 #: Sizes of the trial registrations, in bytes; the default limits of distributions (64 KiB, 8 MiB) lie in between.
 TRIALS = (1 << 20, 16 << 20, 64 << 20)
 
@@ -44,6 +48,22 @@ def examine(provider: str = "native") -> VerbsReport:
     except OSError as exc:
         return VerbsReport(provider, error=_words(exc))
     return report
+
+
+def recorded(answer: Any) -> VerbsReport | None:
+    """Return the report of a recorded machine, None if nobody asked libibverbs there.
+
+    Raises
+    ------
+    ConfigError
+        *answer* is no such report.
+    """
+    if answer is None:
+        return None
+    try:
+        return msgspec.convert(answer, VerbsReport, str_keys=True)
+    except msgspec.MsgspecError as exc:
+        raise ConfigError(f"what libibverbs said on the recorded machine cannot be read: {exc}") from exc
 
 
 def _open(verbs: Any, name: str) -> Opened:

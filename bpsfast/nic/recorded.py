@@ -74,8 +74,8 @@ class RecordedKernel(Kernel):
         found = self.answers.routes.get(str(destination))
         if found is None:
             raise OSError(errno.ENETUNREACH, f"no route to {destination}: {os.strerror(errno.ENETUNREACH)}")
-        return Route(destination, found.netdev, found.source and ipaddress.ip_address(found.source) or None,
-                     found.gateway and ipaddress.ip_address(found.gateway) or None, found.local)
+        return Route(destination, found.netdev, (found.source and ipaddress.ip_address(found.source)) or None,
+                     (found.gateway and ipaddress.ip_address(found.gateway)) or None, found.local)
 
     def resolve(self, host: str) -> list[Address]:
         """As `Kernel.resolve`."""

@@ -114,18 +114,26 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
 
 def objection(device: RdmaDevice, port: Port, table: list[Gid]) -> str | None:
     """Return why a port cannot be used, None if it can."""
-    if device.driver in _OTHER_DRIVERS:
-        return _OTHER_DRIVERS[device.driver]
-    if device.kind == "RNIC":
-        return "it runs iWARP, which has no RDMA WRITE with immediate"
-    if device.kind != "CA":
-        return f"it is of the kernel's kind {device.kind!r}, not a channel adapter with reliable connections"
+    never = incapable(device)
+    if never:
+        return never
     if not port.is_active:
         return f"the port is {port.state} ({port.phys_state}), not ACTIVE"
     if port.is_roce and not table:
         return f"its GID table is empty (is {port.netdev or 'its interface'} up?)"
     if not port.is_roce and not port.lid:
         return "the port has no LID: no subnet manager has configured it"
+    return None
+
+
+def incapable(device: RdmaDevice) -> str | None:
+    """Return why a device can never be used, None if it could be."""
+    if device.driver in _OTHER_DRIVERS:
+        return _OTHER_DRIVERS[device.driver]
+    if device.kind == "RNIC":
+        return "it runs iWARP, which has no RDMA WRITE with immediate"
+    if device.kind != "CA":
+        return f"it is of the kernel's kind {device.kind!r}, not a channel adapter with reliable connections"
     return None
 
 
