@@ -37,8 +37,8 @@ def command(peer: str | None, root: str | None, assignments: tuple[str, ...], as
     from ..nic.route import choose, peer_address
 
     chosen = output.form(as_json, path, no_color, as_csv)
-    loaded = settings.load(overrides(assignments))
     host = recorded.host(root)
+    loaded = settings.load(overrides(assignments), host.kernel.environ)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)
     output.show(chosen, lambda: text(host, choice), data(host, choice), [_HEAD, *rows(host, choice)])

@@ -53,12 +53,13 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     from ..nic.recorded import host
 
     chosen = output.form(as_json, path, no_color)
-    loaded, origins = settings.load_with_origins(overrides(assignments))
+    machine = host(root)
+    loaded, origins = settings.load_with_origins(overrides(assignments), machine.kernel.environ)
     if port is not None:
         if peer or root or as_json:
             raise click.UsageError("--listen answers others: it takes no --peer, --root or --json")
         return listen(loaded, origins, bind, port, once, timeout_s)
-    facts = facts_of(host(root), loaded, origins, peer, timeout_s)
+    facts = facts_of(machine, loaded, origins, peer, timeout_s)
     findings = examination.examine(facts)
     output.show(chosen, lambda: report.text(facts, findings), report.data(facts, findings))
     code = examination.exit_code(facts, findings)

@@ -19,6 +19,13 @@ USAGE = 2
 #: The machine lacks what the command needs: a device, a library, a permission.
 ENVIRONMENT = 3
 TIMEOUT = 4
+WORDS = {
+    OK: "all is well",
+    FAILED: "a check failed, or the error has no code of its own: the last line says which",
+    USAGE: "an option or a setting is wrong: the last line names it",
+    ENVIRONMENT: "the machine lacks what the command needs: a device, a library, a permission, memory",
+    TIMEOUT: "something did not answer in time",
+}
 
 
 def code_of(error: Exception) -> int:

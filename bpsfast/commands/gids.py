@@ -37,8 +37,8 @@ def command(name: str | None, peer: str | None, root: str | None, assignments: t
     from ..nic.route import choose, peer_address
 
     chosen = output.form(as_json, path, no_color, as_csv)
-    loaded = settings.load(overrides(assignments))
     host = recorded.host(root)
+    loaded = settings.load(overrides(assignments), host.kernel.environ)
     check_device(host, name)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)

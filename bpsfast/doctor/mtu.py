@@ -32,7 +32,7 @@ def packet_size(facts: Facts) -> Outcome:
             shown.append(words)
     blocked = _blocked(facts)
     if blocked:
-        return blocked
+        return Outcome(blocked.status, "\n".join([blocked.found, *small, *shown]), blocked.actions)
     if first is not None:
         roce = first.gid is not None and first.gid.version != "IB"
         return warned("\n".join(small + shown), **(_raise(facts, first) if roce else {
