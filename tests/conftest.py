@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import pickle
 import secrets
@@ -250,8 +251,9 @@ def pidfd_of() -> Iterator[Callable[[int], int]]:
 
 @pytest.fixture
 def recorded_machine(tmp_path: Path) -> Callable[[str], Machine]:
-    """Unpack the tree of that name; see `tests.sysfs_trees`."""
-    return lambda name: Machine(name, tmp_path / name)
+    """Unpack the tree of that name, each time anew; see `tests.sysfs_trees`."""
+    number = itertools.count()
+    return lambda name: Machine(name, tmp_path / f"{next(number)}.{name}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

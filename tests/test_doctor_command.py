@@ -8,15 +8,18 @@ from collections.abc import Callable
 import pytest
 from click.testing import CliRunner, Result
 
+from bpsfast import settings
 from bpsfast.cli import cli
 from bpsfast.commands import doctor as command
 from bpsfast.doctor import peer as other
 from bpsfast.doctor.checks import CHECKS
+from bpsfast.doctor.facts import Facts
+from bpsfast.nic.host import Host
+from bpsfast.nic.netlink import Address
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 
-#: what no file of a tree can say twice: the version
 _EXITS = {"mlx5_roce": 1, "infiniband": 0, "efa": 3, "rxe": 0, "none": 3}
 
 
@@ -118,10 +121,6 @@ def test_one_doctor_listens_and_another_asks(no_leaks: None) -> None:
     assert not any("no doctor answers" in each["found"] for each in told["findings"])
 
 
-def _facts(_: object):
-    from bpsfast import settings
-    from bpsfast.doctor.facts import Facts
-    from bpsfast.nic.host import Host
-
+def _facts(_: Address) -> Facts:
     loaded, origins = settings.load_with_origins({}, {})
     return Facts(Host(), loaded, origins)

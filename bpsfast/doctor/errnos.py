@@ -40,7 +40,7 @@ _WORDS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("a table of the card is full", "fewer queue pairs or regions; other jobs on the card count too"),
     errno.ENOSYS: ("the kernel has no RDMA, or the provider does not know the verb",
                    "bpsfast explain RD03 and RD15"),
-    errno.ENODATA: ("nothing fits what was asked for; libfabric says so when no provider can be used, without a reason",
+    errno.ENODATA: ("nothing fits what was asked for; libfabric says so when no provider can be used, and not why",
                     "bpsfast doctor gives the reason for each port (RD16)"),
     errno.EPROTONOSUPPORT: ("the device has no such kind of queue pair (EFA has no RC)", "bpsfast explain RD15"),
     errno.EOPNOTSUPP: ("the device cannot do this operation, or this kind of queue pair", "bpsfast explain RD15"),
