@@ -24,7 +24,7 @@ _WORDS: dict[int, tuple[str, str]] = {
     errno.EIO: ("the card or its firmware failed, or the device went away", "dmesg | grep -iE 'mlx|infiniband|rdma'"),
     errno.ENXIO: ("the device has no such port, or its driver was unloaded", "bpsfast devices"),
     errno.EAGAIN: ("a queue is full, or there is nothing to be had right now", "try again; in a log it is harmless"),
-    errno.ENOMEM: ("registration: memory may not be locked (RLIMIT_MEMLOCK), or there are too many mappings; creating a "
+    errno.ENOMEM: ("registration: memory may not be locked (RLIMIT_MEMLOCK), or too many mappings; creating a "
                    "queue: more entries than the card has (max_qp_wr, max_cqe)",
                    "bpsfast explain RD01, then RD02; ibv_devinfo -v shows the card's limits"),
     errno.EACCES: ("the device file belongs to another group, or memory was registered without the right that a "
