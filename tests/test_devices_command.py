@@ -57,7 +57,7 @@ def test_csv_has_the_same_rows(recorded_machine: Callable[[str], Machine]) -> No
     assert rows[4][2:6] == ["3", "0000:0000:0000:0000:0000:ffff:0a02:0007", "10.2.0.7", "v2"]
 
 
-def test_a_device_that_does_not_exist_is_an_error_with_those_that_do(recorded_machine: Callable[[str], Machine]) -> None:
+def test_a_device_that_does_not_exist_is_an_error_with_the_others(recorded_machine: Callable[[str], Machine]) -> None:
     done = run("gids", "-d", "mlx5_9", "--root", str(recorded_machine("mlx5_roce").root))
     assert done.exit_code == 2 and "there is mlx5_0, mlx5_1" in done.output
 

@@ -26,7 +26,8 @@ def test_the_route_to_this_machine_is_local() -> None:
 def test_no_route_is_an_error_with_the_address() -> None:
     program = ("import ipaddress\nfrom bpsfast.nic import netlink\n"
                "netlink.route_to(ipaddress.ip_address('10.1.2.3'))")
-    done = subprocess.run(["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    command = ["unshare", "--net", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.endswith("OSError: [Errno 101] no route to 10.1.2.3: Network is unreachable\n")
 
