@@ -14,6 +14,9 @@
 #define BPS_RAIL_BATCH 32
 #define BPS_RAIL_SLEEP_S 1
 
+static uint32_t bps_forks; /* how often this process's ancestors forked since the first rail was made */
+static void bps_forked(void) { bps_forks++; }
+
 struct bps_rail {
     struct bps_ibv_cq *cq;
     int wake_fd;

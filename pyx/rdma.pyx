@@ -8,11 +8,12 @@ A `Lane` is to node code what `bpsfast.pyx.tcp.Stream` is: `post` queues a write
 comes with its send completion, after which credit may return and the source may be reused. The peer is told nothing in
 advance: its completion brings slot, round and epoch in the immediate, is checked against what the slot waits for, and
 is reported through the engine's hooks (`hooks.h`). Queue pairs, completion queues and registered memory are made by
-`bpsfast.pyx.verbs` and passed in by `handle`; their objects are kept until `close`.
+`bpsfast.pyx.verbs` and passed in by `handle`; their objects are kept until `close`. After a fork the child's copies are
+unusable (ValueError) and release nothing.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.errno cimport EDESTADDRREQ, EFAULT, EMSGSIZE, ENOMEM, ENOSPC, errno
+from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EMSGSIZE, ENOMEM, ENOSPC, ESHUTDOWN, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -65,6 +66,7 @@ cdef extern from "rdma_lane.h" nogil:
     int bps_lane_post(bps_rdma_lane *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t)
     int bps_lane_prove(bps_rdma_lane *)
     void bps_lane_start(bps_rdma_lane *, uint32_t, void *, bps_arrived_fn, bps_notify_fn)
+    void bps_lane_end(bps_rdma_lane *)
 
 cdef extern from "rail.h" nogil:
     struct bps_rail:
@@ -77,18 +79,25 @@ cdef extern from "rail.h" nogil:
         uint32_t stopping
         pthread_t thread
     void *bps_rail_run(void *)
+    uint32_t bps_forks
+    void bps_forked() noexcept
     int bps_rail_add_lane(bps_rail *, bps_rdma_lane *)
     void bps_rail_remove_lane(bps_rail *, bps_rdma_lane *)
     int eventfd(unsigned int, int)
     int eventfd_write(int, uint64_t)
     int close(int)
     int EFD_CLOEXEC, EFD_NONBLOCK
+    int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
 
 _KINDS = {BPS_FAILED_COMPLETION: "completion", BPS_FAILED_POST: "post", BPS_FAILED_ARRIVAL: "arrival",
           BPS_FAILED_EVENT: "event", BPS_FAILED_POLL: "poll"}
 
 
+cdef bint _watches_forks = False
+
+
 @cython.final
+@cython.no_gc_clear
 cdef class Rail:
     """Serve the completion queue at *completion_queue* (its `handle`; with events) by one native thread.
 
@@ -103,7 +112,8 @@ cdef class Rail:
 
     cdef bps_rail *rail
     cdef object keep
-    cdef int pid, n_lanes
+    cdef int n_lanes
+    cdef uint32_t forks
 
     def __cinit__(self, uintptr_t completion_queue, *, uint64_t awake_us=50, keep=None):
         cdef char why[512]
@@ -113,7 +123,12 @@ cdef class Rail:
         self.rail = <bps_rail *>calloc(1, sizeof(bps_rail))
         if self.rail == NULL:
             raise MemoryError("rail")
-        self.keep, self.pid = keep, os.getpid()
+        self.keep = keep
+        global _watches_forks
+        if not _watches_forks:
+            pthread_atfork(NULL, NULL, bps_forked)
+            _watches_forks = True
+        self.forks = bps_forks
         self.rail.cq = <bps_ibv_cq *>completion_queue
         self.rail.awake_ns, self.rail.event = 1000 * awake_us, -1
         pthread_mutex_init(&self.rail.lanes_lock, NULL)
@@ -130,6 +145,8 @@ cdef class Rail:
     cdef bps_rail *_open(self) except NULL:
         if self.rail.wake_fd < 0:
             raise ValueError("the rail is closed")
+        if self.forks != bps_forks:
+            raise ValueError(f"the rail belongs to the process that this one (pid {os.getpid()}) was forked from")
         return self.rail
 
     def know(self, uint64_t address, uint64_t nbytes, uint32_t lkey):
@@ -144,6 +161,7 @@ cdef class Rail:
 
     def counters(self):
         """Return completions, the batches they came in, how often the thread slept, and regions known."""
+        self._open()
         return {"completions": self.rail.completions, "batches": self.rail.batches, "sleeps": self.rail.sleeps,
                 "regions": self.rail.regions.used}
 
@@ -158,7 +176,7 @@ cdef class Rail:
         cdef bps_rail *rail = self.rail
         if rail == NULL or rail.wake_fd < 0:
             return
-        if self.pid != os.getpid():
+        if self.forks != bps_forks:
             rail.wake_fd = -1
             return
         if self.n_lanes:
@@ -177,7 +195,7 @@ cdef class Rail:
         if self.rail.wake_fd > 0:
             self.n_lanes = 0
             self.close()
-        if self.pid == os.getpid():
+        if self.forks == bps_forks:
             free(self.rail.lanes)
             free(self.rail.regions.items)
             pthread_mutex_destroy(&self.rail.lanes_lock)
@@ -186,6 +204,7 @@ cdef class Rail:
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class Lane:
     """One queue pair (its `handle`; in INIT at least) over *rail*; *keep* is held until `close`.
 
@@ -235,6 +254,7 @@ cdef class Lane:
     cdef bps_rdma_lane *_open(self) except NULL:
         if not self.is_open:
             raise ValueError(f"the lane to source {self.lane.peer} is closed")
+        self.rail._open()
         return self.lane
 
     cdef bps_rdma_lane *_slot(self, uint32_t slot) except NULL:
@@ -242,6 +262,11 @@ cdef class Lane:
         if slot >= lane.n_slots:
             raise ValueError(f"slot {slot} of {lane.n_slots}")
         return lane
+
+    cdef int _refuse_closed(self, int rc) except -1:
+        if rc == ESHUTDOWN:
+            raise ValueError(f"the lane to source {self.lane.peer} was closed meanwhile")
+        return 0
 
     @property
     def peer(self):
@@ -256,6 +281,7 @@ cdef class Lane:
         cdef uint64_t until = bps_now_ns() + <uint64_t>(1e9 * timeout_s), now
         with nogil:
             rc = bps_lane_prove(lane)
+        self._refuse_closed(rc)
         if rc:
             raise OSError(rc, f"ibv_post_send: {os.strerror(rc)}; is the queue pair in RTS?")
         with nogil:
@@ -286,6 +312,9 @@ cdef class Lane:
         cdef int rc
         with nogil:
             rc = bps_lane_bind(lane, slot, nbytes)
+        self._refuse_closed(rc)
+        if rc == EAGAIN:
+            raise ValueError(f"slot {slot} is bound before the peer's proof has come")
         if rc == ENOSPC:
             raise OSError(rc, f"{lane.n_bound} slots are bound, the queue pair was made for {lane.max_receive}")
         if rc:
@@ -298,6 +327,8 @@ cdef class Lane:
     def aim(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, uint32_t rkey):
         """Write rounds of *slot* to these addresses of the peer: what its `bind` got, and the key of that memory."""
         cdef bps_rdma_lane *lane = self._slot(slot)
+        if nbytes == 0 or nbytes >> 32:
+            raise ValueError(f"slot {slot} of {nbytes} bytes: a write carries 1 to {(1 << 32) - 1}")
         with nogil:
             pthread_mutex_lock(&lane.lock)
             lane.out[slot].addresses[0], lane.out[slot].addresses[1] = address_even, address_odd
@@ -310,6 +341,7 @@ cdef class Lane:
         cdef int rc
         with nogil:
             rc = bps_lane_post(lane, slot, round, flags, address, nbytes)
+        self._refuse_closed(rc)
         if rc == ENOMEM:
             raise MemoryError("queue of a lane")
         if rc == EDESTADDRREQ:
@@ -357,11 +389,9 @@ cdef class Lane:
         if not self.is_open:
             return
         self.is_open = False
-        if self.rail.pid == os.getpid():
+        if self.rail.forks == bps_forks:
             with nogil:
-                pthread_mutex_lock(&lane.lock)
-                lane.closing = 1
-                pthread_mutex_unlock(&lane.lock)
+                bps_lane_end(lane)
                 bps_rail_remove_lane(self.rail.rail, lane)
             self.rail.n_lanes -= 1
         self.keep = None

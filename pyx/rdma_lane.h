@@ -4,10 +4,12 @@
  *   receive completion -> immediate checked against the bound slot -> a new receive request -> arrived hook
  *
  * The receive request is posted again before the arrival is told: whatever the peer writes next follows from that,
- * so a lane with one request for each bound slot never runs out of them.
+ * so a lane with one request for each bound slot never runs out of them. Slots are bound after the proof has come,
+ * which takes a request of its own.
  *
  * wr_id: lane number << 32 | kind | index of the write. It is valid in bad completions too, which say little else.
- * `lock` guards queue, slots and failure; the arrived hook is called without it. Completions are the rail's thread's.
+ * `lock` guards queue, slots, failure and every post; the arrived hook is called without it. Completions are the rail's
+ * thread's.
  */
 #ifndef BPS_RDMA_LANE_H
 #define BPS_RDMA_LANE_H
@@ -96,7 +98,7 @@ static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure 
 /* Hand waiting writes to the queue pair as far as it has room. Under the lane's lock. */
 static inline void bps_lane_pump(struct bps_rdma_lane *lane)
 {
-    while (!lane->lost && lane->sent < lane->posted && lane->sent - lane->delivered < lane->max_send) {
+    while (!lane->lost && !lane->closing && lane->sent < lane->posted && lane->sent - lane->delivered < lane->max_send) {
         struct bps_write *write = &lane->queue[lane->sent % lane->capacity];
         uint64_t wr_id = (uint64_t)lane->number << 32 | (lane->sent & BPS_WRITE_INDEX);
         int rc = bps_post_write_imm(lane->qp, wr_id, write->address, write->nbytes, write->lkey,
@@ -112,15 +114,15 @@ static inline void bps_lane_pump(struct bps_rdma_lane *lane)
     }
 }
 
-/* Queue one write and send it if there is room. 0; ENOMEM; EDESTADDRREQ when the peer has not said where the slot
- * lies, EMSGSIZE when it has another size, EFAULT when the source is not registered. */
+/* Queue one write and send it if there is room. 0; ENOMEM; ESHUTDOWN when the lane is closed, EDESTADDRREQ when the
+ * peer has not said where the slot lies, EMSGSIZE when it has another size, EFAULT when the source is not registered. */
 static inline int bps_lane_post(struct bps_rdma_lane *lane, uint32_t slot, uint32_t round, uint32_t flags,
                                 uint64_t address, uint64_t nbytes)
 {
     struct bps_write write = {address, 0, bps_now_ns(), (uint32_t)nbytes, 0, 0, slot, round};
     pthread_mutex_lock(&lane->lock);
     struct bps_slot_out *out = &lane->out[slot];
-    int rc = out->nbytes == 0 ? EDESTADDRREQ : 0;
+    int rc = lane->closing ? ESHUTDOWN : out->nbytes == 0 ? EDESTADDRREQ : 0;
     if (rc == 0 && (flags & BPS_EMPTY))
         write.nbytes = 0;
     else if (rc == 0)
@@ -147,11 +149,16 @@ static inline int bps_lane_post(struct bps_rdma_lane *lane, uint32_t slot, uint3
     return rc;
 }
 
-/* Write nothing, with an immediate that is no slot's. 0 or an errno. */
+/* Write nothing, with an immediate that is no slot's. 0, ESHUTDOWN, or an errno of the provider. */
 static inline int bps_lane_prove(struct bps_rdma_lane *lane)
 {
-    return bps_post_write_imm(lane->qp, (uint64_t)lane->number << 32 | BPS_WRITE_PROOF, 0, 0, 0, 0, 0,
-                              bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch), BPS_SEND_SIGNALED);
+    pthread_mutex_lock(&lane->lock);
+    int rc = ESHUTDOWN;
+    if (!lane->closing)
+        rc = bps_post_write_imm(lane->qp, (uint64_t)lane->number << 32 | BPS_WRITE_PROOF, 0, 0, 0, 0, 0,
+                                bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch), BPS_SEND_SIGNALED);
+    pthread_mutex_unlock(&lane->lock);
+    return rc;
 }
 
 /* -- receiving ----------------------------------------------------------------------------------------------- */
@@ -168,14 +175,17 @@ static inline int bps_lane_receive(struct bps_rdma_lane *lane, uint32_t wanted)
     return 0;
 }
 
-/* Let the peer write `nbytes` of `slot`, from round 1 on. 0; ENOSPC when the queue pair holds no more receive
- * requests; an errno of the provider. */
+/* Let the peer write `nbytes` of `slot`, from round 1 on. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
+ * request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the provider. */
 static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t nbytes)
 {
     pthread_mutex_lock(&lane->lock);
     struct bps_slot_in *in = &lane->in[slot];
     uint32_t wanted = lane->n_bound + !in->bound;
-    int rc = wanted > lane->max_receive ? ENOSPC : bps_lane_receive(lane, wanted);
+    int proven = bps_load(&lane->proof) & BPS_PROOF_RECEIVED;
+    int rc = lane->closing ? ESHUTDOWN : !proven ? EAGAIN : wanted > lane->max_receive ? ENOSPC : 0;
+    if (rc == 0 && !lane->lost) /* a lost lane takes no more requests, and its end is told already */
+        rc = bps_lane_receive(lane, wanted);
     if (rc == 0) {
         *in = (struct bps_slot_in){nbytes, 1, 1};
         lane->n_bound = wanted;
@@ -278,6 +288,16 @@ static inline void bps_lane_complete(struct bps_rdma_lane *lane, const struct bp
         bps_wake(&lane->proof, INT_MAX);
     } else
         bps_lane_delivered(lane, low & BPS_WRITE_INDEX);
+}
+
+/* Stop: no call of ours touches the queue pair after this, and a `prove` that waits gives up. */
+static inline void bps_lane_end(struct bps_rdma_lane *lane)
+{
+    pthread_mutex_lock(&lane->lock);
+    lane->closing = 1;
+    pthread_mutex_unlock(&lane->lock);
+    __atomic_fetch_or(&lane->proof, BPS_PROOF_FAILED, __ATOMIC_SEQ_CST);
+    bps_wake(&lane->proof, INT_MAX);
 }
 
 /* Report to an engine from now on. What failed before is reported at once. */

@@ -171,8 +171,10 @@ static inline void bps_pair_complete(struct bps_pair *pair, struct bps_ibv_wc *w
                 pair->vendor_error = wc->vendor_err;
                 pair->failed_work = *work;
             }
-        } else if (queue == &pair->send)
+        } else if (queue == &pair->send) {
             wc->byte_len = work->nbytes;
+            wc->wc_flags = 0; /* rxe says of a send with immediate that it brought one */
+        }
         bps_retire(queue == &pair->send ? pair->send_cq : pair->recv_cq, queue,
                    queue->retired + (uint64_t)before + 1);
     }

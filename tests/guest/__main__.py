@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.guest", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    setup = verbs.add_parser("setup", help="fetch the kernel and pack what boots it, so that later runs need no network")
+    setup = verbs.add_parser("setup", help="fetch the kernel and pack what boots it, later runs need no network")
     setup.add_argument("--refresh", action="store_true", help="fetch the newest kernel again")
     run = verbs.add_parser("run", help="boot, run COMMAND in this folder, end with its exit status")
     run.add_argument("--out", metavar="DIR", help="where to put what COMMAND writes below $OUT")

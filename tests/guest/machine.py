@@ -84,10 +84,11 @@ class Job:
 
 
 class Machine:
-    """A guest with *n_hosts* hosts, each with an RDMA device (package docstring); the constructor waits for it to boot.
+    """A guest with *n_hosts* hosts, each with an RDMA device (package docstring). The first `start` waits for its boot.
 
     With one processor, programs that poll would each wait for the other's scheduler tick (4 ms): hence two.
-    Raises `kernel.MissingError` where this machine cannot have one, `GuestDiedError` where it does not come up.
+    Raises `kernel.MissingError` where this machine cannot have one; `start` raises `GuestDiedError` where it does not
+    come up within *boot_timeout_s*.
     """
 
     def __init__(self, n_hosts: int = 2, n_processors: int = 2, memory_mb: int = 4096,
@@ -108,14 +109,11 @@ class Machine:
         except BaseException:
             self._remove_folder()
             raise
-        try:
-            self._wait_for_ready(boot_timeout_s)
-        except BaseException:
-            self.close()
-            raise
+        self._boot_deadline: float | None = time.monotonic() + boot_timeout_s
 
     def start(self, command: Sequence[str], *, cwd: str | Path = ".", environ: Mapping[str, str] | None = None) -> Job:
         """Start *command* in the folder *cwd*, with a few of this process's variables and those of *environ*."""
+        self._wait_for_boot()
         number = len(self._jobs)
         job = Job(self, number, self.folder / str(number))
         job.out.mkdir(parents=True)
@@ -174,11 +172,12 @@ class Machine:
             "-device", "virtio-serial-pci", "-device", "virtserialport,chardev=control,name=control",
         ]  # fmt: skip
 
-    def _wait_for_ready(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while (line := self._line(deadline)) != b"ready":
-            if line is None:
-                raise self._died(f"did not boot within {timeout_s:g} s")
+    def _wait_for_boot(self) -> None:
+        if self._boot_deadline is None:
+            return
+        if (line := self._line(self._boot_deadline)) != b"ready":
+            raise self._died(f"said {line!r}" if line else "did not boot in time")
+        self._boot_deadline = None
 
     def _say(self, line: str) -> None:
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -239,3 +240,89 @@ def test_threads_and_descriptors_end_with_the_rail():
     for _ in range(20):
         Side("rxe0").close()
     wait_for(counts, before)
+
+
+def test_a_lane_with_writes_outstanding_closes_and_nothing_of_it_arrives_afterwards(proven):
+    left, right = proven
+    right.expect(1, 0, 0)
+    aim(left, right, 1, 0, 0)
+    right.lane.close()
+    right.pair.close()  # the fence: what is written now finds no queue pair
+    right.bytes[:] = 7
+    left.bytes[:] = 9
+    for _ in range(2 * MAX_SEND):
+        left.lane.post(1, 1, 0, left.region.address, NBYTES)
+    assert left.lane.counters()["writes_pending"] == 2 * MAX_SEND
+    left.lane.close()
+    left.pair.close()
+    assert left.engine.events(0.05) == []  # who closes is told nothing
+    with pytest.raises(ValueError, match="is closed"):
+        left.lane.post(1, 1, 0, left.region.address, NBYTES)
+    assert (right.bytes == 7).all()
+
+
+def test_a_post_that_meets_the_close_is_refused_and_touches_nothing(proven):
+    left, right = proven
+    for slot in range(MAX_RECEIVE):
+        right.expect(slot, 0, 0, 4096)
+        aim(left, right, slot, 0, 0, 4096)
+    started = threading.Event()
+
+    def post_until_closed() -> int:
+        for n in range(1_000_000):
+            try:
+                left.lane.post(n % MAX_RECEIVE, 1 + n // MAX_RECEIVE, 0, left.region.address, 4096)
+            except ValueError as exc:
+                assert "closed" in str(exc)
+                return n
+            started.set()
+        raise AssertionError("nobody closed the lane")
+
+    with ThreadPoolExecutor(2) as executor:
+        posting = [executor.submit(post_until_closed) for _ in range(2)]
+        assert started.wait(20)
+        left.lane.close()
+        left.pair.close()
+        assert sum(future.result(20) for future in posting) > 0
+
+
+def test_a_rail_with_open_lanes_does_not_close(sides):
+    with pytest.raises(BufferError, match="1 open lanes"):
+        sides[0].rail.close()
+
+
+def test_a_slot_is_bound_after_the_proof(sides):
+    left, right = sides
+    with pytest.raises(ValueError, match="before the peer's proof has come"):
+        left.lane.bind(1, left.region.address, left.region.address, NBYTES)
+
+
+def test_a_forked_child_can_use_nothing_and_harms_nobody(proven):
+    left, right = proven
+    right.expect(1, 0, NBYTES)
+    aim(left, right, 1, 0, NBYTES)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for attempt in (lambda: left.lane.post(1, 1, 0, left.region.address, NBYTES), left.rail.counters,
+                        lambda: left.rail.know(4096, 4096, 1), lambda: left.pair.state):
+            try:
+                attempt()
+                said.append("worked")
+            except ValueError as exc:
+                said.append("forked" if "was forked from" in str(exc) else str(exc))
+        left.lane.close()
+        left.pair.close()
+        left.rail.close()
+        os.write(writing, ",".join(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        assert file.read() == "forked,forked,forked,forked"
+    assert os.waitpid(child, 0)[1] == 0
+    left.bytes[:NBYTES] = 5  # written after the fork: the device must see the parent's page
+    left.lane.post(1, 1, 0, left.region.address, NBYTES)
+    assert left.events(1)[0][0] == native.EVENT_DELIVERED
+    wait_for(lambda: right.lane.counters()["writes_received"], 1)
+    assert (right.bytes[NBYTES:2 * NBYTES] == 5).all()
