@@ -129,6 +129,6 @@ def _provider(said: Any) -> Any:
     """Return the module of verbs to try a queue pair with, None where it does not load."""
     if said.error or not said.devices:
         return None
-    from ..pyx import verbs
+    from ..verbs import provider
 
-    return verbs
+    return provider(said.provider)

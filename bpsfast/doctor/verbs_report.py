@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..orchestration.errors import ConfigError
+from ..verbs import provider as find_provider
 
 #: Sizes of the trial registrations, in bytes; the default limits of distributions (64 KiB, 8 MiB) lie in between.
 TRIALS = (1 << 20, 16 << 20, 64 << 20)
@@ -39,15 +40,13 @@ class VerbsReport:
 
 
 def examine(provider: str = "native") -> VerbsReport:
-    """Load the library, open every device and register up to 64 MiB with each. Never raises."""
-    from ..pyx import verbs
-
+    """Load the library, open every device and register up to 64 MiB with each. OSError becomes words in the report."""
     try:
-        report = VerbsReport(provider, version=verbs.version(), fork=verbs.fork_safety(),
-                             devices={name: _open(verbs, name) for name in verbs.devices()})
+        verbs = find_provider(provider)
+        return VerbsReport(provider, version=verbs.version(), fork=verbs.fork_safety(),
+                           devices={name: _open(verbs, name) for name in verbs.devices()})
     except OSError as exc:
         return VerbsReport(provider, error=_words(exc))
-    return report
 
 
 def recorded(answer: Any) -> VerbsReport | None:
