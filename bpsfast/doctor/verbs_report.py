@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +85,8 @@ def _register(verbs: Any, domain: Any) -> tuple[int, str]:
         with mmap.mmap(-1, nbytes) as memory:
             try:
                 verbs.MemoryRegion(domain, memory).close()
-            except OSError as exc:
-                return done, _words(exc)
+            except OSError as exc:  # its own words name the device and the remedy, which the check does better
+                return done, f"ibv_reg_mr of {nbytes >> 20} MiB: {os.strerror(exc.errno or 0)}"
         done = nbytes
     return done, ""
 
