@@ -10,6 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
+from bpsfast.commands import devices, gids, verbs_answers
+from bpsfast.nic.route import choose
+from bpsfast.pyx import verbs
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -72,3 +75,21 @@ def test_the_result_may_go_to_a_file(recorded_machine: Callable[[str], Machine])
     path = machine.root / "out.json"
     assert run("devices", "--json", "-o", str(path), "--root", str(machine.root)).stdout == ""
     assert json.loads(path.read_text())["devices"][0]["name"] == "rxe0"
+
+
+def test_a_recorded_machine_has_no_library_to_ask(recorded_machine: Callable[[str], Machine]) -> None:
+    for command in ("devices", "gids"):
+        done = run(command, "--verbs", "native", "--root", str(recorded_machine("rxe").root))
+        assert done.exit_code == 2 and "choose one" in done.output
+
+
+def test_what_the_library_says_stands_beside_it(recorded_machine: Callable[[str], Machine]) -> None:
+    host = recorded_machine("rxe").host
+    assert verbs_answers.active_mtus(verbs, host) == {"rxe0/1": "not listed", "rxe1/1": "not listed"}
+    table = devices.rows(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})
+    assert [row[-1] for row in table] == ["ACTIVE_MTU", "4096", "not listed"]
+    told = devices.data(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})["devices"]
+    assert [device["ports"][0]["active_mtu"] for device in told] == [4096, "not listed"]
+    found = gids.table(host)
+    assert set(verbs_answers.verdicts(verbs, found).values()) == {"not listed"}
+    assert [row[-1] for row in gids.rows(found, choose(host), dict.fromkeys(found, "same"))] == ["VERBS"] + ["same"] * 4

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import exits, output
-from .assignments import overrides, set_option
+from .assignments import overrides, set_option, verbs_option
 from .root import root_option
 
 if TYPE_CHECKING:
@@ -22,36 +22,46 @@ _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDR
 
 @click.command()
 @click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@verbs_option
 @root_option
 @set_option
 @output.options(tabular=True)
 @exits.errors_in_words
-def command(peer: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool, as_csv: bool,
-            path: str | None, no_color: bool) -> None:
+def command(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
+            as_csv: bool, path: str | None, no_color: bool) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
-    MTU is the interface's and, in brackets, the RoCE path MTU that fits it. Exit code 3 if there is no RDMA device.
+    MTU is the interface's and, in brackets, the RoCE path MTU that fits it. With --verbs, ACTIVE_MTU is the path MTU
+    that libibverbs reports. Exit code 3 if there is no RDMA device.
+
+    \b
+    bpsfast devices
+    bpsfast devices --peer gpu08
+    bpsfast devices --json | jq '.devices[].ports[].state'
     """
     from .. import settings
     from ..nic import recorded
     from ..nic.route import choose, peer_address
+    from . import verbs_answers
 
     chosen = output.form(as_json, path, no_color, as_csv)
     host = recorded.host(root)
     loaded = settings.load(overrides(assignments), host.kernel.environ)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)
-    output.show(chosen, lambda: text(host, choice), data(host, choice), [_HEAD, *rows(host, choice)])
+    library = verbs_answers.asked(verbs, root)
+    mtus = None if library is None else verbs_answers.active_mtus(library, host)
+    output.show(chosen, lambda: text(host, choice, mtus), data(host, choice, mtus), rows(host, choice, mtus))
     if not host.devices:
         click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
         sys.exit(exits.ENVIRONMENT)
 
 
-def text(host: Host, choice: Choice) -> str:
-    """Return the tables for people."""
+def text(host: Host, choice: Choice, mtus: dict[str, str] | None = None) -> str:
+    """Return the tables for people; *mtus*: what libibverbs says, by "device/port", None if it was not asked."""
     parts = []
     if host.devices:
-        parts.append(output.columns([_HEAD, *rows(host, choice)]))
+        parts.append(output.columns(rows(host, choice, mtus)))
         parts += [f"{rail.name} is used: {rail.reason}" for rail in choice.rails]
         parts += [f"{name} is not: {reason}" for name, reason in choice.rejected.items()]
     else:
@@ -62,12 +72,15 @@ def text(host: Host, choice: Choice) -> str:
     return "\n".join(parts)
 
 
-def rows(host: Host, choice: Choice) -> list[tuple[str, ...]]:
-    """Return one row for each RDMA port."""
-    return [_row(host, choice, device, port) for device, port in host.ports]
+def rows(host: Host, choice: Choice, mtus: dict[str, str] | None = None) -> list[tuple[str, ...]]:
+    """Return the head and one row for each RDMA port."""
+    if mtus is None:
+        return [_HEAD, *(_row(host, choice, device, port) for device, port in host.ports)]
+    return [(*_HEAD, "ACTIVE_MTU"), *((*_row(host, choice, device, port), mtus[f"{device.name}/{port.number}"])
+                                      for device, port in host.ports)]
 
 
-def data(host: Host, choice: Choice) -> dict[str, Any]:
+def data(host: Host, choice: Choice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
     """Return what JSON shows: base units, null where the kernel does not say."""
     uses = _uses(choice)
     return {
@@ -82,6 +95,7 @@ def data(host: Host, choice: Choice) -> dict[str, Any]:
                 "netdev_mtu": _mtu(host, port), "roce_mtu": _roce_mtu(host, port),
                 "use": uses.get(f"{device.name}/{port.number}", ("rejected", ""))[0],
                 "reason": uses.get(f"{device.name}/{port.number}", ("", ""))[1],
+                **({} if mtus is None else {"active_mtu": _number(mtus[f"{device.name}/{port.number}"])}),
             } for port in device.ports],
         } for device in host.devices],
         "cards": [{
@@ -90,6 +104,10 @@ def data(host: Host, choice: Choice) -> dict[str, Any]:
             "numa_node": card.numa_node, "pcie": _pcie_data(card.pcie), "addresses": list(map(str, card.addresses)),
         } for card in _other_cards(host)],
     }
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _row(host: Host, choice: Choice, device: RdmaDevice, port: Port) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import click
 
 from ..orchestration.errors import ConfigError
 from . import exits, output
-from .assignments import overrides, set_option
+from .assignments import overrides, set_option, verbs_option
 from .root import root_option
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ _DEFAULT_PORT = 18619
 @click.option("--once", is_flag=True, help="With --listen: end after the first answer.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               metavar="S", help="Longest wait for each question to the peer.")
+@verbs_option
 @root_option
 @set_option
 @output.options()
 @exits.errors_in_words
-def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s: float, root: str | None,
-            assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s: float, verbs: str | None,
+            root: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
     """Find what keeps RDMA from working, and say what to type.
 
     Every check says PASS, FAIL, WARN, INFO or SKIP, and why; below the list stand the commands for what is not well.
@@ -54,7 +55,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
     chosen = output.form(as_json, path, no_color)
     machine = host(root)
-    loaded, origins = settings.load_with_origins(overrides(assignments), machine.kernel.environ)
+    loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
     if port is not None:
         if peer or root or as_json:
             raise click.UsageError("--listen answers others: it takes no --peer, --root or --json")
@@ -80,7 +81,7 @@ def facts_of(host: Any, loaded: Settings, origins: dict[str, str], peer: str | N
     name, port = split(peer) if peer else ("", _DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
-    said = verbs_report.recorded(answers.verbs) if answers else verbs_report.examine()
+    said = verbs_report.recorded(answers.verbs) if answers else verbs_report.examine(loaded.verbs)
     found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, timeout_s)
     if answers is not None:
         if address is not None and answers.peer is not None:
@@ -97,7 +98,7 @@ def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once
     from ..launch.roles import given_key
     from ..nic.host import Host
 
-    said = verbs_report.examine()
+    said = verbs_report.examine(loaded.verbs)
 
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)

@@ -69,6 +69,16 @@ def test_devices_and_gids_are_the_guest_s():
     assert [row["index"] for row in rows if row["used"]] == [GID_INDEX]
 
 
+@pytest.mark.parametrize("provider", ["native", "pyverbs"])
+def test_the_library_agrees_with_the_kernel(provider: str):
+    if provider == "pyverbs":
+        pytest.importorskip("pyverbs", reason="pyverbs is not installed here")
+    told = json.loads(here("devices", "--json", "--verbs", provider))
+    assert [device["ports"][0]["active_mtu"] for device in told["devices"]] == [MTU, MTU]
+    assert {row["verbs"] for row in json.loads(here("gids", "--json", "--verbs", provider))} == {"same"}
+    assert findings("--verbs", provider)["RD03"]["found"].endswith(f"({provider}) lists rxe0, rxe1")
+
+
 def test_locked_memory_without_the_capability_fails_by_trial():
     prefix = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock",
               "bash", "-c", 'ulimit -l 64; exec "$@"', "sh"]
