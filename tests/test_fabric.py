@@ -67,7 +67,15 @@ def test_crossed_rails_fail_and_the_pair_is_named(recorded_machine: Callable[[st
 def test_different_numbers_of_rails_fail(recorded_machine: Callable[[str], Machine]) -> None:
     machine = _two_rails(recorded_machine("mlx5_roce"), None, peer_ports=1)
     found = machine.check(fabric.rails, "gpu08-roce", rdma_devices=BOTH)
-    assert found.status is Status.FAIL and "2 ports would be used here" in found.found
+    assert found.status is Status.FAIL and "would be used: 2 here (mlx5_0/1, mlx5_1/1), 1 at gpu08-roce" in found.found
+
+
+def test_a_peer_without_a_port_fails_with_its_reasons(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("infiniband")
+    says = machine.answers["peer"] | {"used": [], "rejected": {"mlx5_0/1": "the port is DOWN"}}
+    found = machine.answer(peer=says).check(fabric.rails, "node043-ib")
+    assert found.status is Status.FAIL and "mlx5_0/1: the port is DOWN" in found.found
+    assert commands(found)["peer"] == "bpsfast doctor"
 
 
 def test_rails_need_a_peer(recorded_machine: Callable[[str], Machine]) -> None:

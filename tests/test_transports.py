@@ -29,6 +29,15 @@ def test_a_device_that_does_not_exist_fails_and_the_others_are_listed(
     assert "command line" in found.found
 
 
+@pytest.mark.parametrize(("says", "words"), [
+    ({"version": "9.9.9"}, "9.9.9 at node043-ib"), ({"transport": "tcp"}, "transport auto here (by default), tcp at")])
+def test_ends_that_disagree_fail(says: dict[str, str], words: str, recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("infiniband")
+    assert machine.check(transports.setting, "node043-ib").status is Status.PASS
+    found = machine.answer(peer=machine.answers["peer"] | says).check(transports.setting, "node043-ib")
+    assert found.status is Status.FAIL and words in found.found
+
+
 def test_defaults_suffice(recorded_machine: Callable[[str], Machine]) -> None:
     found = recorded_machine("mlx5_roce").check(transports.tcp)
     assert found.status is Status.PASS and "cubic, buffers up to 6 MiB in, 4 MiB out" in found.found

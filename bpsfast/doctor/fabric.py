@@ -39,9 +39,15 @@ def rails(facts: Facts) -> Outcome:
     if facts.peer_report is None:
         return skipped(facts.peer_silence or "needs --peer HOST, with `bpsfast doctor --listen` running there")
     ours, theirs = facts.choice.rails, facts.peer_report.used
+    if not ours:
+        return skipped("no port can be used")
+    if not theirs:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in facts.peer_report.rejected.items())
+        return failed(f"{facts.peer_name} has no port that could be used: {reasons or 'it has no RDMA device'}",
+                      peer="bpsfast doctor")
     if len(ours) != len(theirs):
-        return failed(f"{len(ours)} ports would be used here ({_names(ours)}), {len(theirs)} at {facts.peer_name} "
-                      f"({_names(theirs)}): rails pair up by position",
+        return failed(f"number of ports that would be used: {len(ours)} here ({_names(ours)}), {len(theirs)} at "
+                      f"{facts.peer_name} ({_names(theirs)}); rails pair up by position",
                       job="set BPSFAST_RDMA_DEVICES to as many ports on all machines, in the same order")
     if len(ours) < 2:
         return skipped("one port is used: no rails to compare")

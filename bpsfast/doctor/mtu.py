@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from ..nic.devices import PATH_MTUS, ROCE_OVERHEAD_NBYTES, roce_mtu
 from ..nic.echo import Echo
+from ..nic.netlink import Address
 from ..nic.route import Rail
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, warned
@@ -82,28 +83,38 @@ def _raise(facts: Facts, rail: Rail) -> dict[str, str]:
 
 
 def _blocked(facts: Facts) -> Outcome | None:
-    """Ping the peer with packets as large as the interface allows; return what is wrong if they do not arrive."""
+    """Ping the peer with packets as large as the interfaces allow; return what is wrong if they do not arrive."""
+    for rail, address in _ways(facts):
+        card = facts.host.netdevs.get(rail.netdev or "")
+        if card is None or card.mtu <= _SMALL_NBYTES:
+            continue
+        if (_ping(facts, address, card.mtu, card.name) is not Echo.SILENT
+                or _ping(facts, address, _SMALL_NBYTES, card.name) is not Echo.ANSWERED):
+            continue  # it passes, or pings are not answered at all, which says nothing about sizes
+        sizes = sorted([each + ROCE_OVERHEAD_NBYTES for each in PATH_MTUS] + [_ETHERNET_MTU], reverse=True)
+        passing = next((each for each in sizes if each < card.mtu
+                        and _ping(facts, address, each, card.name) is Echo.ANSWERED), _SMALL_NBYTES)
+        outcome = failed if passing < _mtus(facts, rail)[1] + ROCE_OVERHEAD_NBYTES else warned
+        return outcome(
+            f"packets of {card.mtu} bytes ({card.name}'s mtu) do not reach {facts.peer_name} ({address}), packets of "
+            f"{passing} do: something in between, or the other end, has a smaller MTU",
+            switch=f"mtu 9216 on all ports between the two, also between switches; or, until then, here: sudo ip link "
+                   f"set {card.name} mtu {passing}",
+            peer=f"sudo ip link set IFACE mtu {card.mtu}", check=f"ping -M do -s {card.mtu - 28} {address}")
+    return None
+
+
+def _ways(facts: Facts) -> list[tuple[Rail, Address]]:
+    """Return each of our ports with the peer's address on its network: of its ports, or the one that was given."""
     if facts.peer is None or facts.route is None or facts.route.local:
-        return None
-    card = facts.host.netdevs.get(facts.route.netdev)
-    if card is None or card.mtu <= _SMALL_NBYTES:
-        return None
-    if _ping(facts, card.mtu) is not Echo.SILENT or _ping(facts, _SMALL_NBYTES) is not Echo.ANSWERED:
-        return None  # it passes, or pings are not answered at all, which says nothing about sizes
-    sizes = sorted([each + ROCE_OVERHEAD_NBYTES for each in PATH_MTUS] + [_ETHERNET_MTU], reverse=True)
-    passing = next((each for each in sizes if each < card.mtu and _ping(facts, each) is Echo.ANSWERED), _SMALL_NBYTES)
-    words = (f"packets of {card.mtu} bytes ({card.name}'s mtu) do not reach {facts.peer_name}, packets of {passing} "
-             "do: something in between, or the other end, has a smaller MTU")
-    needed = max((_mtus(facts, rail)[1] for rail in facts.choice.rails), default=0) + ROCE_OVERHEAD_NBYTES
-    outcome = failed if passing < needed else warned
-    return outcome(words, switch=f"mtu 9216 on all ports between the two, also between switches, or `ip link set "
-                                 f"{card.name} mtu {passing}` here", peer=f"sudo ip link set IFACE mtu {card.mtu}",
-                   check=f"ping -M do -s {card.mtu - 28} {facts.peer}")
+        return []
+    theirs = facts.peer_report.used if facts.peer_report else []
+    found = [(rail, other.address) for rail, other in zip(facts.choice.rails, theirs) if other.address is not None]
+    return found or [(rail, facts.peer) for rail in facts.choice.rails[:1] if rail.netdev == facts.route.netdev]
 
 
-def _ping(facts: Facts, nbytes: int) -> Echo:
-    assert facts.peer is not None
+def _ping(facts: Facts, address: Address, nbytes: int, netdev: str) -> Echo:
     try:
-        return facts.host.kernel.ping(facts.peer, nbytes, timeout_s=facts.timeout_s)
+        return facts.host.kernel.ping(address, nbytes, netdev, facts.timeout_s)
     except OSError:
         return Echo.FORBIDDEN

@@ -154,6 +154,7 @@ class Listener:
                 _send(sock, Answer(objection=str(exc)))
                 return f"told what there is here; the queue pair did not connect: {exc}"
             _send(sock, Answer(end=trial.end))
+            sock.settimeout(2 * self._timeout_s)  # the asker's own limit comes first
             _receive(sock, Done)
         return f"told what there is here; queue pair from {offered.port} to {trial.end.port} was tried"
 

@@ -1,6 +1,7 @@
 """RD17, RD19: which transport the settings ask for, and what TCP would be like if it is TCP."""
 from __future__ import annotations
 
+from .. import __version__
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
 
@@ -16,6 +17,13 @@ def setting(facts: Facts) -> Outcome:
     if facts.choice_error:
         return failed(f"{facts.choice_error} (from {facts.origins.get('rdma_devices', 'the settings')})",
                       job="unset BPSFAST_RDMA_DEVICES BPSFAST_RDMA_GID_INDEX", check="bpsfast devices")
+    peer = facts.peer_report
+    if peer is not None and peer.version != __version__:
+        return failed(f"bpsfast {__version__} here, {peer.version} at {facts.peer_name}: a job needs one version",
+                      host="pip install the same version on both machines")
+    if peer is not None and peer.transport != wanted:
+        return failed(f"transport {wanted} here (by {origin}), {peer.transport} at {facts.peer_name}: a job needs one",
+                      job="set BPSFAST_TRANSPORT alike on all machines, or nowhere")
     if wanted == "rdma" and not names:
         return failed(f"transport rdma is asked for (by {origin}), but no RDMA port can be used",
                       job="BPSFAST_TRANSPORT=auto   # tcp where there is no RDMA")
