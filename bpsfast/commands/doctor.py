@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 _DEFAULT_PORT = 18619
+#: Longest wait for one ping: several may remain without an answer, and none of them travels long.
+_PING_S = 1.0
 
 
 @click.command()
@@ -27,7 +29,7 @@ _DEFAULT_PORT = 18619
               help="With --listen: the address to listen on.")
 @click.option("--once", is_flag=True, help="With --listen: end after the first answer.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
-              metavar="S", help="Longest wait for each question to the peer.")
+              metavar="S", help="Longest wait for the peer's doctor, and for the queue pair to it.")
 @verbs_option
 @root_option
 @set_option
@@ -82,7 +84,7 @@ def facts_of(host: Any, loaded: Settings, origins: dict[str, str], peer: str | N
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
     said = verbs_report.recorded(answers.verbs) if answers else verbs_report.examine(loaded.verbs)
-    found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, timeout_s)
+    found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
     if answers is not None:
         if address is not None and answers.peer is not None:
             found.peer_report = msgspec.convert(answers.peer, PeerReport)

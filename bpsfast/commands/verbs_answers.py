@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -29,17 +30,23 @@ def asked(verbs: str | None, root: str | None) -> Any:
 def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
     """Return the path MTU that each port runs with, by "device/port"; where there is none, the reason."""
     listed = verbs.devices()
-    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, lambda opened, number=port.number:
-                                                 str(opened.port(number)["active_mtu"]))
+    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(_active_mtu, port.number))
             for device, port in host.ports}
 
 
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
     """Return for each row of the kernel's table what libibverbs says: "same", another GID, or the reason."""
     listed = verbs.devices()
-    return {row: _ask(verbs, listed, row.device, lambda opened, row=row:
-                      "same" if (found := opened.gid(row.port, row.index)) == row.value else found.hex(":", 2))
-            for row in rows}
+    return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
+
+
+def _active_mtu(number: int, opened: Any) -> str:
+    return str(opened.port(number)["active_mtu"])
+
+
+def _verdict(row: Gid, opened: Any) -> str:
+    found = opened.gid(row.port, row.index)
+    return "same" if found == row.value else found.hex(":", 2)
 
 
 def _ask(verbs: Any, listed: list[str], name: str, question: Callable[[Any], str]) -> str:

@@ -35,7 +35,7 @@ class Facts:
     peer
         Name and address of the other machine, if the user gave one.
     timeout_s
-        How long one question to the peer may take.
+        How long a ping to the peer may take.
     """
 
     def __init__(self, host: Host, settings: Settings, origins: dict[str, str], verbs: VerbsReport | None = None,
@@ -44,7 +44,8 @@ class Facts:
         self.settings = settings
         self.origins = origins
         self.verbs = verbs
-        self.peer_name, self.peer = peer or ("", None)
+        self.peer_name: str = peer[0] if peer else ""
+        self.peer: Address | None = peer[1] if peer else None
         self.timeout_s = timeout_s
         #: what the peer's doctor said; None: it was not asked, or `peer_silence` says why it did not answer
         self.peer_report: PeerReport | None = None

@@ -43,7 +43,7 @@ class Kernel:
             found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
         except OSError as exc:
             raise OSError(errno.EADDRNOTAVAIL, f"host name {host!r} cannot be resolved: {exc.strerror}") from exc
-        unique = {ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found}
+        unique = {ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found}
         return sorted(unique, key=lambda address: (address.version, address.packed))
 
     def shm_nbytes(self) -> int | None:
