@@ -1,8 +1,9 @@
 """The doctor at the other end: ``bpsfast doctor --listen`` there answers ``bpsfast doctor --peer`` here.
 
 After the handshake of data connections (`orchestration.security`: both ends prove the job's key; without one the key
-is known to everybody) the asker sends `Ask` and gets `Told`; if both have a port it sends the end of a queue pair and
-gets the other end, writes over it, and says when that is done. Each message is its length (4 bytes) and msgpack.
+is known to everybody) the asker sends `Ask` and gets `Told`; for each pair of ports that would be used it sends the
+end of a queue pair and gets the other end, writes over it, and says when that is done. Each message is its length (4
+bytes) and msgpack.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import msgspec
 from .. import __version__
 from ..nic.kernel import Kernel
 from ..nic.netlink import Address
+from ..nic.route import Rail
 from ..orchestration import security
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 from .facts import Facts
@@ -44,9 +46,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The asker's end of a queue pair; None: it has none, and the conversation is over."""
+    """The asker's end of a queue pair, for the answerer's port in this place; no end: the conversation is over."""
 
     end: End | None = None
+    place: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +60,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The asker has written what it wanted; both ends may close."""
+    """The asker has written what it wanted; both ends may close the queue pair."""
 
 
 Message = TypeVar("Message", Ask, Told, Offer, Answer, Done)
@@ -132,31 +135,31 @@ class Listener:
         _send(sock, Told(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
             rejected=dict(facts.choice.rejected), reached=Kernel().connect(asker, wanted.back_port, self._timeout_s))))
-        offered = _receive(sock, Offer).end
-        if offered is None:
-            return "told what there is here"
-        return self._meet(sock, facts, offered)
+        told = ["told what there is here"]
+        sock.settimeout(2 * self._timeout_s)  # the asker's own limits come first
+        while (offer := _receive(sock, Offer)).end is not None:
+            told.append(self._meet(sock, facts, offer.end, offer.place))
+        return "; ".join(told)
 
-    def _meet(self, sock: socket.socket, facts: Facts, offered: End) -> str:
+    def _meet(self, sock: socket.socket, facts: Facts, offered: End, place: int) -> str:
         """Make the other end of a queue pair, and keep it until the asker is done."""
-        if self._verbs is None or not facts.choice.rails:
-            _send(sock, Answer(objection="no RDMA port can be used there"))
-            return "told what there is here; no port for a queue pair"
+        if self._verbs is None or not 0 <= place < len(facts.choice.rails):
+            _send(sock, Answer(objection="there is no such port that could be used"))
+            return f"no port for a queue pair from {offered.port}"
         try:
-            trial = Trial(self._verbs, facts.choice.rails[0])
+            trial = Trial(self._verbs, facts.choice.rails[place])
         except OSError as exc:
             _send(sock, Answer(objection=str(exc)))
-            return f"told what there is here; no queue pair: {exc}"
+            return f"no queue pair: {exc}"
         with trial:
             try:
                 trial.connect(offered)
             except OSError as exc:
                 _send(sock, Answer(objection=str(exc)))
-                return f"told what there is here; the queue pair did not connect: {exc}"
+                return f"the queue pair did not connect: {exc}"
             _send(sock, Answer(end=trial.end))
-            sock.settimeout(2 * self._timeout_s)  # the asker's own limit comes first
             _receive(sock, Done)
-        return f"told what there is here; queue pair from {offered.port} to {trial.end.port} was tried"
+        return f"queue pair from {offered.port} to {trial.end.port} was tried"
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -170,29 +173,33 @@ class Listener:
 
 
 def _try(facts: Facts, sock: socket.socket, verbs: Any, timeout_s: float) -> None:
-    """Write over a queue pair to the peer, if both have a port; put what came of it into *facts*."""
-    report = facts.peer_report
-    if verbs is None or not facts.choice.rails or report is None or not report.used:
-        _send(sock, Offer())
-        return
+    """Write over a queue pair for each pair of ports that would be used; put what came of it into *facts*."""
+    theirs = facts.peer_report.used if facts.peer_report else []
+    if verbs is not None and facts.choice.rails and theirs:
+        errors = [_try_one(rail, place, sock, verbs, timeout_s)
+                  for place, rail in enumerate(facts.choice.rails[:len(theirs)])]
+        facts.trial_error = "; ".join(filter(None, errors))
+    _send(sock, Offer())
+
+
+def _try_one(rail: Rail, place: int, sock: socket.socket, verbs: Any, timeout_s: float) -> str:
+    """Write from *rail* to the peer's port in this place; return "" or why that did not work."""
     try:
-        trial = Trial(verbs, facts.choice.rails[0])
+        trial = Trial(verbs, rail)
     except OSError as exc:
-        facts.trial_error = str(exc)
-        _send(sock, Offer())
-        return
+        return str(exc)
     with trial:
-        _send(sock, Offer(end=trial.end))
+        _send(sock, Offer(end=trial.end, place=place))
         answer = _receive(sock, Answer)
         if answer.end is None:
-            facts.trial_error = f"at the peer: {answer.objection}"
-            return
+            return f"at the peer: {answer.objection}"
         try:
             trial.connect(answer.end)
-            facts.trial_error = trial.write(answer.end, timeout_s)
+            error = trial.write(answer.end, timeout_s)
         except OSError as exc:
-            facts.trial_error = str(exc)
+            error = str(exc)
         _send(sock, Done())
+        return f"{rail.name} to {answer.end.port}: {error}" if error else ""
 
 
 @contextlib.contextmanager

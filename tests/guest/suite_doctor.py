@@ -141,9 +141,9 @@ def test_a_port_that_is_down_and_then_an_interface_that_nobody_set_up(third_devi
 class Listening:
     """A doctor that listens on host 0 with its device, for one asker."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, devices: str = f"={HOSTS[0].device}") -> None:
         command = HOSTS[0].on(*DOCTOR, "--listen", "0", "--once", "--host", HOSTS[0].address, "--timeout", "30",
-                              "--set", f"rdma_devices=={HOSTS[0].device}", *arguments)
+                              "--set", f"rdma_devices={devices}", *arguments)
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         first = self.process.stdout.readline()
         assert first.startswith(f"listening on {HOSTS[0].address} port "), first
@@ -158,8 +158,9 @@ class Listening:
             self.process.wait(10)
 
 
-def ask(place: str, *arguments: str, code: int = 0) -> dict[str, dict[str, Any]]:
-    return findings("--peer", place, "--timeout", "30", "--set", f"rdma_devices=={HOSTS[1].device}", *arguments,
+def ask(place: str, *arguments: str, devices: str = f"={HOSTS[1].device}",
+        code: int = 0) -> dict[str, dict[str, Any]]:
+    return findings("--peer", place, "--timeout", "30", "--set", f"rdma_devices={devices}", *arguments,
                     prefix=HOSTS[1].on(), code=code)
 
 
@@ -174,6 +175,14 @@ def test_two_hosts_compare_and_a_queue_pair_carries_data():
     assert found["RD05"]["status"] == "PASS"
     # the devices' interfaces are not the hosts' own, so the route leaves by eth0
     assert found["RD07"]["status"] == "WARN" and "reached by eth0, but rxe1/1" in found["RD07"]["found"]
+
+
+def test_each_pair_of_ports_gets_a_queue_pair():
+    listening = Listening(devices="rxe")
+    found = ask(listening.place, devices="rxe")
+    said = listening.end()
+    assert "queue pair from rxe0/1 to rxe0/1 was tried; queue pair from rxe1/1 to rxe1/1 was tried\n" in said
+    assert found["RD14"]["status"] == "PASS" and "carried data" in found["RD14"]["found"]
 
 
 def test_ends_of_different_kinds_of_gid_are_found_and_the_queue_pair_says_the_same():
