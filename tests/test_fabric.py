@@ -52,6 +52,24 @@ def test_rails_that_reach_each_other_pass(recorded_machine: Callable[[str], Mach
     assert machine.check(fabric.rails, "gpu08-roce", rdma_devices=BOTH).status is Status.PASS
 
 
+def test_rails_that_cannot_be_asked_by_ping_are_no_fault(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = _two_rails(recorded_machine("mlx5_roce"), None)
+    for name in ("eth2", "eth3"):  # as in a network namespace that lacks them
+        machine.remove(f"sys/class/net/{name}")
+    facts = machine.facts("gpu08-roce", rdma_devices=BOTH)
+    assert fabric.rails(facts).status is Status.SKIP
+    facts.trial_error = ""
+    assert fabric.rails(facts).status is Status.PASS and "carried data" in fabric.rails(facts).found
+
+
+def test_a_queue_pair_that_works_counts_more_than_a_ping_that_is_filtered(
+        recorded_machine: Callable[[str], Machine]) -> None:
+    facts = _two_rails(recorded_machine("mlx5_roce"), []).facts("gpu08-roce", rdma_devices=BOTH)
+    assert fabric.rails(facts).status is Status.FAIL
+    facts.trial_error = ""
+    assert fabric.rails(facts).status is Status.PASS
+
+
 def test_a_rail_only_network_is_told(recorded_machine: Callable[[str], Machine]) -> None:
     machine = _two_rails(recorded_machine("mlx5_roce"), ["eth2>10.1.0.8", "eth3>10.2.0.8"])
     found = machine.check(fabric.rails, "gpu08-roce", rdma_devices=BOTH)

@@ -151,11 +151,15 @@ class Listening:
         self.place = self.place.replace("HOST", HOSTS[0].address)
 
     def end(self) -> str:
-        try:
-            return self.process.communicate(timeout=TIMEOUT_S)[0]
-        finally:
-            self.process.kill()
-            self.process.wait(10)
+        return self.process.communicate(timeout=TIMEOUT_S)[0]
+
+    def __enter__(self) -> Listening:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
 
 
 def ask(place: str, *arguments: str, devices: str = f"={HOSTS[1].device}",
@@ -165,9 +169,9 @@ def ask(place: str, *arguments: str, devices: str = f"={HOSTS[1].device}",
 
 
 def test_two_hosts_compare_and_a_queue_pair_carries_data():
-    listening = Listening()
-    found = ask(listening.place)
-    said = listening.end()
+    with Listening() as listening:
+        found = ask(listening.place)
+        said = listening.end()
     assert said == f"{HOSTS[1].address}: told what there is here; queue pair from rxe1/1 to rxe0/1 was tried\n"
     assert listening.process.returncode == 0
     way = f"TCP to and from {HOSTS[0].address} works; a queue pair to it carried data"
@@ -178,17 +182,18 @@ def test_two_hosts_compare_and_a_queue_pair_carries_data():
 
 
 def test_each_pair_of_ports_gets_a_queue_pair():
-    listening = Listening(devices="rxe")
-    found = ask(listening.place, devices="rxe")
-    said = listening.end()
+    with Listening(devices="rxe") as listening:
+        found = ask(listening.place, devices="rxe")
+        said = listening.end()
+    assert found["RD06"]["status"] == "PASS"
     assert "queue pair from rxe0/1 to rxe0/1 was tried; queue pair from rxe1/1 to rxe1/1 was tried\n" in said
     assert found["RD14"]["status"] == "PASS" and "carried data" in found["RD14"]["found"]
 
 
 def test_ends_of_different_kinds_of_gid_are_found_and_the_queue_pair_says_the_same():
-    listening = Listening("--set", "rdma_gid_index=0")
-    found = ask(listening.place, code=1)
-    listening.end()
+    with Listening("--set", "rdma_gid_index=0") as listening:
+        found = ask(listening.place, code=1)
+        listening.end()
     assert found["RD05"]["status"] == "FAIL" and "fe80::" in found["RD05"]["found"]
 
 
