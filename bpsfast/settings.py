@@ -65,6 +65,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                             ge=0)] = 0
     rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "
                                         "^mlx5_1; empty: the one on the route to the peer")] = ""
+    verbs: Annotated[Literal["native", "pyverbs"], _about("which implementation of RDMA verbs: ours, or rdma-core's "
+                                                          "Python binding")] = "native"
     rdma_gid_index: Annotated[int, _about("row of the GID table, as NCCL_IB_GID_INDEX; -1: by address and version",
                                           ge=-1)] = -1
     nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0

@@ -15,6 +15,12 @@ def set_option(function: Callable) -> Callable:
                         help="Any setting, such as --set partition_bytes=1000000 (`bpsfast env` lists them).")(function)
 
 
+def verbs_option(function: Callable) -> Callable:
+    """Add the option ``--verbs``, the setting of that name; it arrives as the parameter *verbs*, None if not given."""
+    return click.option("--verbs", type=click.Choice(["native", "pyverbs"]), metavar="native|pyverbs",
+                        help="Which implementation of RDMA verbs to use (native).")(function)
+
+
 def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
     """Return what the command line sets: NAME=VALUE assignments and, over them, the options that were given."""
     given: dict[str, Any] = {}
