@@ -92,7 +92,10 @@ static inline int bps_verbs_open(const char *name, char *why, size_t why_nbytes)
     }
     BPS_VERBS_NEEDED(BPS_VERBS_REQUIRE)
     BPS_VERBS_OPTIONAL(BPS_VERBS_RESOLVE)
-    bps_verbs.fork_errno = bps_verbs.fork_init();
+    /* Where the kernel copies pinned pages for a child, ibv_fork_init of rdma-core 44 and older still takes registered
+     * pages from it, and with them whatever else lies there: the child dies. */
+    int unneeded = bps_verbs.is_fork_initialized != NULL && bps_verbs.is_fork_initialized() == 2;
+    bps_verbs.fork_errno = unneeded ? 0 : bps_verbs.fork_init();
     bps_verbs.library = library;
     return 0;
 }

@@ -201,6 +201,9 @@ cdef class QueuePair:
             raise ValueError(f"mtu={mtu}: a path MTU is one of {', '.join(map(str, _MTU_CODES))} bytes")
         if gid is not None and len(gid) != 16:
             raise ValueError(f"gid has {len(gid)} bytes, a GID has 16")
+        if port == 0:
+            raise OSError(EINVAL, f"{self.domain.device.name} queue pair {self.number}: INIT -> RTR before to_init: it "
+                                  f"is in state {self.state}, bound to no port")
         memset(&attr, 0, sizeof(attr))
         attr.qp_state, attr.path_mtu = BPS_QPS_RTR, _MTU_CODES[mtu]
         attr.dest_qp_num, attr.rq_psn = peer_number, peer_psn & 0xffffff

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from types import ModuleType
 
 import pytest
 
+from bpsfast.pyx.verbs import VerbsMissing
+from bpsfast.verbs import PROVIDERS, provider
 from tests.guest.sender import ITEMS, Sender
 from tests.guest.suites import Suites
 
@@ -61,3 +64,12 @@ class Outside:
 
 def _is_suite(item: pytest.Item) -> bool:
     return item.path.name.startswith("suite_")
+
+
+@pytest.fixture(params=PROVIDERS)
+def verbs(request: pytest.FixtureRequest) -> ModuleType:
+    """Each implementation of verbs in turn."""
+    try:
+        return provider(request.param)
+    except VerbsMissing as exc:
+        pytest.skip(str(exc))

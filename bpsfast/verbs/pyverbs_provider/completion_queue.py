@@ -131,4 +131,4 @@ class CompletionQueue(Owned):
 
     def _keep_for_ever(self) -> None:
         super()._keep_for_ever()
-        self._keep(self._channel)
+        self._immortalise(self._channel)

@@ -49,7 +49,7 @@ def _use_system_package() -> None:
         raise VerbsMissing(errno.ENOENT, f"verbs=pyverbs: no pyverbs for {python}: `pip install bpsfast[pyverbs]` "
                                          "(needs rdma-core's headers), or Debian's python3-pyverbs with the system's "
                                          "own Python; verbs=native needs neither")
-    if not any(name.endswith(suffix) for name in built for suffix in importlib.machinery.EXTENSION_SUFFIXES):
+    if not any(f"device{suffix}" in built for suffix in importlib.machinery.EXTENSION_SUFFIXES):
         raise VerbsMissing(errno.ENOEXEC, f"verbs=pyverbs: python3-pyverbs is for another version ({built[0]}) than "
                                           f"{python}: run with /usr/bin/python3, or `pip install bpsfast[pyverbs]` "
                                           "(needs rdma-core's headers); verbs=native needs neither")

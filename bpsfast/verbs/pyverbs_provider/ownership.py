@@ -86,10 +86,10 @@ class Owned:
         """Let go of what was held for the device."""
 
     def _keep_for_ever(self) -> None:
-        self._keep(self._raw)
+        self._immortalise(self._raw)
 
     @staticmethod
-    def _keep(raw: Any) -> None:
+    def _immortalise(raw: Any) -> None:
         if raw is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
 

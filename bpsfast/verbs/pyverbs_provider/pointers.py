@@ -67,7 +67,7 @@ def _find(raw: Any, layout: struct.Struct, is_it: Callable[[tuple[int, ...]], bo
                     return word, fields
     finally:
         os.close(memory)
-    raise OSError(errno.ENOTSUP, f"this pyverbs holds its {type(raw).__name__} in a way that bpsfast does not know: use "
+    raise OSError(errno.ENOTSUP, f"this pyverbs holds its {type(raw).__name__} in a way bpsfast does not know: use "
                                  "verbs=native, and please report pyverbs's version")
 
 

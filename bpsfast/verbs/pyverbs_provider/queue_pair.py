@@ -133,6 +133,9 @@ class QueuePair(Owned):
         if gid is not None and len(gid) != 16:
             raise ValueError(f"gid has {len(gid)} bytes, a GID has 16")
         addr, device = module("addr"), self.domain.device
+        if port == 0:
+            raise OSError(errno.EINVAL, f"{device.name} queue pair {self.number}: INIT -> RTR before to_init: it is in "
+                                        f"state {self.state}, bound to no port")
         shown = {"peer": peer_number, "peer_psn": peer_psn, "mtu": mtu, "lid": lid, "port": port, "sl": sl,
                  "min_rnr_timer": min_rnr_timer, "max_dest_rd_atomic": max_dest_rd_atomic, "static_rate": static_rate}
         self._local_gid = self._peer_gid = b""
