@@ -1,56 +1,27 @@
 """The command line: ``bpsfast run``, the roles one by one, the benches, and what the settings are.
 
-Thin on purpose: a command reads its options, calls one function, and turns a `BpsError` into one line and exit code 2.
+Thin on purpose: a command reads its options, calls one function, and turns an error into one line and an exit code
+(`commands.exits`). Larger commands have a file each below `commands`.
 """
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from . import __version__, settings
-from .orchestration.errors import BpsError, ConfigError
+from .commands import LazyGroup
+from .commands.assignments import overrides, set_option
+from .commands.exits import errors_in_words
+from .orchestration.errors import ConfigError
 
-_USAGE = 2  # as click's own for wrong options
 _COUNT = click.IntRange(1)
 
 
-def _set_option(function: Callable) -> Callable:
-    return click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE",
-                        help="Any setting, such as --set partition_bytes=1000000 (`bpsfast env` lists them).")(function)
-
-
-def _errors_in_words(function: Callable) -> Callable:
-    """Print a `BpsError` as one line; a traceback of our own files would not help who has to fix a setting."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except BpsError as exc:
-            click.echo(f"bpsfast: {type(exc).__name__}: {exc}", err=True)
-            sys.exit(_USAGE if isinstance(exc, ConfigError) else 1)
-
-    return wrapped
-
-
-def _overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Return what the command line sets: NAME=VALUE assignments and, over them, the options that were given."""
-    given: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {assignment}: expected NAME=VALUE")
-        given[name.strip().lower().replace("-", "_")] = value
-    return given | {name: value for name, value in options.items() if value is not None}
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Sum gradients on spare CPUs and NICs."""
 
@@ -66,9 +37,9 @@ def cli() -> None:
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
 @click.option("--tee-dir", type=click.Path(file_okay=False, path_type=Path), help="Also write every output here.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
-@_set_option
+@set_option
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
-@_errors_in_words
+@errors_in_words
 def run(n_ranks: int, n_nodes: int, ranks: str | None, n_helpers: int, netns: bool, rate: str | None,
         timeout_s: float | None, tee_dir: Path | None, dry_run: bool, assignments: tuple[str, ...],
         program: tuple[str, ...]) -> None:
@@ -79,7 +50,7 @@ def run(n_ranks: int, n_nodes: int, ranks: str | None, n_helpers: int, netns: bo
     if rate is not None and not netns:
         raise ConfigError("--rate shapes the links of --netns: give both, or neither")
     shape = launch.shape_of(n_ranks, n_nodes, n_helpers, ranks)
-    loaded = settings.load(_overrides(assignments), _without_place(os.environ))
+    loaded = settings.load(overrides(assignments), _without_place(os.environ))
     if dry_run:
         return launch.dry_run(shape, program, loaded, click.echo)
     limits = Limits(job_s=timeout_s)
@@ -91,13 +62,13 @@ def run(n_ranks: int, n_nodes: int, ranks: str | None, n_helpers: int, netns: bo
 @click.option("--num-nodes", type=click.IntRange(1), help="Machines with ranks to wait for.")
 @click.option("--num-helpers", type=click.IntRange(0), help="Machines without ranks to wait for.")
 @click.option("--starter-fd", type=int, hidden=True)
-@_set_option
-@_errors_in_words
+@set_option
+@errors_in_words
 def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
     """Be the job's scheduler."""
     from .launch import daemons
 
-    loaded = settings.load(_overrides(assignments, **options))
+    loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
     sys.exit(daemons.run_scheduler(loaded))
@@ -107,35 +78,35 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 @click.option("--scheduler", metavar="HOST:PORT", help="Where the scheduler listens.")
 @click.option("--local-size", type=click.IntRange(0), help="Ranks of this machine; 0 makes it a helper.")
 @click.option("--starter-fd", type=int, hidden=True)
-@_set_option
-@_errors_in_words
+@set_option
+@errors_in_words
 def node(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
     """Be this machine's node; without ranks, a helper."""
     from .launch import daemons
 
-    loaded = settings.load(_overrides(assignments, **options))
+    loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
     sys.exit(daemons.run_node(loaded))
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
-@_set_option
+@set_option
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
-@_errors_in_words
+@errors_in_words
 def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM."""
     from .launch import job as launch
 
-    sys.exit(launch.dmlc(program, settings.load(_overrides(assignments))))
+    sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
 
 
 @cli.command()
-@_set_option
-@_errors_in_words
+@set_option
+@errors_in_words
 def env(assignments: tuple[str, ...]) -> None:
     """Show every setting: its variable, value here and now, where that came from, and what it means."""
-    loaded, origins = settings.load_with_origins(_overrides(assignments))
+    loaded, origins = settings.load_with_origins(overrides(assignments))
     lines = []
     for row in settings.table():
         unit = f" [{row.unit}]" if row.unit else ""
@@ -175,7 +146,7 @@ _JSON_OPTION = click.option("--json", "json_path", type=click.Path(dir_okay=Fals
 @bench.command("kernels")
 @_JSON_OPTION
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
-@_errors_in_words
+@errors_in_words
 def bench_kernels(json_path: str | None, quick: bool) -> None:
     """Sums per second of each kernel against C, NumPy and torch."""
     from .bench import kernels
@@ -191,7 +162,7 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 @click.option("--dtype", default="float32", show_default=True)
 @_JSON_OPTION
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
-@_errors_in_words
+@errors_in_words
 def bench_push_pull(**options: Any) -> None:
     """Time and bandwidth of push_pull by size, with the bound and how near it comes."""
     from .bench import push_pull

@@ -18,6 +18,7 @@ import msgspec
 
 from . import logs
 from .byteps_variables import ALIASES, report, translate
+from .nic import selection
 from .orchestration.errors import ConfigError
 from .orchestration.placement import check_policy
 
@@ -62,6 +63,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=4)] = 2
     tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
                                             ge=0)] = 0
+    rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "
+                                        "^mlx5_1; empty: the one on the route to the peer")] = ""
+    verbs: Annotated[Literal["native", "pyverbs"], _about("which implementation of RDMA verbs: ours, or rdma-core's "
+                                                          "Python binding")] = "native"
+    rdma_gid_index: Annotated[int, _about("row of the GID table, as NCCL_IB_GID_INDEX; -1: by address and version",
+                                          ge=-1)] = -1
     nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
     nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
@@ -234,6 +241,12 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
             f"= {settings.heartbeat_s} ({origins['heartbeat_s']}): one late heartbeat would end the job"
         )
     check_policy(settings.placement)
+    try:
+        selection.parse(settings.rdma_devices)
+    except ValueError as exc:
+        raise ConfigError(
+            f"BPSFAST_RDMA_DEVICES = {settings.rdma_devices!r} ({origins['rdma_devices']}): {exc}"
+        ) from exc
     if settings.scheduler:
         parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
     if settings.transport == "shm" and not settings.allow_shm:

@@ -1,4 +1,5 @@
-"""Fixtures: `job` starts real jobs, `shared_job` keeps them for a module; `no_leaks` counts, `pidfd_of` watches an end.
+"""Fixtures: `job` starts real jobs, `shared_job` keeps them for a module; `no_leaks` counts, `pidfd_of` watches an end;
+`recorded_machine` unpacks a tree of tests/sysfs_trees; `golden` compares text with a file of tests/golden.
 
     def mean_of_ranks():                      # runs on every rank, in its own process
         return bpsfast.push_pull(np.full(4, bpsfast.rank(), "f4"), name="x")
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import pickle
 import secrets
@@ -30,6 +32,7 @@ import pytest
 from bpsfast import settings
 from bpsfast.launch import daemons, job as launch
 from bpsfast.launch.supervisor import Kind
+from tests.sysfs_trees.machine import Machine
 
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 
@@ -244,3 +247,30 @@ def pidfd_of() -> Iterator[Callable[[int], int]]:
             return fd
 
         yield open_pidfd
+
+
+@pytest.fixture
+def recorded_machine(tmp_path: Path) -> Callable[[str], Machine]:
+    """Unpack the tree of that name, each time anew; see `tests.sysfs_trees`."""
+    number = itertools.count()
+    return lambda name: Machine(name, tmp_path / f"{next(number)}.{name}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes the golden files again."""
+    parser.addoption("--write-golden", action="store_true",
+                     help="write tests/golden/* from what the code says now; read the difference before you commit it")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare text with tests/golden/NAME, or write that file if --write-golden was given."""
+    folder = Path(__file__).with_name("golden")
+
+    def compare(name: str, text: str) -> None:
+        if request.config.getoption("--write-golden"):
+            (folder / name).write_text(text)
+        assert (folder / name).exists(), f"no golden file {name}: python -m pytest --write-golden makes it"
+        assert text == (folder / name).read_text(), f"differs from golden/{name}; if it should: --write-golden"
+
+    return compare

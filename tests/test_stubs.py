@@ -78,7 +78,9 @@ def names_in(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 def load(name: str) -> tuple[ModuleType, dict[str, ast.stmt], str]:
     """Return the compiled module, its stub's names, its source."""
     stub = ast.parse((SOURCES / f"{name}.pyi").read_text())
-    return importlib.import_module(f"bpsfast.pyx.{name}"), names_in(stub.body), (SOURCES / f"{name}.pyx").read_text()
+    source = re.sub(r'^include "(.+)"$', lambda match: (SOURCES / match[1]).read_text(),
+                    (SOURCES / f"{name}.pyx").read_text(), flags=re.M)
+    return importlib.import_module(f"bpsfast.pyx.{name}"), names_in(stub.body), source
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,0 +1,32 @@
+"""Settings on the command line: ``--set NAME=VALUE``, for every command that reads settings."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ..orchestration.errors import ConfigError
+
+
+def set_option(function: Callable) -> Callable:
+    """Add the option ``--set``; its values arrive as the parameter *assignments*."""
+    return click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE",
+                        help="Any setting, such as --set partition_bytes=1000000 (`bpsfast env` lists them).")(function)
+
+
+def verbs_option(function: Callable) -> Callable:
+    """Add the option ``--verbs``, the setting of that name; it arrives as the parameter *verbs*, None if not given."""
+    return click.option("--verbs", type=click.Choice(["native", "pyverbs"]), metavar="native|pyverbs",
+                        help="Which implementation of RDMA verbs to use (native).")(function)
+
+
+def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
+    """Return what the command line sets: NAME=VALUE assignments and, over them, the options that were given."""
+    given: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: expected NAME=VALUE")
+        given[name.strip().lower().replace("-", "_")] = value
+    return given | {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,159 @@
+"""What a code or a pasted line means: a check (RD05), a completion's status, an errno, an error class, an exit code."""
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from dataclasses import dataclass
+
+from ..doctor import errnos
+from ..doctor.checks import CHECKS
+from ..doctor.errnos import ErrnoWords
+from ..doctor.finding import Check
+from ..orchestration import errors
+from ..orchestration.errors import BpsError, ConfigError
+from ..verbs import completions
+from ..verbs.completions import Completion
+from . import exits
+
+_CLASSES = {name: value for name, value in vars(errors).items()
+            if inspect.isclass(value) and issubclass(value, BpsError)}
+_STATUS = re.compile(r"\b(?:wc[. ]?)?(?:status|completion with error|error)\s*[=:]?\s*\(?(\d+)\)?", re.I)
+_VENDOR = re.compile(r"\bvend(?:or)?[ _.]?(?:err(?:or)?|synd(?:rome)?)?\s*[=:]?\s*(0x[0-9a-f]+|\d+)", re.I)
+_ERRNO = re.compile(r"\berrno\s*[=:]?\s*(\d+)", re.I)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One meaning: a head and labelled lines."""
+
+    head: str
+    lines: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.head, *(f"  {label + ':':<9} {words}" for label, words in self.lines)])
+
+
+def explain(text: str) -> list[Explanation]:
+    """Return every meaning of a code, or of what is recognised in a pasted line, the most likely first.
+
+    Raises
+    ------
+    ConfigError
+        Nothing is recognised; the text proposes what is near.
+    """
+    text = text.strip()
+    found = _named(text) or _numbered(text) or _recognised(text)
+    if not found:
+        raise ConfigError(f"nothing is known about {text!r}: {_near(text)}")
+    return found
+
+
+def _named(text: str) -> list[Explanation]:
+    """Return the meanings of a name."""
+    for check in CHECKS:
+        if text.upper() in (check.code, check.title.upper()):
+            return [of_check(check)]
+    status = completions.by_name(text)
+    if status is not None:
+        return [of_completion(status)]
+    for words in errnos.every():
+        if text.upper() == words.name:
+            return [of_errno(words)]
+    for name, kind in _CLASSES.items():
+        if text.rpartition(".")[2].lower() == name.lower():
+            return [of_class(name, kind)]
+    return []
+
+
+def _numbered(text: str) -> list[Explanation]:
+    """Return the meanings of a number, of "STATUS/VENDOR", "errno N", "exit N", "status N"."""
+    found = re.fullmatch(r"(?:(status|wc|vendor|errno|exit)[ _=:]*)?(0x[0-9a-f]+|\d+)(?:\s*/\s*(0x[0-9a-f]+|\d+))?",
+                         text, re.I)
+    if not found:
+        return []
+    kind, number = (found[1] or "").lower(), int(found[2], 0)
+    if found[3]:
+        return [of_completion(completions.explain(number, int(found[3], 0)))]
+    meanings = []
+    if kind in ("", "status", "wc") and number in completions.NAMES:
+        meanings.append(of_completion(completions.explain(number)))
+    if kind in ("", "vendor") and number in completions.BY_VENDOR_ERROR:
+        meanings.append(of_completion(completions.explain(completions.BY_VENDOR_ERROR[number], number)))
+    if kind in ("", "errno") and (words := errnos.explain(number)):
+        meanings.append(of_errno(words))
+    if kind in ("", "exit") and number in exits.WORDS:
+        meanings.append(Explanation(f"exit code {number} of bpsfast", (("means", exits.WORDS[number]),)))
+    return meanings
+
+
+def _recognised(text: str) -> list[Explanation]:
+    """Return the meanings of what a pasted line holds: a status with its vendor error, an errno, a known symptom."""
+    meanings: list[Explanation] = []
+    vendor = _VENDOR.search(text)
+    status = _STATUS.search(text)
+    named = next((number for number, name in completions.NAMES.items() if number and name in text.upper()), None)
+    number = named if named is not None else int(status[1]) if status and vendor else None
+    if number is not None:
+        meanings.append(of_completion(completions.explain(number, int(vendor[1], 0) if vendor else 0)))
+    meanings += [of_class(name, kind) for name, kind in _CLASSES.items() if re.search(rf"\b{name}\b", text)]
+    spelled = _ERRNO.search(text)
+    for words in errnos.every():
+        if ((spelled and int(spelled[1]) == words.number) or words.text.lower() in text.lower()
+                or re.search(rf"\b{words.name}\b", text)):
+            meanings.append(of_errno(words))
+    meanings += [of_check(check) for check in CHECKS if re.search(rf"\b{check.code}\b", text, re.I)
+                 or any(_is_symptom(symptom, text) for symptom in check.symptoms)]
+    return meanings
+
+
+def _is_symptom(symptom: str, text: str) -> bool:
+    """Whether *text* holds the symptom, or the other way round if it is more than a word."""
+    return symptom.lower() in text.lower() or (" " in text and len(text) > 8 and text.lower() in symptom.lower())
+
+
+def of_check(check: Check) -> Explanation:
+    """Return what there is to say about a check."""
+    lines = [("symptom", symptom) for symptom in check.symptoms]
+    lines += [("cause", check.cause), ("why", check.why)]
+    lines += [(action.where, action.command) for action in check.advice]
+    return Explanation(f"{check.code} {check.title}", (*lines, ("seen in", check.seen)))
+
+
+def of_completion(words: Completion) -> Explanation:
+    """Return what there is to say about a completion."""
+    vendor = f", vendor error {words.vendor_error} ({words.vendor_error:#x})" if words.vendor_error else ""
+    lines = [("means", words.happened), ("usually", words.usually), ("do", words.advice)]
+    if words.vendor:
+        lines.insert(1, ("vendor", words.vendor))
+    elif words.vendor_error:
+        lines.insert(1, ("vendor", "not known beside this status; such codes mean something to the card's maker only"))
+    return Explanation(f"completion status {words.status}{vendor}: {words.name}", tuple(lines))
+
+
+def of_errno(words: ErrnoWords) -> Explanation:
+    """Return what there is to say about an errno."""
+    return Explanation(f"errno {words.number}: {words.name} ({words.text})",
+                       (("means", words.means), ("do", words.advice)))
+
+
+def of_class(name: str, kind: type[BpsError]) -> Explanation:
+    """Return what there is to say about one of bpsfast's own errors."""
+    code = exits.code_of(kind(""))
+    return Explanation(f"bpsfast's error {name}", (("means", " ".join((kind.__doc__ or "").replace("*", "").split())),
+                                                   ("exit", f"{code}: {exits.WORDS[code]}")))
+
+
+def known() -> list[str]:
+    """Return every name that `explain` knows."""
+    return [*(check.code for check in CHECKS), *(f"IBV_WC_{name}" for name in completions.NAMES.values()),
+            *(words.name for words in errnos.every()), *_CLASSES]
+
+
+def _near(text: str) -> str:
+    upper = {name.upper(): name for name in known()} | {name.upper().removeprefix("IBV_WC_"): name for name in known()}
+    near = difflib.get_close_matches(text.upper(), upper, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {upper[near[0]]}?"
+    return ("it takes RD01 to RD20, a completion's status (12, 12/129, IBV_WC_RETRY_EXC_ERR), an errno (110, "
+            "ETIMEDOUT), an error class, `exit 3`, or a pasted line in quotes")

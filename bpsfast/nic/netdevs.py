@@ -1,0 +1,115 @@
+"""Network interfaces and the PCIe link of the card behind them."""
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from .kernel import Interface
+from .sysfs import Tree
+
+FOLDER = "sys/class/net"
+#: What ARPHRD_INFINIBAND reads as in .../type: an IPoIB interface.
+IPOIB = 32
+#: transfers per second and lane (GT/s) -> share of them that is payload, by line code (PCIe 1-2: 8b/10b, 3-5:
+#: 128b/130b, 6: flits of 242 in 256 bytes)
+_LINE_CODES = ((5.0, 8 / 10), (32.0, 128 / 130), (float("inf"), 242 / 256))
+
+
+@dataclass(frozen=True)
+class PcieLink:
+    """The link as it runs and as the card could run it: speed in GT/s per lane, width in lanes."""
+
+    address: str
+    speed: float
+    width: int
+    max_speed: float
+    max_width: int
+
+    @property
+    def gbps(self) -> float:
+        """Gbit/s per direction of the link as it runs, before the overhead of PCIe packets (about 10-20 %)."""
+        return _gbps(self.speed, self.width)
+
+    @property
+    def max_gbps(self) -> float:
+        """Gbit/s per direction of the best link that the card can have."""
+        return _gbps(self.max_speed, self.max_width)
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the link runs below what the card can do."""
+        return self.width < self.max_width or self.speed < self.max_speed
+
+    def __str__(self) -> str:
+        return f"{self.speed:g} GT/s x{self.width}"
+
+
+@dataclass(frozen=True)
+class Netdev:
+    """One network interface; None where the kernel does not say."""
+
+    name: str
+    mtu: int
+    state: str
+    speed_mbps: int | None = None
+    kind: int = 1
+    driver: str | None = None
+    numa_node: int | None = None
+    #: the bond or bridge that this interface is part of
+    master: str | None = None
+    #: the interface that a VLAN, macvlan or bond stands on
+    lowers: tuple[str, ...] = ()
+    n_rx_queues: int = 0
+    pcie: PcieLink | None = None
+    addresses: tuple[Interface, ...] = ()
+
+    @property
+    def ips(self) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, ...]:
+        """The addresses that other machines can reach: neither loopback nor link-local."""
+        return tuple(each.ip for each in self.addresses if not each.ip.is_loopback and not each.ip.is_link_local)
+
+    @property
+    def is_card(self) -> bool:
+        """Whether hardware (or a virtual machine's idea of it) is behind the interface."""
+        return self.driver is not None
+
+
+def netdev(tree: Tree, name: str, addresses: tuple[Interface, ...] = ()) -> Netdev:
+    """Return what there is to know about the interface *name*."""
+    speed = tree.number(FOLDER, name, "speed")
+    numa = tree.number(FOLDER, name, "device", "numa_node")
+    return Netdev(
+        name=name,
+        mtu=tree.number(FOLDER, name, "mtu") or 0,
+        state=tree.text(FOLDER, name, "operstate") or "unknown",
+        speed_mbps=speed if speed is not None and speed > 0 else None,
+        kind=tree.number(FOLDER, name, "type") or 0,
+        driver=tree.target(FOLDER, name, "device", "driver"),
+        numa_node=numa if numa is not None and numa >= 0 else None,
+        master=tree.target(FOLDER, name, "master"),
+        lowers=tuple(entry[len("lower_"):] for entry in tree.names(FOLDER, name) if entry.startswith("lower_")),
+        n_rx_queues=sum(entry.startswith("rx-") for entry in tree.names(FOLDER, name, "queues")),
+        pcie=pcie_link(tree, f"{FOLDER}/{name}/device"),
+        addresses=addresses,
+    )
+
+
+def pcie_link(tree: Tree, device: str) -> PcieLink | None:
+    """Return the PCIe link of the card that the link *device* points to, None if it is none."""
+    numbers = []
+    for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
+        word = (tree.text(device, name) or "").split(" ")[0]  # "16.0 GT/s PCIe"; "Unknown" on virtual cards
+        try:
+            numbers.append(float(word))
+        except ValueError:
+            return None
+    speed, width, max_speed, max_width = numbers
+    # Virtual functions and virtual machines report 0 lanes, or 255 (all bits set).
+    if not 0 < width < 255 or not speed:
+        return None
+    return PcieLink(tree.target(device) or "", speed, int(width), max_speed, int(max_width))
+
+
+def _gbps(speed: float, width: int) -> float:
+    share = next(share for limit, share in _LINE_CODES if speed <= limit)
+    return speed * width * share

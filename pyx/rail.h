@@ -1,0 +1,159 @@
+/* Rail: one completion queue with its device's registered memory, the lanes over it, and the thread that serves them.
+ *
+ * The thread takes completions in batches; when there are none it stays awake for a while, yielding, then arms the
+ * queue and sleeps until there is a completion, an event of the device, or somebody wakes it.
+ * Locks: `lanes_lock` is held around each batch, then a lane's own lock, then that of the regions.
+ */
+#ifndef BPS_RAIL_H
+#define BPS_RAIL_H
+
+#include <sys/eventfd.h>
+
+#include "rdma_lane.h"
+
+#define BPS_RAIL_BATCH 32
+#define BPS_RAIL_SLEEP_S 1
+
+static uint32_t bps_forks; /* how often this process's ancestors forked since the first rail was made */
+static void bps_forked(void) { bps_forks++; }
+
+struct bps_rail {
+    struct bps_ibv_cq *cq;
+    int wake_fd;
+    uint64_t awake_ns;
+    pthread_mutex_t lanes_lock;
+    struct bps_rdma_lane **lanes; /* by number; NULL: closed, and its number is never used again */
+    uint32_t n_lanes, lanes_capacity;
+    struct bps_regions regions;
+    uint32_t stopping, started;
+    pthread_t thread;
+    int event; /* the last asynchronous event, -1: none */
+    uint64_t completions, batches, sleeps;
+};
+
+/* All lanes, or the one with this queue pair, have failed. Under `lanes_lock`. */
+static inline void bps_rail_fail(struct bps_rail *rail, const struct bps_ibv_qp *qp, struct bps_failure failure)
+{
+    for (uint32_t i = 0; i < rail->n_lanes; i++) {
+        struct bps_rdma_lane *lane = rail->lanes[i];
+        if (lane != NULL && (qp == NULL || lane->qp == qp)) {
+            pthread_mutex_lock(&lane->lock);
+            bps_lane_fail(lane, failure);
+            pthread_mutex_unlock(&lane->lock);
+        }
+    }
+}
+
+/* Take one batch of completions: how many, or a negative number when the queue is broken. */
+static inline int bps_rail_poll(struct bps_rail *rail)
+{
+    struct bps_ibv_wc wc[BPS_RAIL_BATCH];
+    pthread_mutex_lock(&rail->lanes_lock);
+    int n = bps_poll_cq(rail->cq, BPS_RAIL_BATCH, wc);
+    for (int i = 0; i < n; i++) {
+        uint32_t number = (uint32_t)(wc[i].wr_id >> 32);
+        struct bps_rdma_lane *lane = number < rail->n_lanes ? rail->lanes[number] : NULL;
+        if (lane != NULL)
+            bps_lane_complete(lane, &wc[i]);
+    }
+    if (n > 0) {
+        rail->completions += (uint64_t)n;
+        rail->batches++;
+    } else if (n < 0)
+        bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, -n, 0, BPS_PROOF_SLOT, 0, 0, 0});
+    pthread_mutex_unlock(&rail->lanes_lock);
+    return n;
+}
+
+/* What the device reports by itself. 0 is a broken completion queue, 1 to 3 broken queue pairs, 8 the device's end. */
+static inline void bps_rail_take_event(struct bps_rail *rail)
+{
+    struct bps_ibv_async_event event;
+    if (bps_verbs.get_async_event(rail->cq->context, &event) != 0)
+        return;
+    int type = event.event_type;
+    pthread_mutex_lock(&rail->lanes_lock);
+    rail->event = type;
+    if (type == 0 || type == 8 || (type >= 1 && type <= 3))
+        bps_rail_fail(rail, type >= 1 && type <= 3 ? event.element.qp : NULL,
+                      (struct bps_failure){BPS_FAILED_EVENT, type, 0, BPS_PROOF_SLOT, 0, 0, 0});
+    pthread_mutex_unlock(&rail->lanes_lock);
+    bps_verbs.ack_async_event(&event);
+}
+
+static inline void bps_rail_sleep(struct bps_rail *rail)
+{
+    struct pollfd waited[3] = {{rail->cq->channel->fd, POLLIN, 0}, {rail->wake_fd, POLLIN, 0},
+                               {rail->cq->context->async_fd, POLLIN, 0}};
+    struct timespec limit = {BPS_RAIL_SLEEP_S, 0};
+    rail->sleeps++;
+    if (ppoll(waited, 3, &limit, NULL) <= 0)
+        return;
+    if (waited[0].revents)
+        while (bps_take_cq_event(rail->cq->channel) > 0)
+            continue;
+    if (waited[2].revents)
+        bps_rail_take_event(rail);
+}
+
+static void *bps_rail_run(void *argument)
+{
+    struct bps_rail *rail = (struct bps_rail *)argument;
+    int n = 0;
+    while (!bps_load(&rail->stopping) && n >= 0) {
+        n = bps_rail_poll(rail);
+        if (n != 0)
+            continue;
+        uint64_t begin_ns = bps_now_ns();
+        while (n == 0 && bps_now_ns() - begin_ns < rail->awake_ns && !bps_load(&rail->stopping)) {
+            sched_yield();
+            n = bps_rail_poll(rail);
+        }
+        if (n != 0)
+            continue;
+        if (bps_req_notify_cq(rail->cq, 0) != 0) {
+            pthread_mutex_lock(&rail->lanes_lock);
+            bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, EIO, 0, BPS_PROOF_SLOT, 0, 0, 0});
+            pthread_mutex_unlock(&rail->lanes_lock);
+            return NULL;
+        }
+        n = bps_rail_poll(rail); /* what came before the queue was armed gives no event */
+        if (n == 0)
+            bps_rail_sleep(rail);
+    }
+    return NULL;
+}
+
+/* -- making and ending --------------------------------------------------------------------------------------- */
+
+/* Give a lane its number: completions reach it from now on. 0 or ENOMEM. */
+static inline int bps_rail_add_lane(struct bps_rail *rail, struct bps_rdma_lane *lane)
+{
+    int rc = 0;
+    pthread_mutex_lock(&rail->lanes_lock);
+    if (rail->n_lanes == rail->lanes_capacity) {
+        uint32_t capacity = rail->lanes_capacity ? 2 * rail->lanes_capacity : 16;
+        struct bps_rdma_lane **grown = (struct bps_rdma_lane **)realloc(rail->lanes, capacity * sizeof *grown);
+        if (grown != NULL) {
+            rail->lanes = grown;
+            rail->lanes_capacity = capacity;
+        } else
+            rc = ENOMEM;
+    }
+    if (rc == 0) {
+        lane->number = rail->n_lanes;
+        rail->lanes[rail->n_lanes++] = lane;
+    }
+    pthread_mutex_unlock(&rail->lanes_lock);
+    return rc;
+}
+
+/* From the return on the rail's thread does not touch the lane, nor its queue pair. */
+static inline void bps_rail_remove_lane(struct bps_rail *rail, struct bps_rdma_lane *lane)
+{
+    pthread_mutex_lock(&rail->lanes_lock);
+    rail->lanes[lane->number] = NULL;
+    pthread_mutex_unlock(&rail->lanes_lock);
+}
+
+#endif

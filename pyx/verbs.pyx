@@ -1,0 +1,169 @@
+# cython: language_level=3, binding=True, freethreading_compatible=False
+"""Verbs: RDMA objects over libibverbs, one owner for each ``ibv_*`` handle, without its headers and without the GIL.
+
+    Device              an opened RDMA device                         verbs_device.pxi
+      ProtectionDomain  what its memory and queue pairs belong to
+        MemoryRegion    memory that the device may read and write     verbs_memory.pxi
+        QueuePair       one end of a reliable connection              verbs_queue_pair.pxi
+      CompletionQueue   what of the posted work is done               verbs_completion.pxi
+
+A child keeps its parent; a parent refuses to close while a child lives (BufferError). `close` is idempotent.
+After a fork the child's copies are unusable (ValueError) and release nothing: the device is the parent's.
+`handle` is the address of the C struct (`verbs_abi.h`), for native code that posts and polls by itself.
+Every call that may wait runs without the GIL. Any thread may call anything; one object is closed by its owner only.
+
+The library is loaded on first use (`verbs.h`). Errors: `VerbsMissing` when there is none; OSError with the errno of
+the verb and, in words, what was tried with which values; ValueError for a closed object or an impossible argument.
+"""
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EAGAIN, EINTR, EINVAL, ENODEV, ENOENT, ENOMEM, ENOSYS, EOVERFLOW, EPERM, errno
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+import collections
+import errno as errnos
+import os
+import resource
+
+from pyx.ibverbs cimport (
+    BPS_ACCESS_LOCAL_WRITE, BPS_ACCESS_RELAXED_ORDERING, BPS_ACCESS_REMOTE_READ, BPS_ACCESS_REMOTE_WRITE,
+    BPS_QPS_ERR, BPS_QPS_INIT, BPS_QPS_RTR, BPS_QPS_RTS, BPS_QPT_RC, BPS_QP_ACCESS_FLAGS, BPS_QP_AV,
+    BPS_QP_DEST_QPN, BPS_QP_MAX_DEST_RD_ATOMIC, BPS_QP_MAX_QP_RD_ATOMIC, BPS_QP_MIN_RNR_TIMER, BPS_QP_PATH_MTU,
+    BPS_QP_PKEY_INDEX, BPS_QP_PORT, BPS_QP_RETRY_CNT, BPS_QP_RNR_RETRY, BPS_QP_RQ_PSN, BPS_QP_SQ_PSN, BPS_QP_STATE,
+    BPS_QP_TIMEOUT, BPS_SEND_INLINE, BPS_SEND_SIGNALED, BPS_VERBS_LIBRARY, BPS_WC_WITH_IMM, BPS_WR_RDMA_READ,
+    BPS_WR_RDMA_WRITE, BPS_WR_RDMA_WRITE_WITH_IMM, BPS_WR_SEND, BPS_WR_SEND_WITH_IMM, bps_await_fd,
+    bps_ibv_async_event, bps_ibv_comp_channel, bps_ibv_context, bps_ibv_cq, bps_ibv_device, bps_ibv_device_attr,
+    bps_ibv_gid, bps_ibv_mr, bps_ibv_pd, bps_ibv_port_attr, bps_ibv_qp, bps_ibv_qp_attr, bps_ibv_qp_init_attr,
+    bps_ibv_wc, bps_reg_mr, bps_req_notify_cq, bps_take_cq_event, bps_unblock, bps_verbs, bps_verbs_open,
+    bps_wc_immediate,
+)
+from pyx.words cimport bps_now_ns
+
+
+cdef extern from "work.h" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *, void *)
+    int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
+    enum: BPS_WORK_RECV, EXFULL
+    struct bps_work:
+        uint64_t wr_id, address, remote_address
+        uint32_t nbytes, lkey, rkey
+        uint16_t opcode, flags
+    struct bps_work_queue:
+        bps_work *items
+        uint32_t capacity
+        uint64_t posted, retired
+    struct bps_pair
+    struct bps_cq:
+        pthread_mutex_t lock
+        bps_pair **pairs
+        uint32_t depth, pending
+    struct bps_pair:
+        pthread_mutex_t lock
+        bps_ibv_qp *qp
+        uint32_t number
+        bps_cq *send_cq
+        bps_cq *recv_cq
+        bps_work_queue send, recv
+        int failed
+        uint32_t vendor_error
+        bps_work failed_work
+    int bps_cq_add_pair(bps_cq *, bps_pair *)
+    void bps_cq_remove_pair(bps_cq *, bps_pair *)
+    void bps_retire(bps_cq *, bps_work_queue *, uint64_t)
+    int bps_pair_post(bps_pair *, const bps_work *, uint32_t)
+    int bps_cq_poll(bps_cq *, bps_ibv_cq *, int, bps_ibv_wc *)
+
+cdef extern from *:
+    """
+    #include <dlfcn.h>
+    #include <link.h>
+    /* The path that the dynamic loader found a library at. */
+    static const char *bps_library_path(void *library)
+    {
+        struct link_map *map = NULL;
+        return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map != NULL ? map->l_name : "";
+    }
+    static uint32_t bps_forks; /* how often this process's ancestors forked since the library was loaded */
+    static void bps_forked(void) { bps_forks++; }
+    """
+    const char *bps_library_path(void *) nogil
+    uint32_t bps_forks
+    void bps_forked() noexcept nogil
+
+
+class VerbsMissing(OSError):
+    """This machine cannot do verbs: no libibverbs, or one too old. The text says what to install."""
+
+
+def load(library=None):
+    """Load libibverbs (*library*: instead of libibverbs.so.1); whatever needs it does so by itself. Idempotent.
+
+    Raises
+    ------
+    VerbsMissing
+        With what the loader said and what to install.
+    """
+    cdef char why[512]
+    if bps_verbs.library != NULL:
+        return
+    name = os.fsencode(library or BPS_VERBS_LIBRARY)
+    cdef int rc = bps_verbs_open(name, why, sizeof(why))
+    if rc == ENOENT:
+        raise VerbsMissing(rc, f"{name.decode()} cannot be loaded ({(<bytes>why).decode()}): install libibverbs and "
+                               "its providers (Debian: libibverbs1 ibverbs-providers; Fedora: libibverbs)")
+    if rc:
+        raise VerbsMissing(rc, f"{name.decode()} has no {(<bytes>why).decode()}: it is no libibverbs, or a very old "
+                               "one; install that of rdma-core")
+    pthread_atfork(NULL, NULL, bps_forked)
+
+
+def version():
+    """Return what is loaded, as "libibverbs 44.0 at PATH"."""
+    load()
+    path = os.path.realpath(os.fsdecode(bps_library_path(bps_verbs.library)))
+    # the soname's ABI numbers stand before rdma-core's: libibverbs.so.1.14.44.0
+    number = ".".join(os.path.basename(path).partition(".so.")[2].split(".")[2:])
+    return f"libibverbs {number or '(version unknown)'} at {path}"
+
+
+def fork_safety():
+    """Return why a fork may happen while memory is registered, or why not: "unneeded", "enabled" or "disabled: ...".
+
+    "unneeded": the kernel copies pinned pages for the child. "enabled": the child does not get registered memory.
+    """
+    load()
+    if bps_verbs.is_fork_initialized != NULL:
+        status = bps_verbs.is_fork_initialized()
+        if status:
+            return "enabled" if status == 1 else "unneeded"
+    elif bps_verbs.fork_errno == 0:
+        return "enabled"
+    return (f"disabled: ibv_fork_init: {os.strerror(bps_verbs.fork_errno)}; something in this process registered "
+            "memory before bpsfast did: set RDMAV_FORK_SAFE=1 and start again")
+
+
+cdef str _words(int rc):
+    """Return an errno's name and meaning."""
+    return f"{errnos.errorcode.get(rc, rc)}: {os.strerror(rc)}"
+
+
+cdef object _usable(const void *handle, uint32_t forks, str what):
+    """Raise ValueError unless *what* is open and this process opened it."""
+    if handle == NULL:
+        raise ValueError(f"{what} is closed")
+    if forks != bps_forks:
+        raise ValueError(f"{what} belongs to the process that this one (pid {os.getpid()}) was forked from: "
+                         "open the device again here")
+
+
+include "verbs_device.pxi"
+include "verbs_memory.pxi"
+include "verbs_completion.pxi"
+include "verbs_queue_pair.pxi"

@@ -1,0 +1,144 @@
+# MemoryRegion; included by verbs.pyx.
+
+
+cdef str _why_not_registered(int rc, uintptr_t address, size_t nbytes, attributes):
+    """Say what a refused registration usually means."""
+    if rc == ENOMEM or rc == EAGAIN:
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if soft != resource.RLIM_INFINITY:
+            return (f"this process may lock {soft} bytes, all its regions together: `ulimit -l unlimited`; for a "
+                    "service LimitMEMLOCK=infinity; in a container --ulimit memlock=-1 or --cap-add=IPC_LOCK")
+        return f"the device takes max_mr={attributes['max_mr']} regions, or the machine has no memory left to pin"
+    if rc == errnos.EFAULT:
+        return f"{nbytes} bytes at {address:#x} are not all mapped writable in this process"
+    if rc == EINVAL and nbytes > attributes["max_mr_size"]:
+        return f"the device takes max_mr_size={attributes['max_mr_size']} bytes at most"
+    if rc == EPERM or rc == errnos.EOPNOTSUPP:
+        return "the device cannot register this kind of memory (a file system with DAX, device memory)"
+    return "the arguments do not suit the device"
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class MemoryRegion:
+    """Register the writable *buffer* with *domain* (``ibv_reg_mr``): pin it, and let the device read and write it.
+
+    The buffer's export is held until `close`: the memory can neither be freed nor resized while the device may write
+    into it. *remote_write*, *remote_read*: what a peer that knows the rkey may do. *relaxed_ordering*: let PCIe
+    reorder the device's writes, where device and kernel can; only completions order them then.
+
+    Raises
+    ------
+    OSError
+        With the errno of ``ibv_reg_mr``; ENOMEM mostly means the limit of locked memory.
+    BufferError
+        If the buffer is read-only or not contiguous.
+    ValueError
+        If it is empty.
+    """
+
+    cdef bps_ibv_mr *mr
+    cdef Py_buffer view
+    cdef object keep
+    cdef bint exported
+    cdef uint32_t forks
+    cdef readonly ProtectionDomain domain
+    cdef readonly uintptr_t address
+    cdef readonly size_t nbytes
+    cdef readonly uint32_t lkey, rkey
+
+    def __init__(self, ProtectionDomain domain not None, buffer not None, *, bint remote_write=True,
+                 bint remote_read=False, bint relaxed_ordering=False):
+        if self.mr != NULL:
+            raise ValueError("a MemoryRegion is initialised once")
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.exported = True
+        try:
+            self._register(domain, <uintptr_t>self.view.buf, self.view.len, remote_write, remote_read,
+                           relaxed_ordering)
+        except BaseException:
+            PyBuffer_Release(&self.view)
+            self.exported = False
+            raise
+
+    @classmethod
+    def at(cls, ProtectionDomain domain not None, uintptr_t address, size_t nbytes, keep, *, bint remote_write=True,
+           bint remote_read=False, bint relaxed_ordering=False):
+        """Register *nbytes* at *address*, memory that *keep* keeps mapped; it is held until `close`."""
+        cdef MemoryRegion self = cls.__new__(cls)
+        self._register(domain, address, nbytes, remote_write, remote_read, relaxed_ordering)
+        self.keep = keep
+        return self
+
+    cdef int _register(self, ProtectionDomain domain, uintptr_t address, size_t nbytes, bint remote_write,
+                       bint remote_read, bint relaxed_ordering) except -1:
+        cdef bps_ibv_pd *pd = domain._open()
+        cdef bps_ibv_mr *mr
+        cdef unsigned int access = BPS_ACCESS_LOCAL_WRITE
+        if nbytes == 0:
+            raise ValueError("a memory region needs nbytes > 0")
+        if remote_write:
+            access |= BPS_ACCESS_REMOTE_WRITE
+        if remote_read:
+            access |= BPS_ACCESS_REMOTE_READ
+        if relaxed_ordering:
+            access |= BPS_ACCESS_RELAXED_ORDERING
+        domain.children += 1  # nobody closes the domain during the call
+        with nogil:
+            mr = bps_reg_mr(pd, <void *>address, nbytes, access)
+        if mr == NULL:
+            rc = errno
+            domain.children -= 1
+            why = _why_not_registered(rc, address, nbytes, domain.device._attributes())
+            raise OSError(rc, f"ibv_reg_mr({domain.device.name}, address={address:#x}, nbytes={nbytes}, "
+                              f"access={access:#x}): {_words(rc)}; {why}")
+        self.mr, self.domain, self.forks = mr, domain, bps_forks
+        self.address, self.nbytes, self.lkey, self.rkey = address, nbytes, mr.lkey, mr.rkey
+        return 0
+
+    @property
+    def handle(self):
+        """Address of the ``ibv_mr``."""
+        _usable(self.mr, self.forks, f"memory region of {self.nbytes} bytes")
+        return <uintptr_t>self.mr
+
+    @property
+    def closed(self):
+        """Whether `close` was called."""
+        return self.mr == NULL
+
+    def close(self):
+        """Deregister, then let the memory go. Idempotent. A peer that writes on gets an access error."""
+        cdef int rc = self._release()
+        if rc:
+            raise OSError(rc, f"ibv_dereg_mr({self.domain.device.name}, address={self.address:#x}, "
+                              f"nbytes={self.nbytes}): {_words(rc)}; the memory stays held")
+
+    cdef int _release(self) noexcept:
+        cdef bps_ibv_mr *mr = self.mr
+        cdef int rc = 0
+        if mr == NULL:
+            return 0
+        if self.forks == bps_forks:
+            self.mr = NULL  # before the GIL goes: nobody deregisters twice
+            with nogil:
+                rc = bps_verbs.dereg_mr(mr)
+            if rc:
+                self.mr = mr
+                return rc
+        self.mr = NULL
+        self.domain.children -= 1
+        self.keep = None
+        if self.exported:
+            self.exported = False
+            PyBuffer_Release(&self.view)
+        return 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __dealloc__(self):
+        self._release()

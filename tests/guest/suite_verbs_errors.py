@@ -1,0 +1,361 @@
+"""Trouble with verbs, with either provider: every case is an error that says what was tried, found, and what to do."""
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from bpsfast.verbs.completion_error import CompletionError, raise_failure
+from tests.guest.hosts import DEVICES, GID_INDEX, HOSTS
+from tests.guest.peer_process import PeerProcess, missing
+from tests.guest.verbs_end import NBYTES, End, connected, until
+
+REMOTE_ACCESS, FLUSHED, RETRIES, RNR = 10, 5, 12, 13
+
+
+@pytest.fixture
+def ends(verbs):
+    with connected(verbs) as both:
+        yield both
+
+
+def sh(command: str) -> None:
+    subprocess.run(command, shell=True, check=True, timeout=60)
+
+
+def python(verbs, code: str, before: str = "") -> str:
+    """Run *code* with ``verbs`` in a process of its own, after the shell commands *before*; return what it printed."""
+    name = "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs"
+    program = f"from bpsfast.verbs import provider\nverbs = provider({name!r})\n{textwrap.dedent(code)}"
+    command = ["unshare", "--mount", "sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def spare_device(mtu: int = 1500):
+    """A device that no other test needs: rxe9, alone on its link."""
+    sh("ip link add spare9 type veth peer name spare8; ip link set spare8 up; "
+       f"ip link set spare9 mtu {mtu} up; rdma link add rxe9 type rxe netdev spare9")
+    try:
+        yield "rxe9"
+    finally:
+        subprocess.run("rdma link delete rxe9; ip link delete spare8", shell=True, capture_output=True, timeout=60)
+
+
+# -- what the machine lacks ---------------------------------------------------------------------------------
+
+def test_no_library(verbs):
+    shown = python(verbs, "", before="""
+        for lib in /usr/lib/*/libibverbs.so.1 /usr/lib64/libibverbs.so.1; do
+            [ -e "$lib" ] && mount --bind /dev/null "$lib"; done
+        set -- "$1" "$2" "import sys
+try: exec(sys.argv[1])
+except OSError as exc: print(type(exc).__name__, exc)" "$3" """)
+    assert shown.startswith("VerbsMissing") and "libibverbs.so.1 cannot be loaded" in shown
+    assert "libibverbs1 ibverbs-providers" in shown
+
+
+def test_no_provider_for_the_device(verbs):
+    shown = python(verbs, """
+        print(verbs.devices())
+        try: verbs.Device("rxe0")
+        except OSError as exc: print(exc.errno, exc)
+        """, before="mount -t tmpfs none /etc/libibverbs.d")
+    assert shown.startswith(f"[]\n{errno.ENODEV} ")
+    assert "the kernel has it" in shown and "install ibverbs-providers" in shown
+
+
+def test_no_such_device(verbs):
+    with pytest.raises(OSError, match=r"no RDMA device 'mlx5_9': libibverbs has rxe0, rxe1") as caught:
+        verbs.Device("mlx5_9")
+    assert caught.value.errno == errno.ENODEV
+
+
+def test_no_device_file(verbs):
+    shown = python(verbs, """
+        try: verbs.Device("rxe0")
+        except OSError as exc: print(exc)
+        """, before="mount -t tmpfs none /dev/infiniband")
+    assert "--device=/dev/infiniband" in shown
+
+
+def test_little_memory_may_be_locked(verbs):
+    shown = python(verbs, """
+        d = verbs.Device("rxe0"); p = verbs.ProtectionDomain(d)
+        small = verbs.MemoryRegion(p, bytearray(4096))
+        try: verbs.MemoryRegion(p, bytearray(1 << 20))
+        except OSError as exc: print(exc.errno, exc)
+        """, before='ulimit -l 64; set -- setpriv --bounding-set=-ipc_lock --inh-caps=-ipc_lock "$@"')
+    assert shown.startswith(f"{errno.ENOMEM} ") and "nbytes=1048576" in shown
+    assert "may lock 65536 bytes" in shown and "ulimit -l unlimited" in shown and "LimitMEMLOCK" in shown
+
+
+def test_refused_registrations(verbs, ends):
+    domain = ends[0].domain
+    with pytest.raises(BufferError):
+        verbs.MemoryRegion(domain, bytes(4096))
+    with pytest.raises(ValueError, match="nbytes > 0"):
+        verbs.MemoryRegion(domain, bytearray())
+    with pytest.raises(OSError, match=r"8192 bytes at 0x1000 are not all mapped") as caught:
+        verbs.MemoryRegion.at(domain, 4096, 8192, None)
+    assert caught.value.errno == errno.EFAULT
+    buffer = bytearray(4096)
+    with pytest.raises(OSError):
+        verbs.MemoryRegion.at(domain, id(buffer), 1 << 46, buffer)
+    buffer.extend(b"x")  # no export stayed behind
+
+
+def test_a_queue_beyond_the_limits(verbs, ends):
+    end = ends[0]
+    limits = end.device.attributes
+    with pytest.raises(OSError, match=f"max_cqe={limits['max_cqe']}"):
+        verbs.CompletionQueue(end.device, limits["max_cqe"] + 1)
+    with pytest.raises(OSError, match=f"max_qp_wr={limits['max_qp_wr']}"):
+        verbs.QueuePair(end.domain, end.queue, end.queue, max_send=limits["max_qp_wr"] + 1, max_recv=1)
+    with pytest.raises(ValueError, match="depth >= 1"):
+        verbs.CompletionQueue(end.device, 0)
+    with pytest.raises(ValueError, match="max_recv >= 1"):
+        verbs.QueuePair(end.domain, end.queue, end.queue, max_send=1, max_recv=0)
+
+
+# -- connecting ---------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def unconnected(verbs):
+    with End(verbs, DEVICES[0]) as left, End(verbs, DEVICES[1]) as right:
+        yield left, right
+
+
+def test_a_wrong_gid_index(unconnected):
+    left, right = unconnected
+    gid = right.device.gid(1, GID_INDEX)
+    left.pair.to_init(1)
+    with pytest.raises(OSError, match=r"rxe0 port 1.*INIT -> RTR.*gid_index=200.*GID table is empty.*bpsfast gids"):
+        left.pair.to_rtr(right.pair.number, 1, gid=gid, gid_index=200)
+    with pytest.raises(OSError, match=r"index 5000.*has 1024 GIDs") as caught:
+        left.device.gid(1, 5000)
+    assert caught.value.errno == errno.EINVAL
+    with pytest.raises(OSError, match=r"port 3.*has 1 ports"):
+        left.device.port(3)
+
+
+def test_a_transition_that_is_not_allowed_shows_its_attributes(unconnected):
+    left, right = unconnected
+    gid = right.device.gid(1, GID_INDEX)
+    with pytest.raises(OSError, match=r"RTR -> RTS with psn=\d+, timeout=14.*local GID -.*it is in RESET"):
+        left.pair.to_rts()
+    with pytest.raises(ValueError, match="16"):
+        left.pair.to_rtr(1, 1, gid=b"short")
+    with pytest.raises(OSError, match=r"rxe0 queue pair \d+: INIT -> RTR before to_init: it is in state RESET"):
+        left.pair.to_rtr(right.pair.number, 5, gid=gid, gid_index=GID_INDEX)
+    left.pair.to_init(1)
+    left.pair.to_rtr(right.pair.number, 5, gid=gid, gid_index=GID_INDEX)
+    with pytest.raises(OSError, match=r"refused INIT -> RTR with peer=\d+, peer_psn=6, .*remote GID 0000:.*:0a09:0002"):
+        left.pair.to_rtr(right.pair.number, 6, gid=gid, gid_index=GID_INDEX)
+
+
+def test_an_mtu_that_the_port_does_not_have(verbs):
+    with spare_device(mtu=1500) as name, verbs.Device(name) as device:
+        assert device.port()["active_mtu"] == 1024
+        with verbs.ProtectionDomain(device) as domain, verbs.CompletionQueue(device, 8) as queue, \
+                verbs.QueuePair(domain, queue, queue, max_send=1, max_recv=1) as pair:
+            pair.to_init(1)
+            with pytest.raises(ValueError, match="256, 512, 1024, 2048, 4096"):
+                pair.to_rtr(1, 1, gid=device.gid(1, 0), mtu=1500)
+            with pytest.raises(OSError, match="mtu=4096, but its active_mtu is 1024"):
+                pair.to_rtr(1, 1, gid=device.gid(1, 0), mtu=4096)
+
+
+def test_two_ends_with_different_mtus(unconnected):
+    left, right = unconnected
+    left.connect(right, rtr={"mtu": 4096})
+    right.connect(left, rtr={"mtu": 1024})
+    left.write(right, 4096)
+    assert left.completions()[0][1] != 0
+    with pytest.raises(CompletionError, match="WRITE of 4096 bytes"):
+        raise_failure(left.pair)
+    assert not right.bytes.any()
+
+
+# -- posting ------------------------------------------------------------------------------------------------
+
+def test_more_posts_than_the_queue_holds(ends):
+    left, right = ends
+    for i in range(left.pair.max_send):
+        left.write(right, wr_id=i)
+    with pytest.raises(OSError, match=rf"max_send={left.pair.max_send} posts are outstanding") as caught:
+        left.write(right, wr_id=99)
+    assert caught.value.errno == errno.ENOBUFS
+    assert len(left.completions(left.pair.max_send)) == left.pair.max_send
+    left.write(right, wr_id=99)
+    assert left.completions()[0][:2] == (99, 0)
+
+
+def test_a_completion_queue_is_not_overrun(verbs):
+    with connected(verbs, depth=4, max_send=16, max_recv=16) as (left, right):
+        depth = left.queue.depth
+        assert depth < 16
+        for i in range(depth):
+            left.write(right, wr_id=i, signaled=i == depth - 1)
+        with pytest.raises(OSError, match=f"could overrun the completion queue, whose {depth} places") as caught:
+            left.write(right, wr_id=99)
+        assert caught.value.errno == errno.EOVERFLOW
+        with pytest.raises(OSError, match="could overrun"):
+            left.receive()
+        assert [c[:2] for c in left.completions()] == [(depth - 1, 0)] and left.queue.pending == 0
+        left.write(right, wr_id=99)
+        assert left.completions()[0][:2] == (99, 0)
+
+
+def test_a_post_in_the_wrong_state(unconnected):
+    left, right = unconnected
+    for post in (lambda: left.write(right), lambda: left.receive()):
+        with pytest.raises(OSError, match=r"it is in state RESET \(receives need INIT, sends RTS\)"):
+            post()
+    assert left.pair.outstanding == (0, 0) and left.queue.pending == 0
+
+
+# -- bad completions ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("what", ["rkey", "length", "address"])
+def test_a_write_that_the_peer_does_not_allow(ends, what):
+    left, right = ends
+    rkey = right.region.rkey ^ (0xff00 if what == "rkey" else 0)
+    nbytes = 200
+    address = right.at + {"rkey": 0, "length": NBYTES - 100, "address": -4096}[what]
+    left.bytes[:] = 1
+    left.pair.post_write(77, left.at, nbytes, left.region.lkey, address, rkey)
+    left.write(right, wr_id=78)
+    assert [c[:3] for c in left.completions(2)] == [(77, REMOTE_ACCESS, 1), (78, FLUSHED, 1)]
+    with pytest.raises(CompletionError) as caught:
+        raise_failure(left.pair, slot=12)
+    error = caught.value
+    assert (error.status, error.wr_id, error.slot, error.operation) == (REMOTE_ACCESS, 77, 12, "WRITE")
+    for said in ("slot 12", "from rxe0 to queue pair", f"{right.pair.number} at 0000:", "IBV_WC_REM_ACCESS_ERR (10",
+                 f"{address:#x}", "usually", "200 bytes"):
+        assert said in str(error), said
+    assert not right.bytes.any() and left.pair.state == "ERR"
+
+
+def test_a_region_that_was_closed_takes_no_more_writes(ends):
+    left, right = ends
+    right.region.close()
+    left.write(right)
+    assert left.completions()[0][1] == REMOTE_ACCESS
+
+
+def test_a_wrong_lkey(ends):
+    left, right = ends
+    left.pair.post_write(1, left.at, 8, left.region.lkey ^ 0xff00, right.at, right.region.rkey)
+    assert left.completions()[0][1] in (2, 4)  # rxe does not say LOC_PROT_ERR
+    with pytest.raises(CompletionError, match="failed with IBV_WC_LOC_"):
+        raise_failure(left.pair)
+
+
+@pytest.mark.parametrize("operation", ["write", "send"])
+def test_a_receive_queue_that_is_exhausted(ends, operation):
+    left, right = ends
+    right.receive(nbytes=64)
+    for i in range(2):
+        if operation == "write":
+            left.write(right, wr_id=i, immediate=i)
+        else:
+            left.pair.post_send(i, left.at, 8, left.region.lkey)
+    assert [c[:2] for c in left.completions(2)] == [(0, 0), (1, RNR)]
+    with pytest.raises(CompletionError, match=r"RNR_RETRY_EXC_ERR.*no receive request posted"):
+        raise_failure(left.pair)
+
+
+def test_a_receive_that_is_too_short(ends):
+    left, right = ends
+    right.receive(nbytes=10)
+    left.pair.post_send(1, left.at, 11, left.region.lkey)
+    assert right.completions()[0][1] in (1, 2)  # rxe does not say LOC_LEN_ERR
+    assert left.completions()[0][1] in (9, 11)
+    with pytest.raises(CompletionError, match=r"receive of 10 bytes.*IBV_WC_LOC_"):
+        raise_failure(right.pair)
+
+
+def test_an_error_with_work_outstanding_flushes_it(ends):
+    left, right = ends
+    for i in range(4):
+        left.receive(wr_id=i)
+    left.pair.to_error()
+    assert [c[:3] for c in left.completions(4)] == [(i, FLUSHED, 128) for i in range(4)]
+    assert left.pair.outstanding == (0, 0) and left.queue.pending == 0
+    assert left.pair.failure["status"] == FLUSHED
+    right.write(left)
+    assert right.completions()[0][1] == RETRIES
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_peer_that_is_killed_while_we_write(verbs):
+    with End(verbs, DEVICES[0], nbytes=1 << 20) as end, PeerProcess(DEVICES[1], 1 << 20) as peer:
+        peer.connect(end)
+        for i in range(end.pair.max_send):
+            end.write(peer, 1 << 20, wr_id=i)
+        assert end.completions()[0][:2] == (0, 0)
+        peer.process.kill()
+        statuses = [c[1] for c in end.completions(end.pair.max_send - 1)]
+        bad = [status for status in statuses if status]
+        assert bad and bad[0] in (RETRIES, REMOTE_ACCESS) and set(bad[1:]) <= {FLUSHED}
+        with pytest.raises(CompletionError, match=r"WRITE of 1048576 bytes .* from rxe0"):
+            raise_failure(end.pair)
+
+
+# -- links and devices that go away -------------------------------------------------------------------------
+
+def test_a_port_that_goes_down(verbs):
+    netdev = HOSTS[1].netdev
+    with connected(verbs) as (left, right):
+        try:
+            sh(f"ip link set {netdev} down")
+            until(lambda: right.device.port()["state"] == "DOWN")
+            left.write(right)
+            assert left.completions()[0][1] == RETRIES
+            with pytest.raises(CompletionError, match=r"RETRY_EXC_ERR.*did not acknowledge"):
+                raise_failure(left.pair)
+            assert any("port" in about for _, about in right.device.events(5))
+        finally:
+            sh(f"ip link set {netdev} up")
+            until(lambda: right.device.port()["state"] == "ACTIVE" and any(right.device.gid(1, GID_INDEX)))
+    with connected(verbs) as (left, right):
+        left.write(right)
+        assert left.completions()[0][1] == 0
+
+
+@pytest.mark.parametrize("removal", ["rdma link delete rxe9", "ip link delete spare9"])
+def test_a_device_that_vanishes_under_live_objects(verbs, removal):
+    """rxe waits for its users, once it is out of every list; other drivers take the device away from them."""
+    before = len(os.listdir("/proc/self/fd"))
+    with spare_device() as name:
+        memory = bytearray(4096)
+        device = verbs.Device(name)
+        domain = verbs.ProtectionDomain(device)
+        queue = verbs.CompletionQueue(device, 8, events=True)
+        region = verbs.MemoryRegion(domain, memory)
+        pair = verbs.QueuePair(domain, queue, queue, max_send=2, max_recv=2)
+        pair.to_init(1)
+        pair.post_recv(1, region.address, 8, region.lkey)
+        process = subprocess.Popen(removal.split())
+        try:
+            until(lambda: name not in verbs.devices())
+            with pytest.raises(OSError, match="no RDMA device 'rxe9'") as caught:
+                verbs.Device(name)
+            assert caught.value.errno == errno.ENODEV
+            for each in (pair, region, queue, domain, device):
+                each.close()
+                assert each.closed
+            memory.extend(b"x")  # no longer held for the device
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait(10)
+    assert len(os.listdir("/proc/self/fd")) == before

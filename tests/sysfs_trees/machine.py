@@ -1,0 +1,87 @@
+"""A recorded machine that a test may change before it looks: files, links, the kernel's answers."""
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bpsfast import settings
+from bpsfast.doctor import verbs_report
+from bpsfast.doctor.facts import Facts
+from bpsfast.doctor.finding import Outcome
+from bpsfast.doctor.peer_report import PeerReport
+from bpsfast.nic import recorded
+from bpsfast.nic.host import Host
+from bpsfast.nic.route import peer_address
+from tests.sysfs_trees import unpack
+
+
+class Machine:
+    """The tree *name* below *root*."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.root = unpack(name, root)
+        self.answers = json.loads((root / recorded.ANSWERS).read_text())
+
+    def write(self, path: str, content: str) -> Machine:
+        """Write a file, also in place of another one."""
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(content + "\n")
+        return self
+
+    def remove(self, path: str) -> Machine:
+        """Remove a file, a link or a folder."""
+        place = self.root / path
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        else:
+            place.unlink()
+        return self
+
+    def answer(self, **fields: Any) -> Machine:
+        """Change fields of answers.json."""
+        self.answers.update(fields)
+        (self.root / recorded.ANSWERS).write_text(json.dumps(self.answers))
+        return self
+
+    def verbs(self, **fields: Any) -> Machine:
+        """Change what libibverbs says as a whole."""
+        return self.answer(verbs=self.answers["verbs"] | fields)
+
+    def opened(self, device: str, **fields: Any) -> Machine:
+        """Change what libibverbs says of one device."""
+        devices = dict(self.answers["verbs"]["devices"])
+        devices[device] = devices[device] | fields
+        return self.verbs(devices=devices)
+
+    def locked(self, soft: str, hard: str = "unlimited") -> Machine:
+        """Change the limit of locked memory."""
+        return self.write("proc/self/limits", f"Max locked memory         {soft:<20} {hard:<20} bytes")
+
+    @property
+    def host(self) -> Host:
+        """The machine as it is now."""
+        return recorded.host(str(self.root))
+
+    def facts(self, peer: str = "", peer_says: bool = True, **values: Any) -> Facts:
+        """Return the facts, with *values* as settings; *peer_says*: the doctor at *peer* answers as recorded."""
+        host = self.host
+        loaded, origins = settings.load_with_origins(values, {})
+        facts = Facts(host, loaded, origins, verbs_report.recorded(self.answers.get("verbs")),
+                      (peer, peer_address(host, peer)) if peer else None, 0.1)
+        if peer and peer_says:
+            facts.peer_report = msgspec.convert(self.answers["peer"], PeerReport)
+        return facts
+
+    def check(self, run: Callable[[Facts], Outcome], peer: str = "", **values: Any) -> Outcome:
+        """Return what one check finds."""
+        return run(self.facts(peer, **values))
+
+
+def commands(outcome: Outcome) -> dict[str, str]:
+    """Return the commands of an outcome by where to type them."""
+    return {action.where: action.command for action in outcome.actions}

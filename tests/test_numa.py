@@ -1,0 +1,27 @@
+"""NUMA nodes and lists of cores."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from bpsfast.nic import numa
+from tests.sysfs_trees.machine import Machine
+
+
+@pytest.mark.parametrize(("text", "cpus"), [
+    ("0-3,8,10-11", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), (" 1 , 3 \n", {1, 3}), ("x", set())])
+def test_lists_of_cores(text: str, cpus: set[int]) -> None:
+    assert numa.parse_cpus(text) == cpus
+
+
+def test_nodes_with_cores_and_distances(recorded_machine: Callable[[str], Machine]) -> None:
+    host = recorded_machine("mlx5_roce").host
+    assert {number: node.distances for number, node in host.numa.items()} == {0: (10, 21), 1: (21, 10)}
+    assert 47 in host.numa[0].cpus and 16 in host.numa[1].cpus
+    assert host.own_numa == {0} and recorded_machine("infiniband").host.own_numa == {0, 1}
+
+
+def test_a_kernel_without_nodes_has_none(recorded_machine: Callable[[str], Machine]) -> None:
+    host = recorded_machine("none").remove("sys/devices/system").host
+    assert host.numa == {} and host.own_numa == frozenset()
