@@ -124,7 +124,7 @@ def test_a_write_lands_in_the_slot_of_its_round_with_its_immediate(proven):
         left.lane.post(3, round_, 0, left.region.address, NBYTES)
         [(kind, source, part, got, _, _, nbytes)] = left.events(1)
         assert (kind, source, part, got, nbytes) == (native.EVENT_DELIVERED, left.source, 3, round_, NBYTES)
-        wait_for(lambda: right.lane.counters()["writes_received"], round_)  # noqa: B023
+        wait_for(lambda: right.lane.counters()["writes_received"], round_)
         assert (right.bytes[NBYTES * (round_ & 1):][:NBYTES] == round_).all()
     counters = right.lane.counters()
     assert counters["receives_posted"] == counters["slots_bound"] == 1
@@ -143,7 +143,7 @@ def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
             left.lane.post(slot, round_, 0, left.region.address, 4096)
         events = left.events(n)
         assert [(event[0], event[2]) for event in events] == [(native.EVENT_DELIVERED, slot) for slot in range(n)]
-        wait_for(lambda: right.lane.counters()["writes_received"], n * round_)  # noqa: B023
+        wait_for(lambda: right.lane.counters()["writes_received"], n * round_)
         assert (right.bytes[:4096 * n] == round_).all()
     assert left.lane.counters()["writes_pending"] == 0
     with pytest.raises(OSError, match="16 slots are bound, the queue pair was made for 16") as caught:
@@ -292,7 +292,7 @@ def test_a_rail_with_open_lanes_does_not_close(sides):
 
 
 def test_a_slot_is_bound_after_the_proof(sides):
-    left, right = sides
+    left, _ = sides
     with pytest.raises(ValueError, match="before the peer's proof has come"):
         left.lane.bind(1, left.region.address, left.region.address, NBYTES)
 

@@ -1,0 +1,102 @@
+"""The contract of every transport (tests/test_transport.py), over rdma: one device, two, several queue pairs.
+
+Runs in the guest.
+"""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast import transport
+from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
+from bpsfast.settings import Settings
+from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
+    SIZES,
+    push,
+    settings_for,
+    test_a_peer_that_closes_is_noticed,
+    test_a_refused_generation_is_forgotten,
+    test_an_abort_ends_waits_with_its_reason,
+    test_an_empty_contribution_moves_no_payload,
+    test_payloads_arrive_whole_in_every_round,
+    test_the_choice_is_explained,
+    test_the_next_generation_waits_for_the_local_commit,
+    test_who_is_missing_is_known,
+)
+from tests.two_nodes import KEY, End, connect, declare, order_of
+
+
+def close_all(made: list[End]) -> None:
+    for end in made:
+        end.close()
+
+
+SHAPES = {
+    "one device": [{}, {}],
+    "a device each": [{"rdma_devices": "=rxe0"}, {"rdma_devices": "=rxe1"}],
+    "two rails, two queue pairs": [{"rdma_devices": "rxe", "rdma_queue_pairs": 2}] * 2,
+}
+
+
+@pytest.fixture(params=SHAPES)
+def ends(request, no_leaks):
+    made = [End(index, settings_for("rdma", **SHAPES[request.param][index])) for index in (0, 1)]
+    connect(made)
+    for end in made:
+        assert end.peering.error is None, end.peering.error
+        end.finish()
+    yield made
+    close_all(made)
+
+
+def test_parts_take_turns_over_rails_and_queue_pairs(ends):
+    plan = declare(ends, SIZES * 2, [0, 1] * len(SIZES))
+    for end in ends:
+        end.commit(order_of(plan))
+    for end in ends:
+        for part, nbytes in enumerate(SIZES * 2):
+            push(end, part, 1, end.allocate(nbytes), b"\1" * nbytes)
+    for end in ends:
+        for part, nbytes in enumerate(SIZES * 2):
+            assert end.port.wait(part, 1, 1, 20.0) == 1
+            assert end.result(part, 1) == b"\2" * nbytes
+    for end in ends:
+        [link] = end.vertex.links.values()
+        lanes = [link.lane_of(part) for part in range(len(SIZES) * 2)]
+        written = [lane.counters()["writes_sent"] for lane in dict.fromkeys(lanes)]
+        # of a part that one owns it writes the result, of the others the partial: one write each
+        assert [lane.counters()["writes_received"] for lane in dict.fromkeys(lanes)] == written
+        assert sum(written) == len(SIZES) * 2 and min(written) > 0
+        assert len(written) == link.counters()["queue_pairs"]
+        assert end.vertex.counters()["rdma"]["rails"] == (2 if len(written) == 4 else 1)
+
+
+def test_another_key_is_refused_and_named():
+    made = [End(0, settings_for("rdma"), KEY), End(1, settings_for("rdma"), b"another key 1234")]
+    made[0].settings = made[1].settings = Settings(transport="rdma", start_timeout_s=1.0, engine_threads=1,
+                                                   huge_pages="off")
+    connect(made)
+    assert isinstance(made[1].peering.error, MismatchError | PeerLostError | ConfigError)
+    assert isinstance(made[0].peering.error, StallError)
+    close_all(made)
+
+
+def test_links_that_nobody_took_are_closed(no_leaks):
+    made = [End(index, settings_for("rdma")) for index in (0, 1)]
+    connect(made)
+    links = [end.peering.links[1 - end.index] for end in made]
+    close_all(made)
+    assert all(link.channel.fileno() == -1 for link in links)
+
+
+def test_explicit_rdma_passes_where_there_is_a_device():
+    transport.check(Settings(transport="rdma"))
+    with pytest.raises(ConfigError, match="'mlx5_9' matches nothing here; there is rxe0:1, rxe1:1"):
+        transport.check(Settings(transport="rdma", rdma_devices="mlx5_9"))
+
+
+def test_auto_takes_rdma_between_nodes_that_share_no_memory():
+    made = [End(index, settings_for("auto", allow_shm=False)) for index in (0, 1)]
+    connect(made)
+    assert [end.peering.links[1 - end.index].kind for end in made] == ["rdma", "rdma"]
+    assert "a first write passed both ways; allow_shm=false" in made[0].peering.describe()["node 1"]
+    close_all(made)
