@@ -52,8 +52,8 @@ def depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: in
         raise CapacityError(
             f"{n_peers} peers x {n_pairs} queue pairs, each of {send} sends and at least {LEAST_RECEIVES} receives, "
             f"need a completion queue of {n_lanes * (send + LEAST_RECEIVES)} and queues of {LEAST_RECEIVES}; "
-            f"{device} has max_cqe={attributes['max_cqe']} and max_qp_wr={attributes['max_qp_wr']}: lower BPSFAST_RDMA_QUEUE_PAIRS, "
-            "or use tcp")
+            f"{device} has max_cqe={attributes['max_cqe']} and max_qp_wr={attributes['max_qp_wr']}: lower "
+            "BPSFAST_RDMA_QUEUE_PAIRS, or use tcp")
     return Depths(send, receive, n_lanes * (send + receive))
 
 

@@ -110,6 +110,7 @@ class Rails:
     def __init__(self, settings: Settings, least_nbytes: int) -> None:
         self.n_pairs = settings.rdma_queue_pairs
         self._settings = settings
+        self._host = Host()
         self._least_nbytes = least_nbytes
         self._limit: int | None = None
         self._lock = threading.Lock()
@@ -133,13 +134,13 @@ class Rails:
         """
         settings = self._settings
         try:
-            host = Host()
-            if not host.ports:
-                raise NoDeviceError("there is no RDMA device here")
-            peer = route.peer_address(host, address.rpartition(":")[0]) if address else None
-            chosen = route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
-                                  peer=peer).require()
-            with self._lock:
+            with self._lock:  # around all: what is known of this machine is read once
+                host = self._host
+                if not host.ports:
+                    raise NoDeviceError("there is no RDMA device here")
+                peer = route.peer_address(host, address.rpartition(":")[0]) if address else None
+                chosen = route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
+                                      peer=peer).require()
                 if self._closed:
                     raise NoRdmaError("the node is closing")
                 self._limit = budget.lockable()
