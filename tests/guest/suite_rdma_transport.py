@@ -107,3 +107,23 @@ def test_auto_takes_rdma_between_nodes_that_share_no_memory():
     assert [end.peering.links[1 - end.index].kind for end in made] == ["rdma", "rdma"]
     assert "a first write passed both ways; allow_shm=false" in made[0].peering.describe()["node 1"]
     close_all(made)
+
+
+def test_an_abort_cuts_the_peer_off(ends):
+    owner, member = ends
+    plan = declare(ends, [5000], [0])
+    for end in ends:
+        end.commit(order_of(plan))
+    owner.vertex.abort(PeerLostError("node 1 was given up"))
+    guarded = [memoryview(chunk.segment) for arena in (owner.vertex.regions.slots, owner.vertex.regions.results)
+               for chunk in arena.chunks]
+    for memory in guarded:
+        memory[:] = b"\xa5" * len(memory)
+    push(member, 0, 1, member.allocate(5000), b"\1" * 5000)  # what it had to say when it was stopped
+    source, code = member.lost.get(timeout=30)
+    words = member.vertex.why_lost(0, code)
+    assert member.vertex.who(source) == ("node 0", 0)
+    assert "RDMA WRITE of partition 0 (round 1, 5000 bytes) to node 0 over rxe1/1 failed: IBV_WC_RETRY_EXC_ERR" in words
+    for memory in guarded:
+        assert memory == b"\xa5" * len(memory)
+        memory.release()
