@@ -39,11 +39,11 @@ class Service:
         for index in range(n_peers):
             near, far = socket.socketpair()
             far.settimeout(20)
-            link = TcpLink(index, {0: near})
+            link = TcpLink(index, {0: near}, n_slots=64)
             source = self.engine.add_wire_peer()
             assert source == index
             self.dispatcher.add(source, link, with_ranks[index])
-            link.start(self.engine, source, 1, 64, 0)
+            link.start(self.engine, source)
             self.links.append(link)
             self.far.append(far)
 

@@ -92,3 +92,37 @@ def test_results_can_be_mapped_side_by_side(regions):
 def test_memory_is_zero(regions):
     place, chunk = regions.slots.allocate(MIN_SEGMENT_NBYTES)
     assert place.offset == 0 and bytes(memoryview(chunk.segment)) == bytes(MIN_SEGMENT_NBYTES)
+
+
+class Registry:
+    """Registers up to a number of segments."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.seen: list[tuple[str, int]] = []
+
+    def require(self, nbytes: int, purpose: str) -> None:
+        if nbytes > 1 << 30:
+            raise CapacityError(f"{purpose}: {nbytes}")
+
+    def register(self, kind: str, segment) -> None:
+        if len(self.seen) == self.n:
+            raise CapacityError("full")
+        self.seen.append((kind, segment.address))
+
+
+def test_a_registrar_sees_every_segment_once_and_may_refuse_it(no_leaks):
+    regions = Regions()
+    first, _ = regions.results.allocate(5000)
+    registry = Registry(2)
+    regions.register_with(registry)
+    assert registry.seen == [("result", first.address)]
+    second, _ = regions.slots.allocate(5000)
+    regions.slots.allocate(5000)  # in the same segment
+    assert registry.seen[1:] == [("slot", second.address)]
+    with pytest.raises(CapacityError, match="full"):
+        regions.partials.allocate(5000)
+    assert regions.n_segments == 2 and "partial" not in regions.nbytes_by_kind()
+    with pytest.raises(CapacityError, match="a plan: "):
+        regions.require([(regions.partials, 2 << 30)], "a plan")
+    regions.close()

@@ -59,7 +59,7 @@ class End:
         """Start connecting to the other end."""
         self.nodes = nodes
         self.peering = Peering(self.settings, self.key, 1, self.info, nodes, self.listener, self.vertex.doorstep,
-                               lambda: self.loop.call_soon(lambda: None))
+                               self.vertex.rails, lambda: self.loop.call_soon(lambda: None))
         self.reception.know(self.index, 1, self.vertex.doorstep)
         self.peering.start()
 
@@ -79,7 +79,7 @@ class End:
 
     def hear(self) -> None:
         """Act on what the peer said on the shared-memory channel."""
-        for link in self.vertex.shm_links():
+        for link in self.vertex.talking_links():
             for message, fds in link.channel.recv_nowait():
                 self.vertex.peer_said(link, message, fds, self.generation)
 
@@ -92,7 +92,10 @@ class End:
         """Return (segment, offset, memory) of new input memory."""
         self.rank.allocate(Allocate(request=1, nbytes=nbytes),
                            lambda chunk: self.vertex.input_grew(self.rank.source, chunk))
-        *_, (message, _) = self.rank_channel.recv_nowait()
+        *others, (message, _) = self.rank_channel.recv_nowait()
+        for _, fds in others:  # this rank reads through the node's own mapping
+            for fd in fds:
+                os.close(fd)
         self.other.hear()
         whole = memoryview(self.vertex.regions.chunk(message.segment).segment)
         memory = whole[message.offset : message.offset + nbytes]

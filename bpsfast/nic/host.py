@@ -16,6 +16,7 @@ class Host:
     def __init__(self, tree: Tree | None = None, kernel: Kernel | None = None) -> None:
         self.tree = tree or Tree()
         self.kernel = kernel or Kernel()
+        self._gids: dict[tuple[str, int], list[gids.Gid]] = {}
 
     @cached_property
     def devices(self) -> list[RdmaDevice]:
@@ -47,7 +48,10 @@ class Host:
 
     def gids(self, device: str, port: Port) -> list[gids.Gid]:
         """Return the rows in use of a port's GID table."""
-        return gids.table(self.tree, device, port.number, port.link_layer)
+        key = device, port.number
+        if key not in self._gids:
+            self._gids[key] = gids.table(self.tree, device, port.number, port.link_layer)
+        return self._gids[key]
 
     def family(self, netdev: str) -> set[str]:
         """Return *netdev* and what it is one wire with: the bond it belongs to, what a VLAN or bond stands on."""

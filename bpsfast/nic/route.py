@@ -94,10 +94,11 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
     rejected: dict[str, str] = {}
     for device, port in host.ports:
         name = f"{device.name}/{port.number}"
+        if not allowed.admits(device.name, port.number):
+            rejected[name] = f"rdma_devices={devices} leaves it out"
+            continue
         table = host.gids(device.name, port)
         why_not = objection(device, port, table)
-        if not allowed.admits(device.name, port.number):
-            why_not = f"rdma_devices={devices} leaves it out"
         if why_not:
             rejected[name] = why_not
             continue

@@ -26,7 +26,7 @@ from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, Stall
 from ..orchestration.membership import Membership
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
-from ..transport import Peering, shm, tcp
+from ..transport import Peering, TalkingLink, shm, tcp
 from . import reception
 from .counters import told
 from .event_loop import EventLoop
@@ -255,7 +255,8 @@ class Node:
         self._home.admitted(me)
         doorstep = self._vertex.doorstep
         self._peering = Peering(self._settings, self._key, message.epoch, me, message.nodes, self._data_listener,
-                                doorstep, lambda: self._loop.call_soon(self._peering_changed))
+                                doorstep, self._vertex.rails,
+                                lambda: self._loop.call_soon(self._peering_changed))
         self._peering.start()
         self._reception.know(message.index, message.epoch, doorstep)
         self._peering_changed()
@@ -275,18 +276,19 @@ class Node:
             log.info("%s by %s", name, choice)
         me = self._welcome.nodes[self._welcome.index]
         self._vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
-        for link in self._vertex.shm_links():
+        for link in self._vertex.talking_links():
             self._loop.watch(link.channel.fileno(), partial(self._read_peer, link))
-            self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, "its process is gone"))
+            if isinstance(link, shm.ShmLink):
+                self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, link.gone))
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
 
-    def _read_peer(self, link: shm.ShmLink) -> None:
+    def _read_peer(self, link: TalkingLink) -> None:
         try:
             received = link.channel.recv_nowait()
         except PeerLostError:
             self._loop.forget(link.channel.fileno())
-            self._peer_lost(link.index, "its process is gone")
+            self._peer_lost(link.index, link.gone)
             return
         for message, fds in received:
             self._n_control += 1
@@ -296,16 +298,18 @@ class Node:
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
     def _source_lost(self, source: int, code: int) -> None:
-        """The engine or a stream gave a source up: a broken connection, or rubbish that was announced."""
+        """The engine or a lane gave a source up: a broken connection, or rubbish that was announced."""
         if source < 0:
             error = self._vertex.service_error
             self.fail(ProtocolError(f"the communication service of {self._name()} failed: {error!r}"))
             return
         who, index = self._vertex.who(source)
         if code == errno.EPROTO or index is None:
-            self.fail(ProtocolError(f"{who} announced or sent what fits no partition: mixed versions, or our bug"), who)
+            what = self._vertex.why_lost(index, code) if index is not None else os.strerror(code)
+            self.fail(ProtocolError(f"{who} announced or sent what fits no partition ({what}): mixed versions, or our "
+                                    "bug"), who)
         else:
-            self._peer_lost(index, f"its data connection ended ({os.strerror(code) if code else 'closed'})")
+            self._peer_lost(index, f"its data connection ended ({self._vertex.why_lost(index, code)})")
 
     def _peer_lost(self, index: int, reason: str) -> None:
         """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..orchestration.credit_queue import CreditQueue, write_order
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
-from ..transport.tcp import TcpLink
+from ..transport import WireLink
 
 log = logging.getLogger("bpsfast.node")
 
@@ -36,7 +36,7 @@ class Write(NamedTuple):
 class Destination:
     """A node behind a wire: its link, what waits for it and what is under way. The dispatcher's own."""
 
-    def __init__(self, link: TcpLink, has_ranks: bool, credit_nbytes: int) -> None:
+    def __init__(self, link: WireLink, has_ranks: bool, credit_nbytes: int) -> None:
         self.link = link
         self.has_ranks = has_ranks
         self.queue: CreditQueue[Write] = CreditQueue(credit_nbytes)
@@ -63,12 +63,12 @@ class Dispatcher:
         self._destinations: dict[int, Destination] = {}
         self._order: tuple[int, ...] = ()
         self._first_parts: dict[int, int] = {}
-        self._stopping = False
+        self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
         self._n_events = self._n_batches = self._n_partitions = self._cpu_ns = 0
 
-    def add(self, source: int, link: TcpLink, has_ranks: bool) -> None:
+    def add(self, source: int, link: WireLink, has_ranks: bool) -> None:
         """Add the node that the engine knows as *source*. Before `start`."""
         self._destinations[source] = Destination(link, has_ranks, self._credit_nbytes)
 
@@ -82,6 +82,10 @@ class Dispatcher:
         *first_parts* gives, for each partition, the first one of its unit.
         """
         self._order, self._first_parts = order, dict(first_parts)
+
+    def abandon(self) -> None:
+        """Post nothing more: the job is over and links are being cut. Any thread."""
+        self._abandoned = True
 
     def stop(self) -> None:
         """End the thread and wait for it. What still waits is not sent."""
@@ -148,8 +152,13 @@ class Dispatcher:
         self._destinations[source].queue.put(write, order=order, key=write.part, nbytes=write.nbytes)
 
     def _pump(self, destination: Destination) -> None:
-        while not destination.lost and (write := destination.queue.pop()) is not None:
-            destination.link.stream(write.part).post(write.part, write.round, write.flags, write.address, write.nbytes)
+        while not (destination.lost or self._abandoned) and (write := destination.queue.pop()) is not None:
+            lane = destination.link.lane_of(write.part)
+            try:
+                lane.post(write.part, write.round, write.flags, write.address, write.nbytes)
+            except ValueError:
+                if not self._abandoned:  # else the link was cut between the look and the post
+                    raise
 
     def _lose(self, source: int, code: int) -> None:
         destination = self._destinations.get(source)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
-from ..transport import shm
+from ..transport import TalkingLink
 from .event_loop import EventLoop
 from .household import Household
 from .vertex import Vertex
@@ -38,7 +38,7 @@ class Plans:
             self.prepare(plan)
 
     def prepare(self, plan: messages.Plan) -> None:
-        """Allocate, bind and share all of *plan*; answer Ready once peers of this host have done their part too."""
+        """Allocate, bind and share all of *plan*; answer Ready once peers have said what they have to."""
         if not self._vertex.connected:
             self._early.append(plan)
             return
@@ -51,8 +51,8 @@ class Plans:
         self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(plan))
         self._announce()
 
-    def peer_said(self, link: shm.ShmLink, message: messages.Message, fds: tuple[int, ...]) -> None:
-        """Act on a message of a peer of this host: it may be the last that Ready waited for."""
+    def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
+        """Act on a message of a peer: it may be the last that Ready waited for."""
         self._vertex.peer_said(link, message, fds, self._generation)
         self._announce()
 
@@ -82,4 +82,4 @@ class Plans:
         if generation is not None and generation.plan is plan and generation.awaited:
             names = ", ".join(f"node {index}" for index in sorted(generation.awaited))
             self._node.send(messages.PrepareFailed(generation=plan.generation, reason=(
-                f"{names} did not say within {self._timeout_s:g} s where results lie")))
+                f"{names} did not say within {self._timeout_s:g} s where results and slots lie")))

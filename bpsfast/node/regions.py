@@ -2,8 +2,8 @@
 
     inputs     one arena per local rank: what the rank writes; mapped writable by the rank
     partials   sums of the local ranks, of parts that another node owns (several local ranks only)
-    slots      where other nodes' partials land (tcp), of parts that this node owns
-    results    both parities of every part that appears here: owned, or sent back to us by tcp
+    slots      where other nodes' partials land (tcp, rdma), of parts that this node owns
+    results    both parities of every part that appears here: owned, or sent back to us (tcp, rdma)
 
 An arena is a list of segments filled from their start: nothing is ever given back before the job ends, so
 nothing fragments, and an address stays good for as long as a NIC or another process may use it. Segment numbers
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment
@@ -34,6 +34,16 @@ class Place(NamedTuple):
     segment: int
     offset: int
     address: int
+
+
+class Registrar(Protocol):
+    """Whoever has to know of every segment before it is used, and may refuse it (`transport.rdma.Rails`)."""
+
+    def require(self, nbytes: int, purpose: str) -> None:
+        """Return if *nbytes* more can be had; raise `CapacityError` with both numbers."""
+
+    def register(self, kind: str, segment: Segment) -> None:
+        """Take in a segment, which stays until the end; raise `CapacityError` if that cannot be."""
 
 
 class Chunk:
@@ -110,6 +120,8 @@ class Regions:
         self._chunks: list[Chunk] = []
         self._nbytes: dict[str, int] = {}
         self._arenas: list[Arena] = []
+        self._kinds: list[str] = []
+        self._registrar: Registrar | None = None
         self.partials = self.arena("partial", huge_pages)
         self.slots = self.arena("slot", huge_pages)
         self.results = self.arena("result", False)
@@ -127,8 +139,14 @@ class Regions:
 
     @property
     def n_segments(self) -> int:
-        """Number of segments ever made: each is one registration."""
+        """Number of segments ever made."""
         return len(self._chunks)
+
+    def register_with(self, registrar: Registrar) -> None:
+        """Show *registrar* all segments, those there are and those to come; raises `CapacityError` as it does."""
+        for chunk, kind in zip(self._chunks, self._kinds):
+            registrar.register(kind, chunk.segment)
+        self._registrar = registrar
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Return the bytes of segments per kind: input, partial, slot, result."""
@@ -168,13 +186,20 @@ class Regions:
             free = min(limit.free_nbytes for limit in headroom.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
                                 f"are free: {exc}") from exc
+        if self._registrar is not None:
+            try:
+                self._registrar.register(kind, segment)
+            except BaseException:
+                segment.close()
+                raise
         chunk = Chunk(len(self._chunks), segment)
         self._chunks.append(chunk)
+        self._kinds.append(kind)
         self._nbytes[kind] = self._nbytes.get(kind, 0) + chunk.segment.nbytes
         return chunk
 
     def close(self) -> None:
-        """Unmap everything. Only when engine and transports are closed."""
+        """Unmap everything. Only when engine, transports and registrar are closed."""
         for chunk in self._chunks:
             chunk.segment.close()
 
@@ -185,6 +210,8 @@ class Regions:
                 f"{max(0, self._max_nbytes - self.nbytes)} (segments hold {self.nbytes}): raise it, or push less"
             )
         headroom.require(nbytes, purpose)
+        if self._registrar is not None:
+            self._registrar.require(nbytes, purpose)
 
 
 def page_round(nbytes: int) -> int:

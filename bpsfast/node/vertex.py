@@ -15,10 +15,10 @@ from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..settings import Settings
-from ..transport import Link, shm, tcp
+from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, wire
 from .dispatch import Dispatcher
 from .local_rank import LocalRank
-from .regions import Chunk, Regions
+from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
 from .wiring import Generation, Wiring
 
 log = logging.getLogger("bpsfast.node")
@@ -33,7 +33,7 @@ class Vertex:
     Parameters
     ----------
     on_lost
-        Called from the service's thread with (source, errno) when the engine or a stream gives a source up.
+        Called from the service's thread with (source, errno) when the engine or a lane gives a source up.
     """
 
     def __init__(self, settings: Settings, on_lost: Callable[[int, int], None]) -> None:
@@ -55,6 +55,8 @@ class Vertex:
         self._stopped = False
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
+        # the least: one segment each of inputs, slots and results
+        self.rails = rdma.Rails(settings, 3 * MIN_SEGMENT_NBYTES)
         self.links: dict[int, Link] = {}
         self.transports: dict[str, str] = {}
 
@@ -90,10 +92,18 @@ class Vertex:
         """Make ranks (in local order) and peers (in node order) the engine's sources, and start the service.
 
         *links* are this object's to close from now on.
+
+        Raises
+        ------
+        CapacityError
+            If memory that ranks have already cannot be registered for RDMA.
         """
         self.links.update(links)
-        engine, settings = self.engine, self._settings
+        engine = self.engine
         assert self._dispatcher is not None
+        self.rails.settle()
+        if self.rails.used:
+            self.regions.register_with(self.rails)
         for rank in ranks:
             rank.source = engine.add_rank(rank.lane)
             self._sources[rank.source] = rank.describe(), None
@@ -103,19 +113,16 @@ class Vertex:
         for index, link in sorted(self.links.items()):
             if isinstance(link, shm.ShmLink):
                 source = engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
-            else:
+            else:  # a wire
                 source = engine.add_wire_peer()
                 self._dispatcher.add(source, link, bool(welcome.nodes[index].ranks))
             source_of[index] = source
             self._sources[source] = f"node {index}", index
         self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
-                              [rank.source for rank in ranks], sums=settings.sums == "on")
+                              [rank.source for rank in ranks], sums=self._settings.sums == "on")
         self._dispatcher.start()
-        for index, link in self.links.items():
-            if isinstance(link, tcp.TcpLink):
-                link.n_nodes = len(welcome.nodes)
-                link.start(engine, source_of[index], welcome.epoch, ring.MAX_PARTS, settings.tcp_sndbuf_bytes,
-                           self._trace_capacity)
+        for link in self.wires():
+            link.start(engine, source_of[link.index])
 
     @property
     def service_error(self) -> Exception | None:
@@ -126,9 +133,18 @@ class Vertex:
         """Return how *source* is called, and its node index if it is a node."""
         return self._sources.get(source, (f"source {source}", None))
 
-    def shm_links(self) -> list[shm.ShmLink]:
-        """Return the links to peers of this host."""
-        return [link for link in self.links.values() if isinstance(link, shm.ShmLink)]
+    def wires(self) -> list[WireLink]:
+        """Return the links over which bytes are written, in node order."""
+        return [found for _, link in sorted(self.links.items()) if (found := wire(link)) is not None]
+
+    def talking_links(self) -> list[TalkingLink]:
+        """Return the links with a channel, in node order."""
+        return [found for _, link in sorted(self.links.items()) if (found := talking(link)) is not None]
+
+    def why_lost(self, index: int, code: int) -> str:
+        """Return in words why the wire to node *index* was lost; *code* is that of EVENT_LOST."""
+        link = wire(self.links.get(index))
+        return link.why(code) if link is not None else os.strerror(code)
 
     def fds_for(self, rank: LocalRank) -> tuple[int, int, int, int]:
         """Return what a rank gets when it is attached: lane, board, doorbell, the node's pidfd."""
@@ -140,14 +156,14 @@ class Vertex:
         self.wiring.share_chunk(chunk, "input")
 
     def peer_said(
-        self, link: shm.ShmLink, message: Message, fds: tuple[int, ...], generation: Generation | None
+        self, link: TalkingLink, message: Message, fds: tuple[int, ...], generation: Generation | None
     ) -> None:
-        """Act on a message of a peer of this host."""
-        if isinstance(message, shm.PeerSegment) and len(fds) == 1:
+        """Act on what a peer said on its channel."""
+        if isinstance(link, shm.ShmLink) and isinstance(message, shm.PeerSegment) and len(fds) == 1:
             segment = link.map(message, fds[0])
             self.engine.map_segment(self._source_of[link.index], message.segment, segment.address, segment.nbytes)
-        elif isinstance(message, shm.PeerExtents) and not fds:
-            self.wiring.extents_came(generation, link.index, message)
+        elif isinstance(message, shm.PeerExtents if isinstance(link, shm.ShmLink) else rdma.PeerSlots) and not fds:
+            self.wiring.peer_said(generation, link.index, message)
         else:
             for fd in fds:
                 os.close(fd)
@@ -186,19 +202,28 @@ class Vertex:
         """Return the counters of engine, service and each wire."""
         assert self._dispatcher is not None
         found = {"engine": self.engine.counters(), "dispatch": self._dispatcher.counters()}
-        for index, link in sorted(self.links.items()):
-            if isinstance(link, tcp.TcpLink):
-                found[f"wire_{index}"] = link.counters()
+        for link in self.wires():
+            found[f"wire_{link.index}"] = link.counters()
+        if self.rails.used:
+            found["rdma"] = self.rails.counters()
         return found
 
     def abort(self, error: BpsError) -> None:
-        """Make every wait of every local rank end with *error*."""
+        """Make every wait of every local rank end with *error*; peers reached by RDMA are cut off.
+
+        A card writes on when the process behind it was stopped or given up: only the end of the queue pair ends that.
+        """
         if self._engine is not None:
             self._engine.abort(f"{type(error).__name__}: {error}")
+        if self._dispatcher is not None:
+            self._dispatcher.abandon()
+        for link in self.links.values():
+            if isinstance(link, rdma.RdmaLink):
+                link.fence()
 
     def flush(self) -> None:
         """Send what channels to peers could not take before."""
-        for link in self.shm_links():
+        for link in self.talking_links():
             if link.channel.backlog:
                 try:
                     link.channel.flush()
@@ -211,22 +236,22 @@ class Vertex:
         self._stopped = True
         self._dispatcher.stop()
         records = [self._engine.trace()] if self._trace_capacity else []
-        for link in self.links.values():
-            if isinstance(link, tcp.TcpLink):
-                if self._trace_capacity:
-                    records.append(link.trace())
-                link.close()
+        for link in self.wires():
+            if self._trace_capacity:
+                records.append(link.trace())
+            link.close()
         self._engine.close()
         return b"".join(records)
 
     def close(self) -> None:
         """Unmap everything. After `stop`, and after the ranks' lanes are closed."""
-        for link in self.shm_links():
+        for link in self.talking_links():
             link.close()
         # The last references: the engine's exports of board and doorbell end with them.
         self._engine = self._dispatcher = self._wiring = None
         self.links.clear()
         self.doorstep.close()
+        self.rails.close()
         self.regions.close()
         self._board.close()
         self._doorbell.close()

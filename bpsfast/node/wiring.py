@@ -1,13 +1,13 @@
 """From a plan to memory and engine calls: what this node does for each partition of a generation.
 
     owner            result here (both parities); a slot per wire peer with ranks; inputs in node order
-    member           partial here if several ranks are local; the owner's result arrives here (tcp) or is read
-                     where the owner keeps it (shm)
+    member           partial here if several ranks are local; the owner's result arrives here (a wire: tcp, rdma) or
+                     is read where the owner keeps it (shm)
     neither          a helper that does not own the partition: nothing
 
-A generation is prepared whole before anybody is told `Ready`: allocated, bound to streams, known to the engine
-(which keeps it inactive until the commit), shared with peers of this host. If another node cannot, `drop`
-forgets it.
+A generation is prepared whole before anybody is told `Ready`: allocated, bound to lanes, known to the engine (which
+keeps it inactive until the commit), shared with peers of this host, told to peers that write into it by RDMA. If
+another node cannot, `drop` forgets it.
 """
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan,
 from ..orchestration.partition import ITEM_NBYTES
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..transport import Link
+from ..transport import Link, WireLink, wire
+from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
-from ..transport.tcp import TcpLink
 from .regions import Arena, Chunk, Place, Regions, page_round
 
 
 @dataclass
 class Generation:
-    """A prepared plan: where results of its parts appear, and which peers have not said where theirs do."""
+    """A prepared plan: where results of its parts appear, and which peers have not said where theirs do, or where this
+    node writes to."""
 
     plan: Plan
     engine_parts: list[int] = field(default_factory=list)
+    bound: list[tuple[WireLink, int]] = field(default_factory=list)
     extents: dict[int, Extent] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     announced: bool = False
@@ -75,14 +77,14 @@ class Wiring:
         self._with_ranks = [node.index for node in nodes if node.ranks]
         self._n_ranks = sum(len(node.ranks) for node in nodes)
         self._shared: set[int] = set()
-        self._early: dict[int, list[tuple[int, PeerExtents]]] = {}
+        self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self.part_names: dict[int, str] = {}
         self.first_parts: dict[int, int] = {}
 
     # -- preparing ----------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan) -> Generation:
-        """Allocate, bind, install and share everything of *plan*; `Generation.awaited` says whose extents miss.
+        """Allocate, bind, install and share everything of *plan*; `Generation.awaited` says who has not done so.
 
         Raises
         ------
@@ -103,12 +105,13 @@ class Wiring:
         if self._me.ranks:
             generation.awaited = {part.owner for unit in plan.units for part in unit.parts
                                   if isinstance(self._links.get(part.owner), ShmLink)}
+        generation.awaited |= {link.index for link in self._rdma_links()}
         for index, message in self._early.pop(plan.generation, ()):
             self._take(generation, index, message)
         return generation
 
-    def extents_came(self, generation: Generation | None, index: int, message: PeerExtents) -> None:
-        """Note where node *index* keeps its results; it may be ahead of our own plan."""
+    def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
+        """Note where node *index* keeps its results, or its slots; it may be ahead of our own plan."""
         if generation is not None and generation.plan.generation == message.generation:
             self._take(generation, index, message)
         else:
@@ -118,6 +121,8 @@ class Wiring:
         """Forget a generation that was refused: its parts, and its memory as far as nobody took more since."""
         for part in generation.engine_parts:
             self._engine.remove(part)
+        for link, part in generation.bound:
+            link.unbind(part)
         for arena, used in generation.marks:
             for position, chunk in enumerate(arena.chunks):
                 chunk.used = used[position] if position < len(used) else 0
@@ -152,17 +157,24 @@ class Wiring:
     def _shm_links(self) -> list[ShmLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
 
+    def _rdma_links(self) -> list[RdmaLink]:
+        return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink)]
+
+    def _bind(self, generation: Generation, link: WireLink, part: PartPlan, even: int, odd: int) -> None:
+        link.bind(part.part, even, odd, part.nbytes)
+        generation.bound.append((link, part.part))
+
     def _appears_here(self, part: PartPlan) -> bool:
         """Whether the result of *part* is written into this node's memory."""
         if part.owner == self._me.index:
             return True
-        return bool(self._me.ranks) and isinstance(self._links[part.owner], TcpLink)
+        return bool(self._me.ranks) and wire(self._links[part.owner]) is not None
 
     def _has_partial(self, part: PartPlan) -> bool:
         return part.owner != self._me.index and len(self._local) > 1
 
     def _wire_peers(self) -> list[int]:
-        return [index for index in self._with_ranks if isinstance(self._links.get(index), TcpLink)]
+        return [index for index in self._with_ranks if wire(self._links.get(index)) is not None]
 
     def _check_room(self, plan: Plan) -> None:
         results = partials = slots = 0
@@ -200,24 +212,25 @@ class Wiring:
                 step = page_round(part.nbytes)
                 at = Place(at.segment, at.offset + step, at.address + step)
             if part.owner == self._me.index:
-                self._own(unit, part, kernel, outputs)
+                self._own(unit, part, kernel, outputs, generation)
             elif self._me.ranks:
-                self._join_in(unit, part, kernel, outputs)
+                self._join_in(unit, part, kernel, outputs, generation)
             else:
                 continue
             generation.engine_parts.append(part.part)
 
-    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int]) -> None:
+    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int],
+             generation: Generation) -> None:
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
         for index in self._with_ranks:
             if index == self._me.index:
                 continue
-            link = self._links[index]
+            link = wire(self._links[index])
             slot = 0
-            if isinstance(link, TcpLink):
+            if link is not None:
                 slot = self._allocate(self._regions.slots, part.nbytes).address
-                link.stream(part.part).bind(part.part, slot, slot, part.nbytes)
+                self._bind(generation, link, part, slot, slot)
             (before if index < self._me.index else after).append((self._sources[index], slot))
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
@@ -226,10 +239,11 @@ class Wiring:
             shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in self._with_ranks],
         )
 
-    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int]) -> None:
-        link = self._links[part.owner]
-        if isinstance(link, TcpLink):
-            link.stream(part.part).bind(part.part, *outputs, part.nbytes)
+    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int],
+                 generation: Generation) -> None:
+        link = wire(self._links[part.owner])
+        if link is not None:
+            self._bind(generation, link, part, *outputs)
         partial = Place(0, 0, 0)
         if self._has_partial(part):
             partial = self._allocate(self._regions.partials, part.nbytes)
@@ -240,7 +254,7 @@ class Wiring:
         )
 
     def _share(self, generation: Generation) -> None:
-        """Show peers of this host our partials and results, and where the results of this generation lie."""
+        """Show peers of this host our partials and results, and all peers where parts of this generation lie."""
         for kind, arena in (("partial", self._regions.partials), ("result", self._regions.results)):
             for chunk in arena.chunks:
                 self.share_chunk(chunk, kind)
@@ -252,8 +266,16 @@ class Wiring:
         )
         for link in self._shm_links():
             link.tell(PeerExtents(generation=generation.plan.generation, extents=owned))
+        for wired in self._rdma_links():
+            wired.announce(generation.plan.generation)
 
-    def _take(self, generation: Generation, index: int, message: PeerExtents) -> None:
+    def _take(self, generation: Generation, index: int, message: PeerExtents | PeerSlots) -> None:
+        link = self._links[index]
+        if isinstance(message, PeerSlots):
+            assert isinstance(link, RdmaLink)
+            link.aim(message)
+            generation.awaited.discard(index)
+            return
         if not self._me.ranks:
             return
         sizes = {part.part: part.nbytes for unit in generation.plan.units for part in unit.parts}

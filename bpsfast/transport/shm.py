@@ -125,6 +125,8 @@ class ShmLink:
     segments: dict[int, Segment] = field(default_factory=dict)
 
     kind = "shm"
+    is_wire = False
+    gone = "its process is gone"
 
     def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         """Post *message*. That the peer is gone is said by its pidfd, not here."""

@@ -3,11 +3,12 @@
 A node listens before it joins the job, so its address is good as soon as anybody knows it. The dialler opens
 its streams one after another; each answers the HMAC challenge of `orchestration.security` in both directions
 before it counts, and says which node, which stream and which epoch it is. From then on a native
-`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`TcpLink.stream`), so
+`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`TcpLink.lane_of`), so
 payload and announcement stay in order.
 """
 from __future__ import annotations
 
+import os
 import socket
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import psutil
 from ..orchestration import security
 from ..orchestration.errors import ConfigError, MismatchError, StallError
 from ..pyx.engine import Engine
+from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
 from ..settings import Settings
 
@@ -77,33 +79,48 @@ def _is_near(sock: socket.socket) -> bool:
 
 @dataclass
 class TcpLink:
-    """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called."""
+    """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
+
+    *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+    """
 
     index: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
     n_nodes: int = 1
+    epoch: int = 1
+    n_slots: int = MAX_PARTS
+    send_buffer_nbytes: int = 0
+    trace_capacity: int = 0
 
     kind = "tcp"
+    is_wire = True
 
-    def start(self, engine: Engine, source: int, epoch: int, n_slots: int, send_buffer_nbytes: int,
-              trace_capacity: int = 0) -> None:
-        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*.
-
-        *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
-        """
+    def start(self, engine: Engine, source: int) -> None:
+        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
         for number in sorted(self.sockets):
             sock = self.sockets[number]
-            nbytes = send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
+            nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
             stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
-                            arrived=engine.arrived_address, notify=engine.notify_address, epoch=epoch,
-                            n_slots=n_slots, send_buffer_nbytes=nbytes,
-                            trace_capacity=trace_capacity, keep=engine)
+                            arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
+                            n_slots=self.n_slots, send_buffer_nbytes=nbytes,
+                            trace_capacity=self.trace_capacity, keep=engine)
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
             stream.start()
 
-    def stream(self, part: int) -> Stream:
+    def bind(self, part: int, even: int, odd: int, nbytes: int) -> None:
+        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity."""
+        self.lane_of(part).bind(part, even, odd, nbytes)
+
+    def unbind(self, part: int) -> None:
+        """Forget a part of a refused generation; its memory stays as long as the node, and its number is not used."""
+
+    def why(self, code: int) -> str:
+        """Return in words why a stream was lost; *code* is the event's."""
+        return os.strerror(code) if code else "closed"
+
+    def lane_of(self, part: int) -> Stream:
         """Return the stream that *part* takes, the same one in both directions and on both sides.
 
         Neighbouring parts have different owners: they go to one stream together, so that each stream carries partials
@@ -141,21 +158,32 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
         `StallError` when it could not be reached until *deadline* (monotonic seconds); `MismatchError` for
         another job key or epoch.
     """
-    link = TcpLink(peer)
+    link = TcpLink(peer, epoch=epoch)
     try:
         for number in range(n_streams):
-            sock = _reach(address, peer, deadline)
-            link.sockets[number] = sock
-            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
-            # The acceptor may still be waiting for its own Welcome: it has until the deadline.
-            answer = security.challenge_connect(sock, key, CONTEXT, hello, max(0.1, deadline - time.monotonic()))
-            if (answer.peer, answer.epoch) != (peer, epoch):
-                raise MismatchError(f"{address} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
-                                    f"epoch {epoch}")
+            link.sockets[number] = connect(address, key, mine=mine, peer=peer, number=number, epoch=epoch,
+                                           deadline=deadline)
     except BaseException:
         link.close()
         raise
     return link
+
+
+def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int,
+            deadline: float) -> socket.socket:
+    """Open one authenticated connection, the stream *number*; same errors as `dial`."""
+    sock = _reach(address, peer, deadline)
+    try:
+        hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
+        # The acceptor may still be waiting for its own Welcome: it has until the deadline.
+        answer = security.challenge_connect(sock, key, CONTEXT, hello, max(0.1, deadline - time.monotonic()))
+        if (answer.peer, answer.epoch) != (peer, epoch):
+            raise MismatchError(f"{address} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
+                                f"epoch {epoch}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int) -> security.StreamHello:

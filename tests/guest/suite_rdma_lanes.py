@@ -5,7 +5,11 @@ Runs in the guest: two rails in one process, rxe0 and rxe1.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +20,7 @@ from bpsfast.pyx import engine as native, ring, verbs
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.rdma import Lane, Rail
+from bpsfast.transport.rdma.failure import describe
 
 EPOCH = 5
 NBYTES = 1 << 16
@@ -46,9 +51,13 @@ class Side:
         self.rail.know(self.region.address, self.region.nbytes, self.region.lkey)
         self.bytes = np.frombuffer(self.memory, np.uint8)
 
-    def connect(self, other: Side) -> None:
-        self.pair.to_rtr(other.pair.number, other.pair.psn, gid=other.device.gid(1, 1), gid_index=1, mtu=1024)
-        self.pair.to_rts(timeout=10, retry_count=3, rnr_retry=0)
+    def connect(self, number: int, psn: int, gid: bytes, rnr_retry: int = 0) -> None:
+        self.pair.to_rtr(number, psn, gid=gid, gid_index=1, mtu=1024)
+        self.pair.to_rts(timeout=10, retry_count=3, rnr_retry=rnr_retry)
+
+    @property
+    def place(self) -> tuple[int, int, bytes]:
+        return self.pair.number, self.pair.psn, self.device.gid(1, 1)
 
     def start(self) -> None:
         self.lane.start(peer=self.source, engine=self.engine.handle, arrived=self.engine.arrived_address,
@@ -87,8 +96,8 @@ class Side:
 def sides():
     made = [Side("rxe0"), Side("rxe1")]
     left, right = made
-    left.connect(right)
-    right.connect(left)
+    left.connect(*right.place)
+    right.connect(*left.place)
     yield made
     for side in made:
         side.close()
@@ -124,7 +133,7 @@ def test_a_write_lands_in_the_slot_of_its_round_with_its_immediate(proven):
         left.lane.post(3, round_, 0, left.region.address, NBYTES)
         [(kind, source, part, got, _, _, nbytes)] = left.events(1)
         assert (kind, source, part, got, nbytes) == (native.EVENT_DELIVERED, left.source, 3, round_, NBYTES)
-        wait_for(lambda: right.lane.counters()["writes_received"], round_)  # noqa: B023
+        wait_for(lambda: right.lane.counters()["writes_received"], round_)
         assert (right.bytes[NBYTES * (round_ & 1):][:NBYTES] == round_).all()
     counters = right.lane.counters()
     assert counters["receives_posted"] == counters["slots_bound"] == 1
@@ -143,7 +152,7 @@ def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
             left.lane.post(slot, round_, 0, left.region.address, 4096)
         events = left.events(n)
         assert [(event[0], event[2]) for event in events] == [(native.EVENT_DELIVERED, slot) for slot in range(n)]
-        wait_for(lambda: right.lane.counters()["writes_received"], n * round_)  # noqa: B023
+        wait_for(lambda: right.lane.counters()["writes_received"], n * round_)
         assert (right.bytes[:4096 * n] == round_).all()
     assert left.lane.counters()["writes_pending"] == 0
     with pytest.raises(OSError, match="16 slots are bound, the queue pair was made for 16") as caught:
@@ -231,6 +240,75 @@ def test_a_proof_without_a_peer_fails_in_time(sides):
     assert left.events(1)[0][0] == native.EVENT_LOST
 
 
+def test_a_write_without_a_receive_request_is_named(proven):
+    left, right = proven
+    aim(left, right, 1, 0, 0)  # the peer has bound nothing
+    left.lane.post(1, 1, 0, left.region.address, NBYTES)
+    assert left.events(1)[0][0] == native.EVENT_LOST
+    assert left.lane.failure()["code"] == 13
+    assert "failed: IBV_WC_RNR_RETRY_EXC_ERR (13" in describe(left.lane.failure(), "node 1", "rxe0/1")
+
+
+N_QUEUED = 3000
+
+
+def write_and_wait_for_the_end() -> None:
+    """Be the process that is stopped: post writes of 5s to the parent, say so, and say at last what became of them."""
+    side = Side("rxe1")
+    number, psn, gid = side.place
+    print(json.dumps([number, psn, gid.hex()]), flush=True)
+    number, psn, gid, address, rkey = json.loads(input())
+    side.connect(number, psn, bytes.fromhex(gid), rnr_retry=7)
+    assert side.lane.prove(30)
+    side.start()
+    input()
+    side.bytes[:] = 5
+    side.lane.aim(1, address, address + NBYTES, NBYTES, rkey)
+    for round_ in range(1, N_QUEUED + 1):
+        side.lane.post(1, round_, 0, side.region.address, NBYTES)
+    print("posted", flush=True)
+    while side.events(1)[-1][0] != native.EVENT_LOST:
+        continue
+    print(json.dumps(side.lane.failure()), flush=True)
+    side.close()
+
+
+def test_a_stopped_peer_that_was_cut_off_writes_nothing_when_it_goes_on():
+    program = "from tests.guest.suite_rdma_lanes import *; write_and_wait_for_the_end()"
+    left = Side("rxe0")
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as child:
+        try:
+            def say(what: object) -> None:
+                child.stdin.write(json.dumps(what) + "\n")
+                child.stdin.flush()
+
+            number, psn, gid = json.loads(child.stdout.readline())
+            left.connect(number, psn, bytes.fromhex(gid))
+            mine = left.place
+            say([mine[0], mine[1], mine[2].hex(), left.region.address, left.region.rkey])
+            assert left.lane.prove(30)
+            left.start()
+            left.expect(1, 0, NBYTES)
+            say("go")
+            assert child.stdout.readline() == "posted\n"
+            wait_for(lambda: left.lane.counters()["writes_received"] > 10, True)
+            os.kill(child.pid, signal.SIGSTOP)
+            assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+            left.lane.close()
+            left.pair.close()  # from here on the memory is ours alone
+            assert 10 < left.lane.counters()["writes_received"] < N_QUEUED - MAX_SEND
+            left.bytes[:] = 0xa5
+            os.kill(child.pid, signal.SIGCONT)
+            failure = json.loads(child.stdout.readline())
+            assert (failure["kind"], failure["code"]) == ("completion", 12), failure
+            assert child.wait(30) == 0
+            assert (left.bytes == 0xa5).all()
+        finally:
+            child.kill()
+    left.close()
+
+
 def test_threads_and_descriptors_end_with_the_rail():
     def counts() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
@@ -292,7 +370,7 @@ def test_a_rail_with_open_lanes_does_not_close(sides):
 
 
 def test_a_slot_is_bound_after_the_proof(sides):
-    left, right = sides
+    left, _ = sides
     with pytest.raises(ValueError, match="before the peer's proof has come"):
         left.lane.bind(1, left.region.address, left.region.address, NBYTES)
 

@@ -1,0 +1,61 @@
+"""What nodes use of a link, whichever transport it is."""
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..pyx.engine import Engine
+from . import rdma, shm, tcp
+
+Link = shm.ShmLink | tcp.TcpLink | rdma.RdmaLink
+
+
+class Lane(Protocol):
+    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.Lane`). `post` from any thread."""
+
+    def post(self, slot: int, round: int, flags: int, address: int, nbytes: int) -> None:
+        """Write into the peer's *slot*; the bytes stay where they are until EVENT_DELIVERED."""
+
+
+class WireLink(Protocol):
+    """A link over which bytes are written into the peer's memory: what nodes use of tcp and rdma alike."""
+
+    index: int
+    kind: str
+
+    def start(self, engine: Engine, source: int) -> None:
+        """Let *engine* take arrivals as those of *source*. Before anything is bound."""
+
+    def bind(self, part: int, even: int, odd: int, nbytes: int) -> None:
+        """Expect *part* from the peer, at addresses by the round's parity; `CapacityError` if that cannot be."""
+
+    def unbind(self, part: int) -> None:
+        """Forget a part of a generation that was refused before anything was written."""
+
+    def lane_of(self, part: int) -> Lane:
+        """Return the lane that *part* takes, always the same one, on both sides."""
+
+    def why(self, code: int) -> str:
+        """Return in words why the link was lost; *code* is that of EVENT_LOST."""
+
+    def counters(self) -> dict[str, int]:
+        """Return what was written and received."""
+
+    def trace(self) -> bytes:
+        """Return trace records (`record.h`)."""
+
+    def close(self) -> None:
+        """Close everything. Before the engine is closed. Idempotent."""
+
+
+#: Links with a channel for messages of the control loops.
+TalkingLink = shm.ShmLink | rdma.RdmaLink
+
+
+def wire(link: Link | None) -> WireLink | None:
+    """Return *link* if bytes are written over it, None if memory is shared or there is none."""
+    return link if link is not None and not isinstance(link, shm.ShmLink) else None
+
+
+def talking(link: Link) -> TalkingLink | None:
+    """Return *link* if it has a channel."""
+    return link if not isinstance(link, tcp.TcpLink) else None

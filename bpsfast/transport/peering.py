@@ -1,0 +1,271 @@
+"""One node on its way to all its peers: dialling those before it, letting in those after it, choosing a transport each.
+"""
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..orchestration.errors import BpsError, ConfigError, StallError
+from ..orchestration.messages import NodeInfo
+from ..pyx.ring import MAX_PARTS
+from ..settings import Settings
+from . import rdma, shm, tcp
+from .links import Link
+from .rdma import rendezvous
+
+log = logging.getLogger("bpsfast.node")
+
+#: An aborted job does not wait for a peer that does not answer.
+_JOIN_S = 1.0
+
+
+def check(settings: Settings) -> None:
+    """Raise `ConfigError` if the setting asks for what cannot be."""
+    if settings.transport == "rdma":
+        rails = rdma.Rails(settings, 0)
+        try:
+            rails.towards(None, 1)
+        except rdma.NoRdmaError as exc:
+            raise ConfigError(f"transport='rdma' was asked for, but {exc}; or use transport=auto or tcp") from exc
+        finally:
+            rails.close()
+    if settings.transport == "shm" and not settings.allow_shm:
+        raise ConfigError("transport='shm' contradicts BYTEPS_ENABLE_IPC=0 (allow_shm=false): drop one of them")
+
+
+def shm_objection(settings: Settings) -> str:
+    """Return why shm is not even tried between nodes, "" if it is."""
+    if settings.transport in ("tcp", "rdma"):
+        return f"transport={settings.transport}"
+    return "" if settings.allow_shm else "allow_shm=false (BYTEPS_ENABLE_IPC=0)"
+
+
+def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo]) -> list[NodeInfo]:
+    """Return the nodes that *me* exchanges gradients with, in node order: one of a pair has ranks."""
+    return [node for node in nodes if node.index != me.index and (node.ranks or me.ranks)]
+
+
+class Peering:
+    """Connects one node to all its peers, in threads of its own, so that the control loop goes on beating.
+
+    Parameters
+    ----------
+    me, nodes
+        This node, and all of them in node order.
+    listener
+        The socket that `NodeInfo.address` names. Closed here when all peers are connected.
+    doorstep, rails
+        What this node offers to peers that share memory with it, and to those that it reaches by RDMA.
+    notify
+        Called (from any of the threads) whenever `done` or `error` may have changed.
+    """
+
+    def __init__(
+        self, settings: Settings, key: bytes, epoch: int, me: NodeInfo, nodes: Sequence[NodeInfo],
+        listener: socket.socket, doorstep: shm.Doorstep, rails: rdma.Rails, notify: Callable[[], None],
+    ) -> None:
+        self.links: dict[int, Link] = {}
+        self.reasons: dict[int, str] = {}
+        self.error: BpsError | None = None
+        self._settings = settings
+        self._key = key
+        self._epoch = epoch
+        self._me = me
+        self._peers = {node.index: node for node in peers_of(me, nodes)}
+        self._listener = listener
+        self._doorstep = doorstep
+        self._rails = rails
+        self._n_nodes = len(nodes)
+        self._notify = notify
+        self._deadline = time.monotonic() + settings.start_timeout_s
+        self._accepting: dict[int, tcp.TcpLink] = {}
+        self._objections: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._taken = False
+        self._threads = [threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
+                         for task in (self._dial_all, self._accept_all)]
+
+    def start(self) -> None:
+        """Begin. Ends by itself within start_timeout_s."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether every peer is connected."""
+        return len(self.links) == len(self._peers)
+
+    def describe(self) -> dict[str, str]:
+        """Return "node N" -> "transport: reason"."""
+        return {f"node {index}": f"{self.links[index].kind}: {self.reasons[index]}" for index in sorted(self.links)}
+
+    def take(self) -> dict[int, Link]:
+        """Hand over the links: from now on they are the caller's to close."""
+        with self._lock:
+            self._taken = True
+            return dict(self.links)
+
+    def offer(self, link: Link, reason: str) -> None:
+        """Take an established link (the control loop brings those that were dialled to the local socket)."""
+        with self._lock:
+            if self._closed or link.index not in self._peers or link.index in self.links:
+                log.warning("node %d connected twice or too late: refused", link.index)
+                link.close()
+                return
+            self.reasons[link.index] = reason
+            self.links[link.index] = link
+        self._notify()
+
+    def close(self) -> None:
+        """Stop connecting, and close what nobody took. A thread in the middle of a dial ends with the process."""
+        with self._lock:
+            self._closed = True
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_JOIN_S)
+        self._listener.close()
+        with self._lock:
+            unused: list[Link] = [*self._accepting.values(), *(() if self._taken else self.links.values())]
+            self._accepting.clear()
+            self.links = {}
+        for link in unused:
+            link.close()
+
+    # -- the two threads ----------------------------------------------------------------------------------
+
+    def _guard(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BpsError as exc:
+            self.error = self.error or exc
+        except OSError as exc:
+            self.error = self.error or BpsError(f"connecting to peers failed: {exc}")
+        self._notify()
+
+    def _dial_all(self) -> None:
+        for index, peer in sorted(self._peers.items()):
+            if index < self._me.index and not self._closed:
+                self._dial(peer)
+
+    def _dial(self, peer: NodeInfo) -> None:
+        reason = shm_objection(self._settings)
+        if not reason:
+            try:
+                name = b"\0" + peer.shm_name.encode()
+                link = shm.connect(self._key, name, self._me.index, peer.index, self._epoch, self._doorstep,
+                                   self._left())
+                self.offer(link, "a memfd exchange over its local socket worked")
+                return
+            except (BpsError, OSError) as exc:
+                if self._settings.transport == "shm":
+                    raise ConfigError(f"transport='shm' was asked for, but node {peer.index} ({peer.host}) shares no "
+                                      f"memory with this node: {exc}") from exc
+                reason = f"no shared memory with it ({exc})"
+        if self._settings.transport in ("auto", "rdma"):
+            try:
+                self._dial_rdma(peer, reason)
+                return
+            except (BpsError, OSError) as exc:
+                reason = self._without_rdma(peer, reason, exc)
+        link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
+                        n_streams=self._settings.tcp_streams, epoch=self._epoch, deadline=self._deadline)
+        self.offer(self._equip(link), reason)
+
+    def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
+        self._rails.towards(peer.address, len(self._peers))  # without a device here nobody is bothered
+        sock = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=rendezvous.STREAM,
+                           epoch=self._epoch, deadline=self._deadline)
+        self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")
+
+    def _meet(self, sock: socket.socket, peer: NodeInfo) -> rdma.RdmaLink:
+        settings = self._settings
+        return rendezvous.meet(
+            sock, peer.index, lambda: self._rails.towards(peer.address, len(self._peers)), n_pairs=self._rails.n_pairs,
+            n_nodes=self._n_nodes, epoch=self._epoch, n_slots=MAX_PARTS,
+            trace_capacity=settings.trace_capacity if settings.trace_dir else 0, deadline=self._deadline)
+
+    def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
+        """Return why *peer* is reached by tcp and not by rdma; raise if only rdma will do."""
+        if self._settings.transport == "rdma":
+            raise ConfigError(f"transport='rdma' was asked for, but node {peer.index} ({peer.host}) cannot be reached "
+                              f"by it: {why}") from why
+        if not isinstance(why, rdma.NoDeviceError):
+            log.warning("node %d (%s) is reached by tcp, not by rdma: %s", peer.index, peer.host, why)
+        return f"{reason}; no rdma: {why}"
+
+    def _equip(self, link: tcp.TcpLink) -> tcp.TcpLink:
+        settings = self._settings
+        link.n_nodes, link.epoch, link.send_buffer_nbytes = self._n_nodes, self._epoch, settings.tcp_sndbuf_bytes
+        link.trace_capacity = settings.trace_capacity if settings.trace_dir else 0
+        return link
+
+    def _accept_all(self) -> None:
+        poller = select.poll()
+        poller.register(self._listener, select.POLLIN)
+        strangers: list[threading.Thread] = []
+        while missing := [index for index in self._peers if index > self._me.index and index not in self.links]:
+            if self._closed or self.error:
+                break
+            if self._left() <= 0.0:
+                names = ", ".join(f"node {index} ({self._peers[index].address})" for index in missing)
+                raise StallError(f"{names} did not connect to node {self._me.index} ({self._me.address}) within "
+                                 f"{self._settings.start_timeout_s:g} s: is a firewall between the machines?")
+            # Links over shared memory arrive elsewhere: look at `links` now and then.
+            if poller.poll(50):
+                sock, _ = self._listener.accept()
+                thread = threading.Thread(target=self._accept, args=(sock,), name="bpsfast-accept", daemon=True)
+                thread.start()
+                strangers.append(thread)
+        for thread in strangers:
+            thread.join()
+
+    def _accept(self, sock: socket.socket) -> None:
+        """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""
+        try:
+            hello = tcp.accept(sock, self._key, mine=self._me.index, epoch=self._epoch)
+        except (BpsError, OSError) as exc:
+            log.warning("refused a data connection: %s", exc)
+            sock.close()
+            return
+        if hello.stream == rendezvous.STREAM:
+            self._accept_rdma(sock, hello.peer)
+            return
+        with self._lock:
+            half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer))
+            if (self._closed or hello.peer not in self._peers or hello.stream in half.sockets
+                    or hello.peer in self.links):
+                log.warning("refused stream %d of node %d: not expected", hello.stream, hello.peer)
+                sock.close()
+                return
+            half.sockets[hello.stream] = sock
+            whole = len(half.sockets) == self._settings.tcp_streams
+            if whole:
+                del self._accepting[hello.peer]
+        if whole:
+            reason = shm_objection(self._settings) or "it found no shared memory with this node"
+            self.offer(self._equip(half), self._objections.get(hello.peer) or reason)
+
+    def _accept_rdma(self, sock: socket.socket, index: int) -> None:
+        """Meet a node that wants RDMA. If that cannot be, it comes again by tcp."""
+        peer = self._peers.get(index)
+        if self._closed or peer is None or index in self.links:
+            log.warning("refused a connection for RDMA of node %d: not expected", index)
+            sock.close()
+            return
+        reason = shm_objection(self._settings) or "it found no shared memory with this node"
+        try:
+            self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")
+        except (BpsError, OSError) as exc:
+            try:
+                self._objections[index] = self._without_rdma(peer, reason, exc)
+            except ConfigError as error:
+                self.error = self.error or error
+                self._notify()
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()

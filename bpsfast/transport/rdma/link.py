@@ -1,0 +1,177 @@
+"""The queue pairs to one peer, and the slots that are written over them in both directions.
+
+    bind     this node expects a partition: a receive request stands ready, and the peer is told where by `announce`
+    aim      the peer expects partitions: where to write them
+
+A partition always takes the same lane, on both sides and in both directions. The memory of slots is registered by
+`Rails` before it is bound, and stays until the link is closed.
+"""
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...channel import Channel
+from ...orchestration.errors import CapacityError, PeerLostError, ProtocolError
+from ...pyx import rdma as native, verbs
+from ...pyx.engine import Engine
+from . import failure
+from .offer import PeerSlots, Slot
+from .rails import Rail
+
+log = logging.getLogger("bpsfast.node")
+
+
+@dataclass
+class Way:
+    """One queue pair over one rail, and its native lane. The link's own."""
+
+    rail: Rail
+    pair: verbs.QueuePair
+    lane: native.Lane
+
+    @classmethod
+    def over(cls, rail: Rail, epoch: int, n_slots: int, trace_capacity: int) -> Way:
+        """Make one, in INIT."""
+        pair = rail.queue_pair()
+        try:
+            lane = native.Lane(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
+                               max_receive=rail.depths.receive, trace_capacity=trace_capacity, keep=pair)
+        except BaseException:
+            pair.close()
+            raise
+        rail.users += 1
+        return cls(rail, pair, lane)
+
+    def describe(self, who: str) -> str:
+        """Return what ended the lane, in words."""
+        return failure.describe(self.lane.failure(), who, self.rail.name, self.rail.native.event)
+
+    def close(self) -> None:
+        """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory. Idempotent."""
+        if not self.pair.closed:
+            self.lane.close()
+            self.pair.close()
+            self.rail.users -= 1
+
+
+class RdmaLink:
+    """An established pair of nodes. The control loop's, but for `lane_of`, which the dispatcher calls too."""
+
+    kind = "rdma"
+    is_wire = True
+    gone = "the connection of its rendezvous ended"
+
+    def __init__(self, index: int, n_nodes: int, ways: Sequence[Way], channel: Channel) -> None:
+        self.index = index
+        self.channel = channel
+        self._n_nodes = n_nodes
+        self._ways = list(ways)
+        self._fresh: dict[int, Slot] = {}
+        self._n_exchanges = 0
+
+    def start(self, engine: Engine, source: int) -> None:
+        """Let *engine* take arrivals as those of *source*. Before anything is bound."""
+        for way in self._ways:
+            way.lane.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
+                           notify=engine.notify_address, keep=engine)
+
+    # -- slots --------------------------------------------------------------------------------------------
+
+    def lane_of(self, part: int) -> native.Lane:
+        """Return the lane that *part* takes. Neighbours have different owners: they go to one lane together."""
+        return self._way(part).lane
+
+    def bind(self, part: int, even: int, odd: int, nbytes: int) -> None:
+        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
+
+        Raises
+        ------
+        CapacityError
+            If no queue holds one more slot, or the device no message of this size.
+        """
+        way = self._way(part)
+        if nbytes > way.rail.port["max_msg_sz"]:
+            raise CapacityError(f"partition {part} has {nbytes} bytes, {way.rail.name} sends at most max_msg_sz="
+                                f"{way.rail.port['max_msg_sz']} at a time: lower BPSFAST_PARTITION_BYTES")
+        try:
+            way.lane.bind(part, even, odd, nbytes)
+        except OSError as exc:
+            if exc.errno != errno.ENOSPC:
+                raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
+                                    f"{way.rail.name}: {exc.strerror}") from exc
+            limits = way.rail.attributes
+            raise CapacityError(
+                f"partition {part} is one too many for its queue pair to node {self.index}: {exc.strerror} "
+                f"({way.rail.name} has max_qp_wr={limits['max_qp_wr']}, and max_cqe={limits['max_cqe']} for all peers; "
+                f"there are {len(self._ways)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
+                "BPSFAST_PARTITION_BYTES or BPSFAST_FUSION_BYTES so that there are fewer partitions") from exc
+        self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=way.rail.rkey(min(even, odd), nbytes),
+                                 nbytes=nbytes)
+        if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
+            raise ProtocolError(f"both copies of partition {part} lie in different segments: our bug")
+
+    def unbind(self, part: int) -> None:
+        """Forget a part of a refused generation; nothing was written."""
+        self._fresh.pop(part, None)
+        self._way(part).lane.unbind(part)
+
+    def announce(self, generation: int) -> None:
+        """Tell the peer where the parts lie that were bound since the last time: those of *generation*."""
+        self._n_exchanges += 1
+        self.tell(PeerSlots(generation=generation, slots=tuple(self._fresh.values())))
+        self._fresh.clear()
+
+    def aim(self, message: PeerSlots) -> None:
+        """Remember where the peer expects the parts of one generation."""
+        self._n_exchanges += 1
+        for slot in message.slots:
+            try:
+                self.lane_of(slot.part).aim(slot.part, slot.even, slot.odd, slot.nbytes, slot.rkey)
+            except ValueError as exc:
+                raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
+
+    def tell(self, message: PeerSlots) -> None:
+        """Post *message*. That the peer is gone is said by the channel's end, not here."""
+        try:
+            self.channel.post(message)
+        except PeerLostError:
+            log.debug("node %d was gone before it could be told %s", self.index, type(message).__name__)
+
+    # -- its end ------------------------------------------------------------------------------------------
+
+    def why(self, code: int) -> str:
+        """Return in words why a lane was lost; *code* is the event's."""
+        who = f"node {self.index}"
+        found = [way.describe(who) for way in self._ways if way.lane.failure() is not None]
+        return found[0] if found else f"closed (code {code})"
+
+    def fence(self) -> None:
+        """Cut the peer off for good: whatever it has under way, also when it was stopped meanwhile, reaches nothing.
+
+        What waits to be sent is dropped. Any thread of the node; idempotent.
+        """
+        for way in self._ways:
+            way.close()
+
+    def counters(self) -> dict[str, int]:
+        """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""
+        total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways)}
+        for way in self._ways:
+            for name, value in way.lane.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def trace(self) -> bytes:
+        """Return the lanes' trace records."""
+        return b"".join(way.lane.trace() for way in self._ways)
+
+    def close(self) -> None:
+        """Close queue pairs and channel. Idempotent."""
+        self.fence()
+        self.channel.close()
+
+    def _way(self, part: int) -> Way:
+        return self._ways[part // self._n_nodes % len(self._ways)]

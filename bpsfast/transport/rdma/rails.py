@@ -1,0 +1,215 @@
+"""The rails of one node: its RDMA ports in use, each opened once, and its segments registered with all of them.
+
+A rail is device, protection domain, completion queue and one native thread (`bpsfast.pyx.rdma.Rail`); queue pairs to
+all peers share it. Memory is registered by the segment, once, when it is made; remote writes are allowed to slots and
+results only.
+"""
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import threading
+from typing import NamedTuple
+
+from ...nic import route
+from ...nic.host import Host
+from ...orchestration.errors import BpsError, CapacityError
+from ...pyx import rdma as native, verbs
+from ...pyx.pages import Segment
+from ...settings import Settings
+from . import budget
+from .failure import NoDeviceError, NoRdmaError
+from .offer import RailOffer
+
+log = logging.getLogger("bpsfast.node")
+
+#: What peers write into; everything else is only read by the device.
+_WRITTEN_BY_PEERS = frozenset({"slot", "result"})
+
+
+class Registered(NamedTuple):
+    """One segment on one rail."""
+
+    address: int
+    nbytes: int
+    rkey: int
+
+
+class Rail:
+    """One port, opened. The `Rails` own it; `users` are the lanes over it.
+
+    Raises
+    ------
+    OSError, CapacityError
+        When the device cannot be opened, or its queues are too short for *n_peers* of *n_pairs* lanes each.
+    """
+
+    def __init__(self, chosen: route.Rail, n_peers: int, n_pairs: int, awake_us: int) -> None:
+        self.chosen = chosen
+        self.name = chosen.name
+        self.users = 0
+        self.registered: list[Registered] = []
+        with contextlib.ExitStack() as undo:
+            self.device = undo.enter_context(verbs.Device(chosen.device))
+            self.attributes = self.device.attributes
+            self.port = self.device.port(chosen.port)
+            self.depths = budget.depths(chosen.device, self.attributes, n_peers, n_pairs)
+            self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
+            self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
+            self.native = native.Rail(self.queue.handle, awake_us=awake_us, keep=self.queue)
+            undo.callback(self.native.close)
+            self._undo = undo.pop_all()
+
+    def offer(self) -> RailOffer:
+        """Return what a peer has to know of the port."""
+        gid = self.chosen.gid
+        return RailOffer(device=self.chosen.device, port=self.chosen.port, link_layer=self.port["link_layer"],
+                         gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
+                         mtu=self.port["active_mtu"])
+
+    def queue_pair(self) -> verbs.QueuePair:
+        """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
+        pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
+                               max_recv=self.depths.receive)
+        try:
+            pair.to_init(self.chosen.port)
+        except BaseException:
+            pair.close()
+            raise
+        return pair
+
+    def adopt(self, region: verbs.MemoryRegion) -> None:
+        """Keep *region* until the end; lanes may send from it, and peers be told of it."""
+        self._undo.callback(region.close)
+        self.native.know(region.address, region.nbytes, region.lkey)
+        bisect.insort(self.registered, Registered(region.address, region.nbytes, region.rkey))
+
+    def rkey(self, address: int, nbytes: int) -> int:
+        """Return the key that a peer needs to write there; LookupError if the memory is not registered."""
+        at = bisect.bisect(self.registered, (address, 1 << 64)) - 1
+        found = self.registered[at] if at >= 0 else None
+        if found is None or address + nbytes > found.address + found.nbytes:
+            raise LookupError(f"{nbytes} bytes at {address:#x} are not registered with {self.name}")
+        return found.rkey
+
+    def close(self) -> None:
+        """Deregister and close everything. BufferError while lanes are open. Idempotent."""
+        self._undo.close()
+
+
+class Rails:
+    """All rails of one node. Peers are connected from several threads; `settle` and what follows is one thread's.
+
+    Parameters
+    ----------
+    least_nbytes
+        Bytes that a node locks at the least, before any model is known.
+    """
+
+    def __init__(self, settings: Settings, least_nbytes: int) -> None:
+        self.n_pairs = settings.rdma_queue_pairs
+        self._settings = settings
+        self._host = Host()
+        self._least_nbytes = least_nbytes
+        self._limit: int | None = None
+        self._lock = threading.Lock()
+        self._open: dict[str, Rail] = {}
+        self._locked_nbytes = self._n_segments = self._n_registrations = 0
+        self._closed = False
+
+    @property
+    def used(self) -> bool:
+        """Whether any peer is reached by them."""
+        return bool(self._open)
+
+    def towards(self, address: str | None, n_peers: int) -> list[Rail]:
+        """Return the opened rails that lead to *address* ("host:port"; None: in general), of a job of *n_peers* peers.
+
+        Raises
+        ------
+        NoRdmaError
+            In words: no device, no usable port, a setting that names none, no library, no room in the device's queues
+            or in the memory that may be locked.
+        """
+        settings = self._settings
+        try:
+            with self._lock:  # around all: what is known of this machine is read once
+                host = self._host
+                if not host.ports:
+                    raise NoDeviceError("there is no RDMA device here")
+                peer = route.peer_address(host, address.rpartition(":")[0]) if address else None
+                chosen = route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
+                                      peer=peer).require()
+                if self._closed:
+                    raise NoRdmaError("the node is closing")
+                self._limit = budget.lockable()
+                budget.require(self._least_nbytes, 0, len(chosen), "a node", self._limit)
+                return [self._opened(each, n_peers) for each in chosen]
+        except NoRdmaError:
+            raise
+        except (BpsError, OSError) as exc:
+            raise NoRdmaError(exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)) from exc
+
+    def settle(self) -> None:
+        """Close the rails that no peer is reached by: all peers are connected, memory is registered from now on."""
+        with self._lock:
+            for name in [name for name, rail in self._open.items() if not rail.users]:
+                self._open.pop(name).close()
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def require(self, nbytes: int, purpose: str) -> None:
+        """Return if *nbytes* more in one segment can be registered; raises `CapacityError` with both numbers."""
+        if self._open:
+            budget.require(nbytes, self._locked_nbytes, len(self._open), purpose, self._limit)
+        for rail in self._open.values():
+            budget.require_regions(self._n_segments, rail.chosen.device, rail.attributes, nbytes)
+
+    def register(self, kind: str, segment: Segment) -> None:
+        """Register *segment*, of the *kind* that `Regions` gives it, with every rail; it stays until `close`.
+
+        Raises
+        ------
+        CapacityError
+            If a device refuses; it is then registered with none.
+        """
+        made: list[verbs.MemoryRegion] = []
+        try:
+            for rail in self._open.values():
+                made.append(verbs.MemoryRegion(rail.domain, segment, remote_write=kind in _WRITTEN_BY_PEERS))
+        except OSError as exc:
+            for region in made:
+                region.close()
+            raise CapacityError(f"a segment of {segment.nbytes} bytes for {kind}s cannot be registered for RDMA beside "
+                                f"{self._locked_nbytes} bytes in {self._n_segments} segments: {exc.strerror}") from exc
+        for rail, region in zip(self._open.values(), made):
+            rail.adopt(region)
+        self._n_registrations += len(made)
+        self._locked_nbytes += segment.nbytes
+        self._n_segments += 1
+
+    def counters(self) -> dict[str, int]:
+        """Return the memory regions ever registered, the bytes they lock, and what the rails' threads did."""
+        found = {"rails": len(self._open), "registrations": self._n_registrations,
+                 "locked_nbytes": self._locked_nbytes * len(self._open)}
+        for rail in self._open.values():
+            for name in ("completions", "batches", "sleeps"):
+                found[name] = found.get(name, 0) + rail.native.counters()[name]
+        return found
+
+    def close(self) -> None:
+        """Close all rails; the memory that was registered may go afterwards. Once all links are closed. Idempotent."""
+        with self._lock:
+            self._closed = True
+            while self._open:
+                name, rail = self._open.popitem()
+                try:
+                    rail.close()
+                except BufferError as exc:  # a peer is just being tried: it ends with the process
+                    log.debug("rail %s stays open: %s", name, exc)
+
+    def _opened(self, chosen: route.Rail, n_peers: int) -> Rail:
+        if chosen.name not in self._open:
+            self._open[chosen.name] = Rail(chosen, n_peers, self.n_pairs, self._settings.awake_us)
+        return self._open[chosen.name]

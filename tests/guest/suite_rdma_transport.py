@@ -1,0 +1,129 @@
+"""The contract of every transport (tests/test_transport.py), over rdma: one device each, and several of both.
+
+Runs in the guest.
+"""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast import transport
+from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
+from bpsfast.pyx.port import DONE
+from bpsfast.settings import Settings
+from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
+    SIZES,
+    push,
+    settings_for,
+    test_a_peer_that_closes_is_noticed,
+    test_a_refused_generation_is_forgotten,
+    test_an_abort_ends_waits_with_its_reason,
+    test_an_empty_contribution_moves_no_payload,
+    test_payloads_arrive_whole_in_every_round,
+    test_the_choice_is_explained,
+    test_the_next_generation_waits_for_the_local_commit,
+    test_who_is_missing_is_known,
+)
+from tests.two_nodes import KEY, End, connect, declare, order_of
+
+
+def close_all(made: list[End]) -> None:
+    for end in made:
+        end.close()
+
+
+def connected(shapes: list[dict[str, object]]) -> list[End]:
+    made = [End(index, settings_for("rdma", **shape)) for index, shape in enumerate(shapes)]
+    connect(made)
+    for end in made:
+        assert end.peering.error is None, end.peering.error
+        end.finish()
+    return made
+
+
+@pytest.fixture
+def ends(no_leaks):
+    made = connected([{"rdma_devices": "=rxe0"}, {"rdma_devices": "=rxe1"}])
+    yield made
+    close_all(made)
+
+
+@pytest.fixture
+def railed(no_leaks):
+    made = connected([{"rdma_devices": "rxe", "rdma_queue_pairs": 2}] * 2)
+    yield made
+    close_all(made)
+
+
+def test_parts_take_turns_over_rails_and_queue_pairs(railed):
+    plan = declare(railed, SIZES * 2, [0, 1] * len(SIZES))
+    for end in railed:
+        end.commit(order_of(plan))
+    for end in railed:
+        for part, nbytes in enumerate(SIZES * 2):
+            push(end, part, 1, end.allocate(nbytes), b"\1" * nbytes)
+    for end in railed:
+        for part, nbytes in enumerate(SIZES * 2):
+            assert end.port.wait(part, 1, 1, 20.0) == DONE
+            assert end.result(part, 1) == b"\2" * nbytes
+    for end in railed:
+        [link] = end.vertex.links.values()
+        lanes = list(dict.fromkeys(link.lane_of(part) for part in range(len(SIZES) * 2)))
+        written = [lane.counters()["writes_sent"] for lane in lanes]
+        # the result of a part that is owned here, the partial of any other: one write each
+        assert [lane.counters()["writes_received"] for lane in lanes] == written
+        assert sum(written) == len(SIZES) * 2 and min(written) > 0
+        assert len(lanes) == link.counters()["queue_pairs"] == 4
+        assert end.vertex.counters()["rdma"]["rails"] == 2
+
+
+def test_another_key_is_refused_and_named():
+    made = [End(0, settings_for("rdma", rdma_devices="=rxe0"), KEY),
+            End(1, settings_for("rdma", rdma_devices="=rxe0"), b"another key 1234")]
+    made[0].settings = made[1].settings = Settings(transport="rdma", start_timeout_s=1.0, engine_threads=1,
+                                                   huge_pages="off")
+    connect(made)
+    assert isinstance(made[1].peering.error, MismatchError | PeerLostError | ConfigError)
+    assert isinstance(made[0].peering.error, StallError)
+    close_all(made)
+
+
+def test_links_that_nobody_took_are_closed(no_leaks):
+    made = [End(index, settings_for("rdma", rdma_devices="=rxe0")) for index in (0, 1)]
+    connect(made)
+    links = [end.peering.links[1 - end.index] for end in made]
+    close_all(made)
+    assert all(link.channel.fileno() == -1 for link in links)
+
+
+def test_explicit_rdma_passes_where_there_is_a_device():
+    transport.check(Settings(transport="rdma"))
+    with pytest.raises(ConfigError, match="mlx5_9 matches nothing here; there is rxe0:1, rxe1:1"):
+        transport.check(Settings(transport="rdma", rdma_devices="mlx5_9"))
+
+
+def test_auto_takes_rdma_between_nodes_that_share_no_memory():
+    made = [End(index, settings_for("auto", allow_shm=False, rdma_devices="=rxe1")) for index in (0, 1)]
+    connect(made)
+    assert [end.peering.links[1 - end.index].kind for end in made] == ["rdma", "rdma"]
+    assert "a first write passed both ways; allow_shm=false" in made[0].peering.describe()["node 1"]
+    close_all(made)
+
+
+def test_an_abort_cuts_the_peer_off(ends):
+    owner, member = ends
+    plan = declare(ends, [5000], [0])
+    for end in ends:
+        end.commit(order_of(plan))
+    owner.vertex.abort(PeerLostError("node 1 was given up"))
+    guarded = [memoryview(chunk.segment) for arena in (owner.vertex.regions.slots, owner.vertex.regions.results)
+               for chunk in arena.chunks]
+    for memory in guarded:
+        memory[:] = b"\xa5" * len(memory)
+    push(member, 0, 1, member.allocate(5000), b"\1" * 5000)  # what it had to say when it was stopped
+    source, code = member.lost.get(timeout=30)
+    words = member.vertex.why_lost(0, code)
+    assert member.vertex.who(source) == ("node 0", 0)
+    assert "RDMA WRITE of partition 0 (round 1, 5000 bytes) to node 0 over rxe1/1 failed: IBV_WC_RETRY_EXC_ERR" in words
+    for memory in guarded:
+        assert memory == b"\xa5" * len(memory)
+        memory.release()

@@ -1,0 +1,75 @@
+"""What RDMA needs against what there is: queue lengths, regions, locked memory; every refusal with both numbers."""
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from bpsfast.orchestration.errors import CapacityError
+from bpsfast.transport.rdma import budget
+
+MLX5 = {"max_qp": 131072, "max_qp_wr": 32768, "max_cqe": 4194303, "max_mr": 16777216, "max_mr_size": 1 << 64}
+RXE = {"max_qp": 1048560, "max_qp_wr": 1048576, "max_cqe": 32767, "max_mr": 524287, "max_mr_size": 1 << 64}
+
+
+@pytest.mark.parametrize(("attributes", "n_peers", "n_pairs", "expected"), [
+    (MLX5, 1, 1, (128, 4096, 4224)),
+    (MLX5, 100, 2, (128, 4096, 844_800)),
+    (RXE, 7, 1, (128, 4096, 29_568)),
+    (RXE, 100, 1, (128, 199, 32_700)),
+    (MLX5 | {"max_qp_wr": 100}, 1, 1, (100, 100, 200)),
+])
+def test_depths_fill_what_the_device_has(attributes, n_peers, n_pairs, expected):
+    found = budget.depths("mlx5_0", attributes, n_peers, n_pairs)
+    assert tuple(found) == expected
+    assert found.completions <= attributes["max_cqe"]
+
+
+def test_too_short_queues_are_refused_with_both_numbers():
+    with pytest.raises(CapacityError, match=r"200 peers x 1 .* need a completion queue of 38400 .* max_cqe=32767"):
+        budget.depths("rxe0", RXE, 200, 1)
+    with pytest.raises(CapacityError, match="8 peers x 2 queue pairs need 16 queue pairs, mlx5_0 has max_qp=15"):
+        budget.depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2)
+    with pytest.raises(CapacityError, match="max_qp_wr=63"):
+        budget.depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1)
+
+
+def test_locked_memory_counts_once_per_device():
+    budget.require(1 << 40, 1 << 40, 8, "a plan", None)
+    budget.require(500, 0, 2, "a plan", 1000)
+    with pytest.raises(CapacityError, match=r"a plan needs 1002 bytes .* \(501 bytes x 2 devices\), but memlock=1000 "
+                                            r"leaves 1000: `ulimit -l unlimited`"):
+        budget.require(501, 0, 2, "a plan", 1000)
+    with pytest.raises(CapacityError, match=r"needs 200 bytes .* memlock=1000 leaves 100"):
+        budget.require(100, 450, 2, "a plan", 1000)
+    with pytest.raises(CapacityError, match=r"memlock=1000 leaves 0"):
+        budget.require(100, 4500, 2, "a plan", 1000)
+
+
+def test_regions_count_and_have_a_largest_size():
+    budget.require_regions(9, "mlx5_0", MLX5 | {"max_mr": 10}, 1 << 30)
+    with pytest.raises(CapacityError, match=r"region 11 of this node .* mlx5_0 has max_mr=10"):
+        budget.require_regions(10, "mlx5_0", MLX5 | {"max_mr": 10}, 1)
+    with pytest.raises(CapacityError, match=r"a segment of 4097 bytes .* max_mr_size=4096"):
+        budget.require_regions(0, "mlx5_0", MLX5 | {"max_mr_size": 4096}, 4097)
+
+
+@pytest.mark.parametrize(("effective", "namespace", "unlimited"), [
+    ("0000000000004000", "0 0 4294967295", True),
+    ("000001ffffffffff", "0 1000 1", False),  # a container's root: the kernel asks in the first namespace
+    ("00000000a80425fb", "0 0 4294967295", False),
+    (None, "0 0 4294967295", False),
+])
+def test_the_capability_lifts_the_limit(tmp_path, monkeypatch, effective, namespace, unlimited):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    folder = tmp_path / "proc/self"
+    folder.mkdir(parents=True)
+    (folder / "status").write_text("Name:\tx\n" + (f"CapEff:\t{effective}\n" if effective else ""))
+    (folder / "uid_map").write_text(f"         {namespace}\n")
+    assert budget.lockable(tmp_path) == (None if unlimited else 65536)
+    assert budget.lockable(tmp_path / "nowhere") == 65536
+
+
+def test_no_limit_is_none(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert budget.lockable() is None

@@ -1,0 +1,91 @@
+"""How two nodes find out that there will be no RDMA between them, without any device: words to both, sockets closed."""
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from bpsfast.channel import Channel
+from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from bpsfast.transport.rdma import NoRdmaError, offer, rendezvous
+
+RAIL = offer.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(16), version="v2", lid=0, mtu=4096)
+
+
+class Port:
+    """What an offer is made of; there is no device behind it."""
+
+    name = "mlx5_0/1"
+
+    def __init__(self, rail: offer.RailOffer) -> None:
+        self.offer = lambda: rail
+
+
+def meet(sock, find, timeout_s=20.0):
+    """Meet node 1; return the error."""
+    with pytest.raises(BpsError) as caught:
+        rendezvous.meet(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, trace_capacity=0,
+                        deadline=time.monotonic() + timeout_s)
+    assert sock.fileno() == -1
+    return caught.value
+
+
+def nothing():
+    raise NoRdmaError("there is no RDMA device here")
+
+
+def against(find, answer):
+    """Meet a peer that answers our offer with *answer* (None: it closes)."""
+    ours, theirs = socket.socketpair()
+    with Channel(theirs, offer.decode) as far:
+        found = []
+        thread = threading.Thread(target=lambda: found.append(meet(ours, find)))
+        thread.start()
+        said, _ = far.recv(20)
+        if answer is not None:
+            far.send(answer)
+        else:
+            far.close()
+        thread.join(20)
+        assert not thread.is_alive()
+    return said, found[0]
+
+
+def test_both_sides_hear_of_an_objection(no_leaks):
+    ours, theirs = socket.socketpair()
+    found = {}
+    threads = [threading.Thread(target=lambda: found.update(here=meet(ours, nothing))),
+               threading.Thread(target=lambda: found.update(there=meet(theirs, lambda: [Port(RAIL)])))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert str(found["here"]) == "there is no RDMA device here"
+    assert str(found["there"]) == "node 1 says: there is no RDMA device here"
+
+
+@pytest.mark.parametrize(("answer", "kind", "words"), [
+    (offer.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError, "speaks version 9 of the rendezvous, this is 1"),
+    (offer.RdmaOffer(version=1), NoRdmaError, "node 1 offers no port"),
+    (offer.RdmaOffer(version=1, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
+    (offer.RdmaOffer(version=1, rails=(offer.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048,
+                                                       version="IB", lid=5),)), NoRdmaError,
+     r"mlx5_0/1 \(Ethernet, GID v2\) cannot speak to node 1's ib0/2 \(InfiniBand, GID IB\)"),
+    (offer.RdmaStep(step="proven"), ProtocolError, "answered RdmaOffer with RdmaStep"),
+    (None, PeerLostError, "node 1 closed the connection for RDMA and did not answer RdmaOffer"),
+])
+def test_answers_that_lead_nowhere(answer, kind, words, no_leaks):
+    said, error = against(lambda: [Port(RAIL)], answer)
+    assert said.rails == (RAIL,)
+    assert isinstance(error, kind)
+    with pytest.raises(kind, match=words):
+        raise error
+
+
+def test_a_silent_peer_is_given_up(no_leaks):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        error = meet(ours, lambda: [Port(RAIL)], timeout_s=0.3)
+        assert isinstance(error, StallError) and "did not answer RdmaOffer in time" in str(error)
