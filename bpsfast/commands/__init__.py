@@ -18,6 +18,8 @@ COMMANDS = {
     "doctor": ("doctor", "Find what keeps RDMA from working, and say what to type."),
     "explain": ("explain", "Say what an error code means and what to do about it."),
     "gids": ("gids", "List the GID table, and which GID would be used."),
+    "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
+    "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
 }
 
 
