@@ -6,7 +6,7 @@ Few tensors, most bytes in one of them (VGG-19); 161 tensors, most of them tiny 
 References
 ----------
 torchvision: vgg19 (143,667,240 parameters), resnet50 (25,557,032). Inception-BN: Ioffe and Szegedy, arXiv:1502.03167,
-as MXNet's example ``image-classification/symbols/inception-bn.py`` builds it (11,295,240, its convolutions have biases).
+as MXNet's example ``image-classification/symbols/inception-bn.py`` builds it (11,295,240; convolutions have biases).
 """
 from __future__ import annotations
 
