@@ -90,7 +90,7 @@ class Contestant:
         if failure is None:
             return ""
         status, vendor_error, end, kind, part = failure
-        return f"; the {kind} of partition {part} at end {end}: {completions.explain(status, vendor_error)}"
+        return f"; end {end}, {kind} {part}: {completions.explain(status, vendor_error)}"
 
 
 class Writes(Contestant):
@@ -116,10 +116,10 @@ class Writes(Contestant):
 
     def connect(self, peer: Offer) -> None:
         """Bring everything up. The other host has to do the same before a step begins."""
+        self._connect(0, self._side, peer)
         if self._own:
             for mine, other in ((1, 2), (2, 1)):
                 self._connect(mine, self._own[mine - 1], self._offer(other, self._own[other - 1]))
-        self._connect(0, self._side, peer)
 
     def _offer(self, i: int, side: Side) -> Offer:
         area = side.arrival(self._rung)

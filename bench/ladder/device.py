@@ -12,6 +12,9 @@ from bpsfast.pyx import exchange, verbs
 
 #: Writes of one end that may be under way.
 MAX_SEND = 64
+#: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again: on a busy machine a device in software answers
+#: late, and what is sent twice is neither the rung's doing nor always survived by such a device.
+_TIMEOUT = 18
 
 
 def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
@@ -66,7 +69,7 @@ class Port:
         """Bring *pair* up towards *peer*."""
         pair.to_rtr(peer.number, peer.psn, gid=bytes.fromhex(peer.gid) if peer.gid else None,
                     gid_index=self.rail.gid.index if self.rail.gid else 0, lid=peer.lid, mtu=min(self._mtu, peer.mtu))
-        pair.to_rts()
+        pair.to_rts(timeout=_TIMEOUT)
 
     def close(self) -> None:
         """Close the device. Idempotent."""
