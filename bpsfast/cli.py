@@ -170,6 +170,28 @@ def bench_push_pull(**options: Any) -> None:
     push_pull.run(options)
 
 
+@bench.command("ladder")
+@click.argument("peer", required=False, metavar="[HOST]")
+@click.option("--listen", is_flag=False, flag_value="", metavar="[ADDRESS]",
+              help="Be the service: wait here for one run of `bench ladder` on the other host.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the control connection.  [default: 7810]")
+@click.option("--devices", metavar="A[,B]", help="RDMA device of this end; with both ends here, of the service, too.")
+@click.option("--models", metavar="NAME[/N],...", help="vgg19, resnet50, inception-bn; /N: 1/N of every tensor.")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each rung.  [default: 5]")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write raw samples here.")
+@click.option("--quick", is_flag=True, help="One round, small fractions of the lists.")
+@errors_in_words
+def bench_ladder(**options: Any) -> None:
+    """What each thing costs that RDMA can be made to do wrong, and whether tcp were better.
+
+    On one host `bpsfast bench ladder --listen`, on the other `bpsfast bench ladder HOST`; without either, both ends
+    are here. The control connection is not authenticated. Exit code 3 without an RDMA device.
+    """
+    from .bench import ladder
+
+    ladder.run(options)
+
+
 def _without_place(environ: Any) -> dict[str, str]:
     """Return *environ* without a place of another job: a launcher gives places, it has none."""
     places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",

@@ -15,7 +15,8 @@ cdef class QueuePair:
     """Create one end of a reliable connection (``ibv_create_qp``, RC), in state RESET.
 
     *max_send*, *max_recv*: posts that may be outstanding in each direction; *max_inline*: bytes that an inline post may
-    carry. The device may give more; the properties tell. Bring it up with `to_init`, `to_rtr`, `to_rts`: the peer needs
+    carry. The device may give more; the properties tell. *max_send_sge*: pieces of memory that native code may gather
+    in one send. Bring it up with `to_init`, `to_rtr`, `to_rts`: the peer needs
     `number`, `psn`, and the port's GID or LID. A receive may be posted from INIT on, a send from RTS on.
 
     Memory that was posted belongs to the device until its completion was polled; this object does not hold it.
@@ -40,7 +41,8 @@ cdef class QueuePair:
         pthread_mutex_init(&self.pair.lock, NULL)
 
     def __init__(self, ProtectionDomain domain not None, CompletionQueue send_cq not None,
-                 CompletionQueue recv_cq not None, *, uint32_t max_send, uint32_t max_recv, uint32_t max_inline=0):
+                 CompletionQueue recv_cq not None, *, uint32_t max_send, uint32_t max_recv, uint32_t max_inline=0,
+                 uint32_t max_send_sge=1):
         cdef bps_ibv_pd *pd = domain._open()
         cdef bps_ibv_qp_init_attr init
         cdef bps_ibv_qp *qp
@@ -51,7 +53,7 @@ cdef class QueuePair:
         memset(&init, 0, sizeof(init))
         init.send_cq, init.recv_cq, init.qp_type = send_cq._open(), recv_cq._open(), BPS_QPT_RC
         init.cap.max_send_wr, init.cap.max_recv_wr, init.cap.max_inline_data = max_send, max_recv, max_inline
-        init.cap.max_send_sge = init.cap.max_recv_sge = 1
+        init.cap.max_send_sge, init.cap.max_recv_sge = max_send_sge, 1
         domain.children += 1
         send_cq.children += 1
         recv_cq.children += 1
@@ -62,7 +64,7 @@ cdef class QueuePair:
             self._abandon(domain, send_cq, recv_cq)
             limits = domain.device._attributes()
             raise OSError(rc, f"ibv_create_qp({domain.device.name}, max_send={max_send}, max_recv={max_recv}, "
-                              f"max_inline={max_inline}): {_words(rc)}; the device takes "
+                              f"max_inline={max_inline}, max_send_sge={max_send_sge}): {_words(rc)}; the device takes "
                               f"max_qp_wr={limits['max_qp_wr']} posts in a queue and max_qp={limits['max_qp']} queue "
                               "pairs; the queues' memory counts as locked, too")
         self.pair.qp, self.forks = qp, bps_forks
