@@ -1,6 +1,7 @@
 """Two doctors that talk: what each learns, who is refused, and that nothing hangs or leaks."""
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import threading
@@ -122,8 +123,9 @@ def test_somebody_who_says_nothing_costs_the_time_limit_only(recorded_machine: C
 def test_strangers_are_sent_away_and_named(noise: bytes, answering: Callable[..., Answering]) -> None:
     other = answering("rxe", timeout_s=1.0)
     with socket.create_connection(("127.0.0.1", other.port), 5) as sock:
-        sock.sendall(noise)
-        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have hung up at the first byte
+            sock.sendall(noise)
+            sock.shutdown(socket.SHUT_WR)
         assert other.end().startswith("127.0.0.1: not answered: ")
 
 
