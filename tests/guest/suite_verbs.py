@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
 import time
 
 import pytest
 
 from tests.guest.hosts import DEVICES, GID_INDEX, MTU
-from tests.guest.verbs_end import NBYTES, End, connected, until
+from tests.guest.verbs_end import NBYTES, TIMEOUT_S, End, connected, until
 
 WRITE, READ, SEND, RECV, RECV_IMM = 1, 2, 0, 128, 129
 
@@ -76,6 +78,21 @@ def test_handles_are_the_addresses_that_native_code_needs(verbs, ends):
     rail = Rail(with_events.handle, keep=with_events)
     rail.close()
     with_events.close()
+
+
+def test_route_attributes_are_what_packets_carry(verbs):
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as tap:  # of all interfaces
+        tap.settimeout(TIMEOUT_S)
+        with connected(verbs, rtr={"mtu": 256, "traffic_class": 104}) as (left, right):
+            left.write(right, 1024)
+            assert left.completions()[0][1] == 0
+            to_port_4791 = struct.pack("!H", 4791)
+            found = []
+            while len(found) < 4:
+                packet = tap.recv(9000)
+                if packet[9] == socket.IPPROTO_UDP and packet[22:24] == to_port_4791 and len(packet) > 256:
+                    found.append((packet[1], len(packet) // 256))
+    assert found == [(104, 1)] * 4  # type of service, 256 bytes in each
 
 
 # -- operations ---------------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ class End:
         """Address of the memory."""
         return self.region.address
 
-    def connect(self, peer: Any, *, rtr: dict[str, Any] | None = None, rts: dict[str, Any] | None = None) -> None:
+    def connect(self, peer: Any, *, init: dict[str, Any] | None = None, rtr: dict[str, Any] | None = None,
+                rts: dict[str, Any] | None = None) -> None:
         """Bring the queue pair up towards *peer*, another end or whatever has a `number`, `psn` and `gid`."""
-        self.pair.to_init(1, remote_read=True)
+        self.pair.to_init(1, **{"remote_read": True} | (init or {}))
         if isinstance(peer, End):
             number, psn, gid = peer.pair.number, peer.pair.psn, peer.device.gid(1, GID_INDEX)
         else:
