@@ -25,12 +25,15 @@ def block(model: Model, rows: Sequence[Row]) -> str:
 
 
 def verdict(model: Model, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return whether the vanilla rung loses to tcp here, by how much, and the sentence that says so."""
+    """Return whether the vanilla rung loses to tcp here, by how much and how often, and the sentence that says so."""
     vanilla, tcp, ours = (_find(rows, rung.name).median_s for rung in (VANILLA, TCP, OURS))
+    rounds = list(zip(_find(rows, VANILLA.name).turns_s(), _find(rows, TCP.name).turns_s()))
+    n_lost = sum(mine > theirs for mine, theirs in rounds)
     word = "loses to" if vanilla > tcp else "beats"
     return {"vanilla_loses": vanilla > tcp, "vanilla_over_tcp": vanilla / tcp, "ours_over_tcp": ours / tcp,
-            "sentence": f"{model}: vanilla {word} tcp here: a step takes {vanilla / tcp:.2f} times as long; ours takes "
-                        f"{ours / tcp:.2f} times as long as tcp's"}
+            "n_rounds_lost": n_lost, "n_rounds": len(rounds),
+            "sentence": f"{model}: vanilla {word} tcp here: a step takes {vanilla / tcp:.2f} times as long (longer in "
+                        f"{n_lost} of {len(rounds)} rounds); ours takes {ours / tcp:.2f} times as long as tcp's"}
 
 
 def records(model: Model, rows: Sequence[Row], n_rounds: int) -> list[dict[str, Any]]:
