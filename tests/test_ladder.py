@@ -78,7 +78,7 @@ def test_the_verdict_says_who_loses():
     found = report.verdict(Model("vgg19", 8), rows)
     assert found["vanilla_loses"] and found["vanilla_over_tcp"] == 2.0 and found["ours_over_tcp"] == 0.5
     assert found["sentence"].startswith("vgg19/8: vanilla loses to tcp here: a step takes 2.00 times as long "
-                                        "(longer in 1 of 1 rounds)")
+                                        "(longer in 1 of 1 rounds, 1.50 by the best steps)")
     assert "beats" in report.verdict(Model("vgg19"), [row(OURS, 1.0), row(VANILLA, 1.0), row(TCP, 2.0)])["sentence"]
     assert len(report.block(Model("vgg19"), rows).splitlines()) == 4
 
