@@ -77,9 +77,18 @@ def test_the_verdict_says_who_loses():
     rows = [row(OURS, 1.0), row(VANILLA, 3.0, 5.0), row(TCP, 2.0)]
     found = report.verdict(Model("vgg19", 8), rows)
     assert found["vanilla_loses"] and found["vanilla_over_tcp"] == 2.0 and found["ours_over_tcp"] == 0.5
-    assert found["sentence"].startswith("vgg19/8: vanilla loses to tcp here: a step takes 2.00 times as long")
+    assert found["sentence"].startswith("vgg19/8: vanilla loses to tcp here: a step takes 2.00 times as long "
+                                        "(longer in 1 of 1 rounds, 1.50 by the best steps)")
     assert "beats" in report.verdict(Model("vgg19"), [row(OURS, 1.0), row(VANILLA, 1.0), row(TCP, 2.0)])["sentence"]
     assert len(report.block(Model("vgg19"), rows).splitlines()) == 4
+
+
+def test_rounds_are_compared_one_by_one():
+    vanilla, tcp = row(VANILLA, 3.0, 5.0, 1.0), row(TCP, 2.0, 2.0, 2.0)
+    vanilla.n_steps, tcp.n_steps = [2, 1], [1, 2]
+    assert vanilla.turns_s() == [4.0, 1.0]
+    found = report.verdict(Model("vgg19"), [row(OURS, 1.0), vanilla, tcp])
+    assert (found["n_rounds_lost"], found["n_rounds"]) == (1, 2)
 
 
 def test_processor_time_is_per_gigabyte():

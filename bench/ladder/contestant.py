@@ -145,7 +145,6 @@ class Streams(Contestant):
 
     def __init__(self, side: Side, sockets: Sequence[socket.socket], own: Sequence[Side] = ()) -> None:
         self.loop = StreamExchange()
-        self._sockets = list(sockets)
         ends = [(sock, side, i) for i, sock in enumerate(sockets)]
         if own:
             with socket.create_server(("127.0.0.1", 0)) as server:

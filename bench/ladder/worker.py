@@ -45,6 +45,11 @@ class Row:
         first, _, third = statistics.quantiles(self.samples_s, n=4, method="inclusive")
         return first, third
 
+    def turns_s(self) -> list[float]:
+        """Return the median seconds of a step by turn."""
+        steps = iter(self.samples_s)
+        return [statistics.median(next(steps) for _ in range(n)) for n in self.n_steps]
+
     def per_gigabyte(self, seconds: list[float]) -> float:
         """Return *seconds* (by turn) per 10^9 bytes of the list."""
         return sum(seconds) / (sum(self.n_steps) * self.nbytes / 1e9)
