@@ -61,6 +61,7 @@ def test_an_unknown_name_on_the_command_line_or_in_a_profile_is_an_error(tmp_pat
         ("partition_bytes", "many"),
         ("partition_bytes", "1"),
         ("tcp_streams", "5"),
+        ("rdma_queue_pairs", "0"),
         ("transport", "udp"),
         ("timeout_s", "0"),
         ("allow_shm", "perhaps"),

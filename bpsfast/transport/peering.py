@@ -84,6 +84,7 @@ class Peering:
         self._deadline = time.monotonic() + settings.start_timeout_s
         self._accepting: dict[int, tcp.TcpLink] = {}
         self._objections: dict[int, str] = {}
+        self._meetings: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._taken = False
@@ -247,6 +248,9 @@ class Peering:
             if whole:
                 del self._accepting[hello.peer]
         if whole:
+            meeting = self._meetings.get(hello.peer)
+            if meeting is not None:
+                meeting.join(_JOIN_S)  # it knows why the peer comes by tcp now, and is about to say so
             reason = shm_objection(self._settings) or "it found no shared memory with this node"
             self.offer(self._equip(half), self._objections.get(hello.peer) or reason)
 
@@ -257,6 +261,7 @@ class Peering:
             log.warning("refused a connection for RDMA of node %d: not expected", index)
             sock.close()
             return
+        self._meetings[index] = threading.current_thread()
         reason = shm_objection(self._settings) or "it found no shared memory with this node"
         try:
             self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")

@@ -13,11 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-import bpsfast
 from tests.conftest import Job
+from tests.guest.training import N_STEPS, SHAPES, push_until_it_fails, train
 
-N_WARMUP, N_STEPS = 2, 4
-SHAPES = [(1000, 30), (30,), (1 << 18,), (3, 5)]
 PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "heartbeat_s": 5}
 
 
@@ -59,27 +57,6 @@ def compiled() -> None:
                    timeout=300)
 
 
-def train() -> dict[str, Any]:
-    """Run on a rank: gradient descent on data of its own; return parameters, and the node's counters over the end."""
-    source = np.random.default_rng(bpsfast.rank())
-    parameters = [np.zeros(shape, "f4") for shape in SHAPES]
-    gradients = [bpsfast.empty(shape, "f4") for shape in SHAPES]  # shared memory: pushed from where they are computed
-    before = {}
-    for step in range(N_WARMUP + N_STEPS):
-        if step == N_WARMUP:
-            bpsfast.barrier()
-            before = bpsfast.stats()
-        handles = []
-        for i, gradient in enumerate(gradients):
-            gradient[...] = parameters[i] * np.float32(0.1) + source.standard_normal(SHAPES[i], dtype="f4")
-            handles.append(bpsfast.push_pull_async(gradient, name=f"layer {i}"))
-        for parameter, handle in zip(parameters, handles):
-            parameter -= np.float32(0.01) * np.asarray(bpsfast.synchronize(handle))
-    bpsfast.barrier()  # everybody has all results: every write of these steps has arrived
-    after = bpsfast.stats()
-    return {"parameters": [parameter.tobytes() for parameter in parameters], "before": before, "after": after}
-
-
 def run_training(transport: str) -> list[dict[str, Any]]:
     job = HostedJob(ranks=(1, 1), helpers=1, transport=transport)
     try:
@@ -115,14 +92,6 @@ def test_training_over_rdma_is_bit_identical_to_tcp_and_costs_one_write_per_part
         assert after["rdma_registrations"] == after["registrations"] and after["rdma_rails"] == 1
         assert after["rdma_locked_nbytes"] == after["memory_segments"]
         assert grown["engine_allocations"] == grown["memory_segments"] == 0
-
-
-def push_until_it_fails(n: int) -> str:
-    """Run on a rank: push_pull until the job is broken; return the error."""
-    array = np.ones(1 << 20, "f4")
-    for _ in range(n):
-        bpsfast.push_pull(array, name="x")
-    return "nothing failed"
 
 
 @pytest.mark.timeout(600)

@@ -10,6 +10,7 @@ from bpsfast import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import DONE
 from bpsfast.settings import Settings
+from tests.guest.suite_rdma_trouble import port_down
 from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
     SIZES,
     push,
@@ -127,3 +128,17 @@ def test_an_abort_cuts_the_peer_off(ends):
     for memory in guarded:
         assert memory == b"\xa5" * len(memory)
         memory.release()
+
+
+def test_a_port_that_goes_down_under_writes_is_named(ends):
+    _, member = ends
+    plan = declare(ends, [5000], [0])
+    for end in ends:
+        end.commit(order_of(plan))
+    place = member.allocate(5000)
+    with port_down("roce1"):
+        push(member, 0, 1, place, b"\1" * 5000)
+        source, code = member.lost.get(timeout=60)
+        assert member.vertex.who(source) == ("node 0", 0)
+        words = member.vertex.why_lost(0, code)
+        assert "RDMA WRITE of partition 0" in words and "this machine's port went down before that" in words, words

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +33,8 @@ def port_down(netdev: str) -> Iterator[None]:
     finally:
         subprocess.run(["ip", "link", "set", netdev, "up"], check=True)
         number = int(netdev.removeprefix("roce"))
-        while open(f"/sys/class/infiniband/rxe{number}/ports/1/state").read().split()[1] != "ACTIVE":
-            pass
+        while "ACTIVE" not in Path(f"/sys/class/infiniband/rxe{number}/ports/1/state").read_text():
+            os.sched_yield()
 
 
 def attempt(kind: str, *shapes: dict[str, object]) -> list[End]:

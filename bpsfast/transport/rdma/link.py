@@ -154,7 +154,10 @@ class RdmaLink:
         What waits to be sent is dropped. Any thread of the node; idempotent.
         """
         for way in self._ways:
-            way.close()
+            try:
+                way.close()
+            except OSError as exc:  # the lane is shut all the same; the others have to be
+                log.warning("a queue pair to node %d stays open: %s", self.index, exc)
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""

@@ -1,0 +1,40 @@
+"""What the ranks of jobs in the guest run. Imported by the ranks themselves: no pytest, nothing of `tests`."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import bpsfast
+
+N_WARMUP, N_STEPS = 2, 4
+SHAPES = [(1000, 30), (30,), (1 << 18,), (3, 5)]
+
+
+def train() -> dict[str, Any]:
+    """Run on a rank: gradient descent on data of its own; return parameters, and the node's counters over the end."""
+    source = np.random.default_rng(bpsfast.rank())
+    parameters = [np.zeros(shape, "f4") for shape in SHAPES]
+    gradients = [bpsfast.empty(shape, "f4") for shape in SHAPES]  # shared memory: pushed from where they are computed
+    before = {}
+    for step in range(N_WARMUP + N_STEPS):
+        if step == N_WARMUP:
+            bpsfast.barrier()
+            before = bpsfast.stats()
+        handles = []
+        for i, gradient in enumerate(gradients):
+            gradient[...] = parameters[i] * np.float32(0.1) + source.standard_normal(SHAPES[i], dtype="f4")
+            handles.append(bpsfast.push_pull_async(gradient, name=f"layer {i}"))
+        for parameter, handle in zip(parameters, handles):
+            parameter -= np.float32(0.01) * np.asarray(bpsfast.synchronize(handle))
+    bpsfast.barrier()  # everybody has all results: every write of these steps has arrived
+    after = bpsfast.stats()
+    return {"parameters": [parameter.tobytes() for parameter in parameters], "before": before, "after": after}
+
+
+def push_until_it_fails(n: int) -> str:
+    """Run on a rank: push_pull until the job is broken; return the error."""
+    array = np.ones(1 << 20, "f4")
+    for _ in range(n):
+        bpsfast.push_pull(array, name="x")
+    return "nothing failed"
