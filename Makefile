@@ -10,13 +10,13 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test bench setup system clean
+.PHONY: demo test bench setup system guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-test: $(stamp)
+test: $(stamp) guest
 	$(bin)/pytest -q --durations=10
 
 bench: $(stamp)
@@ -32,29 +32,32 @@ $(stamp): $(sources)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[demo,test]
 	touch $@
 
-# Installs missing system packages if this is root on Debian or Ubuntu; else says in one line what is missing. Those for
-# the guest with RDMA devices only tests want: where they cannot be had, the tests that are skipped say so themselves.
+# Installs missing system packages if this is root on Debian or Ubuntu; else says in one line what is missing.
 system:
-	@needed=""; wished=""; guest=""; \
+	@needed=""; wished=""; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || needed="$$needed python3-venv"; \
 	$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
 	  || needed="$$needed python3-dev"; \
 	command -v cc >/dev/null || needed="$$needed gcc libc6-dev"; \
 	command -v ip >/dev/null || wished=" iproute2"; \
-	command -v qemu-system-x86_64 >/dev/null || guest="$$guest qemu-system-x86"; \
-	test -e /etc/libibverbs.d/rxe.driver || guest="$$guest libibverbs1 ibverbs-providers"; \
-	command -v ib_write_bw >/dev/null || guest="$$guest perftest"; \
-	/usr/bin/python3 -c 'import pyverbs' 2>/dev/null || guest="$$guest python3-pyverbs"; \
-	if [ "$$(id -u)" = 0 ] && [ -n "$$needed$$wished$$guest" ] && command -v apt-get >/dev/null; then \
-	  export DEBIAN_FRONTEND=noninteractive; install="apt-get install -y -qq --no-install-recommends"; \
-	  if apt-get update -qq; then \
-	    if [ -z "$$needed$$wished" ] || $$install $$needed $$wished; then needed=""; wished=""; fi; \
-	    if [ -n "$$guest" ]; then $$install $$guest || true; fi; \
-	  fi; \
+	if [ -z "$$needed$$wished" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$needed $$wished && exit 0; \
 	fi; \
 	if [ -n "$$needed" ]; then echo "missing system packages; as root: apt-get install$$needed$$wished" >&2; exit 1; fi; \
-	if [ -n "$$wished" ]; then \
-	  echo "no ip command (package iproute2): the demo uses loopback, tests of network namespaces are skipped"; fi
+	echo "no ip command (package iproute2): the demo uses loopback, tests of network namespaces are skipped"
+
+# What the tests' guest with RDMA devices needs. Where it cannot be had, the tests that are skipped say so themselves.
+guest:
+	@packages=""; \
+	command -v qemu-system-x86_64 >/dev/null || packages="$$packages qemu-system-x86"; \
+	test -e /etc/libibverbs.d/rxe.driver || packages="$$packages libibverbs1 ibverbs-providers"; \
+	command -v ib_write_bw >/dev/null || packages="$$packages perftest"; \
+	/usr/bin/python3 -c 'import pyverbs' 2>/dev/null || packages="$$packages python3-pyverbs"; \
+	if [ -n "$$packages" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages || true; fi
 
 clean:
 	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV)

@@ -12,10 +12,11 @@ import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...channel import Channel
 from ...orchestration.errors import CapacityError, PeerLostError, ProtocolError
-from ...pyx import rdma as native, verbs
+from ...pyx import rdma as native
 from ...pyx.engine import Engine
 from . import failure
 from .offer import PeerSlots, Slot
@@ -29,7 +30,7 @@ class Way:
     """One queue pair over one rail, and its native lane. The link's own."""
 
     rail: Rail
-    pair: verbs.QueuePair
+    pair: Any
     lane: native.Lane
 
     @classmethod

@@ -10,14 +10,16 @@ import bisect
 import contextlib
 import logging
 import threading
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from ...nic import route
 from ...nic.host import Host
 from ...orchestration.errors import BpsError, CapacityError
-from ...pyx import rdma as native, verbs
+from ...pyx import rdma as native
 from ...pyx.pages import Segment
 from ...settings import Settings
+from ...verbs import provider
 from . import budget
 from .failure import NoDeviceError, NoRdmaError
 from .offer import RailOffer
@@ -37,7 +39,7 @@ class Registered(NamedTuple):
 
 
 class Rail:
-    """One port, opened. The `Rails` own it; `users` are the lanes over it.
+    """One port, opened. The `Rails` own it; `users` are the lanes over it. *verbs*: an implementation (`bpsfast.verbs`).
 
     Raises
     ------
@@ -45,7 +47,8 @@ class Rail:
         When the device cannot be opened, or its queues are too short for *n_peers* of *n_pairs* lanes each.
     """
 
-    def __init__(self, chosen: route.Rail, n_peers: int, n_pairs: int, awake_us: int) -> None:
+    def __init__(self, verbs: ModuleType, chosen: route.Rail, n_peers: int, n_pairs: int, awake_us: int) -> None:
+        self.verbs = verbs
         self.chosen = chosen
         self.name = chosen.name
         self.users = 0
@@ -68,9 +71,9 @@ class Rail:
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
                          mtu=self.port["active_mtu"])
 
-    def queue_pair(self) -> verbs.QueuePair:
+    def queue_pair(self) -> Any:
         """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
-        pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
+        pair = self.verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
                                max_recv=self.depths.receive)
         try:
             pair.to_init(self.chosen.port)
@@ -79,7 +82,7 @@ class Rail:
             raise
         return pair
 
-    def adopt(self, region: verbs.MemoryRegion) -> None:
+    def adopt(self, region: Any) -> None:
         """Keep *region* until the end; lanes may send from it, and peers be told of it."""
         self._undo.callback(region.close)
         self.native.know(region.address, region.nbytes, region.lkey)
@@ -174,10 +177,10 @@ class Rails:
         CapacityError
             If a device refuses; it is then registered with none.
         """
-        made: list[verbs.MemoryRegion] = []
+        made: list[Any] = []
         try:
             for rail in self._open.values():
-                made.append(verbs.MemoryRegion(rail.domain, segment, remote_write=kind in _WRITTEN_BY_PEERS))
+                made.append(rail.verbs.MemoryRegion(rail.domain, segment, remote_write=kind in _WRITTEN_BY_PEERS))
         except OSError as exc:
             for region in made:
                 region.close()
@@ -211,5 +214,6 @@ class Rails:
 
     def _opened(self, chosen: route.Rail, n_peers: int) -> Rail:
         if chosen.name not in self._open:
-            self._open[chosen.name] = Rail(chosen, n_peers, self.n_pairs, self._settings.awake_us)
+            self._open[chosen.name] = Rail(provider(self._settings.verbs), chosen, n_peers, self.n_pairs,
+                                           self._settings.awake_us)
         return self._open[chosen.name]
