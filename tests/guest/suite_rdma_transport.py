@@ -42,8 +42,9 @@ def connected(shapes: list[dict[str, object]]) -> list[End]:
 
 
 @pytest.fixture
-def ends(no_leaks):
-    made = connected([{"rdma_devices": "=rxe0"}, {"rdma_devices": "=rxe1"}])
+def ends(no_leaks, verbs):
+    chosen = {"verbs": "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs"}
+    made = connected([{"rdma_devices": "=rxe0", **chosen}, {"rdma_devices": "=rxe1", **chosen}])
     yield made
     close_all(made)
 
