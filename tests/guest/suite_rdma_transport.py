@@ -121,7 +121,7 @@ def test_an_abort_cuts_the_peer_off(ends):
     for memory in guarded:
         memory[:] = b"\xa5" * len(memory)
     push(member, 0, 1, member.allocate(5000), b"\1" * 5000)  # what it had to say when it was stopped
-    source, code = member.lost.get(timeout=30)
+    source, code = member.lost.get(timeout=90)
     words = member.vertex.why_lost(0, code)
     assert member.vertex.who(source) == ("node 0", 0)
     assert "RDMA WRITE of partition 0 (round 1, 5000 bytes) to node 0 over rxe1/1 failed: IBV_WC_RETRY_EXC_ERR" in words
