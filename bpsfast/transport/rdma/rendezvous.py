@@ -26,8 +26,9 @@ STREAM = 1000
 #: One step: the peer is just as far. A proof includes all retries of a write that nobody answers.
 STEP_TIMEOUT_S = 20.0
 PROOF_TIMEOUT_S = 10.0
-#: 0.54 s until a packet is sent again, seven times: a peer or path is given up after about five seconds.
-_TIMEOUT, _RETRY_COUNT = 17, 7
+#: 0.54 s until a packet is sent again, six times: a peer or path is given up after about four seconds. Not seven:
+#: Soft-RoCE takes that for ever, as the specification does for rnr_retry.
+_TIMEOUT, _RETRY_COUNT = 17, 6
 #: A receive request is always there; a few pauses of 0.64 ms cover what hardware may reorder.
 _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 
