@@ -2,7 +2,7 @@
  *
  * One `bps_perf` is one side of one run: its queue pairs share a completion queue for sends and one for receives, and
  * nobody else touches them while a loop runs. One thread runs the loop. Any other thread may set `receive_goal` (the
- * sender of a run by time says afterwards how much it sent) and `cancel`.
+ * sender of a run by time says afterwards how much it sent) and `cancel`, and read `all_sent`.
  *
  * A loop waits for completions polling; with idle_ns it goes to sleep on the queues' event channels after so long
  * without any. Sleeping costs a wake-up, but on a machine with few cores a receiver that polls takes its core from the
@@ -31,11 +31,12 @@ struct bps_perf_pair {
 struct bps_perf {
     struct bps_ibv_cq *send_cq, *recv_cq;
     struct bps_perf_pair *pairs;
-    uint32_t n_pairs, opcode, nbytes, depth, receive_depth, moderation, inlined;
-    int receives;                    /* whether the operation takes receives from the peer's queue */
+    uint32_t n_pairs, opcode, nbytes, depth, receive_depth, receive_nbytes, moderation, inlined;
+    int receives;                    /* whether receives are posted, and posted again when they were used */
     uint64_t idle_ns, stall_ns;      /* idle_ns UINT64_MAX: never sleep */
     uint64_t receive_goal;           /* changed by another thread while a loop runs */
     uint32_t cancel;
+    uint64_t all_sent;               /* what was sent, once there will be no more; UINT64_MAX before */
     uint64_t sent, received, begun_ns, ended_ns;
     uint64_t *posted_ns, *completed_ns; /* of each send, in order of posting on one pair; NULL: not wanted */
     int failed, failed_pair, failed_receive;
@@ -52,8 +53,8 @@ static inline int bps_perf_post_receives(struct bps_perf *p, uint32_t pair, uint
     struct bps_ibv_recv_wr wrs[BPS_PERF_BATCH], *bad;
     struct bps_perf_pair *q = &p->pairs[pair];
     /* writes bring their data to an address of their own: the receive has no memory */
-    struct bps_ibv_sge sge = {q->landing, p->nbytes, q->lkey};
-    int has_memory = p->opcode == BPS_WR_SEND && p->nbytes;
+    struct bps_ibv_sge sge = {q->landing, p->receive_nbytes, q->lkey};
+    int has_memory = p->opcode == BPS_WR_SEND;
     while (n > 0) {
         uint32_t chunk = n < BPS_PERF_BATCH ? n : BPS_PERF_BATCH;
         for (uint32_t i = 0; i < chunk; i++)
@@ -231,10 +232,14 @@ static inline int bps_perf_bandwidth(struct bps_perf *p, uint64_t send_goal, uin
                 for (uint64_t k = 0; k < n_sent; k++)
                     p->completed_ns[p->sent + k] = now_ns;
             p->sent += n_sent;
-        } else if (!unfinished
-                   && (!p->receives || p->received >= __atomic_load_n(&p->receive_goal, __ATOMIC_ACQUIRE)))
-            return 0;
-        else if ((rc = bps_perf_idle(p, &now_ns)) != 0)
+            continue;
+        }
+        if (!unfinished) {
+            __atomic_store_n(&p->all_sent, p->sent, __ATOMIC_RELEASE);
+            if (!p->receives || p->received >= __atomic_load_n(&p->receive_goal, __ATOMIC_ACQUIRE))
+                return 0;
+        }
+        if ((rc = bps_perf_idle(p, &now_ns)) != 0)
             return rc;
     }
 }
@@ -315,7 +320,7 @@ static inline int bps_perf_latency(struct bps_perf *p, uint64_t n, int first, ui
     }
     p->sent = q->completed;
     p->ended_ns = now_ns;
-    return 0;
+    return p->receives && owed ? bps_perf_post_receives(p, 0, owed) : 0;
 }
 
 #endif

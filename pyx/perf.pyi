@@ -5,10 +5,11 @@ from typing import Any
 MAX_RECORDS: int
 
 class VerbsLoop:
+    all_sent: int | None
     failure: tuple[int, int, int, bool] | None
     def __init__(self, send_cq: int, recv_cq: int, pairs: Sequence[tuple[int, int, int, int, int, int]], *,
-                 operation: str, nbytes: int, depth: int, receive_depth: int, moderation: int, inlined: bool = ...,
-                 idle_s: float | None = ..., stall_s: float = ..., keep: object = ...) -> None: ...
+                 operation: str, nbytes: int, depth: int, receive_depth: int, receive_nbytes: int, receives: bool,
+                 moderation: int, inlined: bool = ..., idle_s: float | None = ..., stall_s: float = ..., keep: object = ...) -> None: ...
     def post_receives(self) -> None: ...
     def bandwidth(self, n_send: int | None, n_receive: int | None,
                   duration_s: float = ...) -> tuple[int, int, float, bytes, bytes]: ...

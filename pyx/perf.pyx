@@ -37,11 +37,12 @@ cdef extern from "perf.h" nogil:
         bps_ibv_cq *send_cq
         bps_ibv_cq *recv_cq
         bps_perf_pair *pairs
-        uint32_t n_pairs, opcode, nbytes, depth, receive_depth, moderation, inlined
+        uint32_t n_pairs, opcode, nbytes, depth, receive_depth, receive_nbytes, moderation, inlined
         int receives
         uint64_t idle_ns, stall_ns, receive_goal
         uint32_t cancel
         uint64_t sent, received, begun_ns, ended_ns
+        uint64_t all_sent
         uint64_t *posted_ns
         uint64_t *completed_ns
         int failed, failed_pair, failed_receive
@@ -68,8 +69,10 @@ cdef extern from "perf_memory.h" nogil:
 cdef extern from *:
     """
     #define BPS_SET64(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
+    #define BPS_GET64(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
     """
     void BPS_SET64(uint64_t, uint64_t) nogil
+    uint64_t BPS_GET64(uint64_t) nogil
 
 
 #: operation -> its opcode
@@ -110,7 +113,8 @@ cdef class VerbsLoop:
     *pairs*: for each queue pair its address, and of our memory the address that leaves, the address where the peer's
     data lands and the lkey, of the peer's the address and the rkey. *operation*: write, write_imm, send or read.
     *moderation*: every how manieth send is signalled; at most *depth*, the sends in flight. *receive_depth*: receives
-    that are kept posted. *idle_s*: sleep on the queues' event channels after so long without a completion (None:
+    of *receive_nbytes* that are kept posted, if *receives*: `post_receives` posts them, once for all loops over the
+    same pairs, as each loop leaves as many as it found. *idle_s*: sleep on the queues' event channels after so long without a completion (None:
     never). *keep* is held: the queue pairs and the memory live as long as the loop.
     """
 
@@ -118,7 +122,8 @@ cdef class VerbsLoop:
     cdef object keep
 
     def __init__(self, uintptr_t send_cq, uintptr_t recv_cq, pairs, *, operation, uint32_t nbytes, uint32_t depth,
-                 uint32_t receive_depth, uint32_t moderation, bint inlined=False, idle_s=None, stall_s=30.0, keep=None):
+                 uint32_t receive_depth, uint32_t receive_nbytes, bint receives, uint32_t moderation,
+                 bint inlined=False, idle_s=None, stall_s=30.0, keep=None):
         cdef bps_perf *perf = &self.perf
         cdef char why[512]
         if perf.pairs != NULL:
@@ -139,11 +144,13 @@ cdef class VerbsLoop:
         perf.send_cq, perf.recv_cq = <bps_ibv_cq *>send_cq, <bps_ibv_cq *>recv_cq
         perf.opcode, perf.nbytes, perf.depth, perf.receive_depth = _OPCODES[operation], nbytes, depth, receive_depth
         perf.moderation, perf.inlined = moderation, inlined
+        perf.receive_nbytes, perf.receives = receive_nbytes, receives
         perf.idle_ns, perf.stall_ns = _nanoseconds(idle_s), _nanoseconds(stall_s)
+        perf.all_sent = <uint64_t>-1
         self.keep = keep
 
     def post_receives(self):
-        """Post *receive_depth* receives on every pair: before the peer begins."""
+        """Post *receive_depth* receives on every pair, before the peer begins."""
         cdef uint32_t i
         cdef int rc = 0
         with nogil:
@@ -153,7 +160,6 @@ cdef class VerbsLoop:
                     break
         if rc:
             raise OSError(rc, f"ibv_post_recv of {self.perf.receive_depth} receives: {os.strerror(rc)}")
-        self.perf.receives = True
 
     def bandwidth(self, n_send, n_receive, duration_s=0.0):
         """Send *n_send* operations on each pair (None: for *duration_s*) and take *n_receive* receives in all.
@@ -201,6 +207,12 @@ cdef class VerbsLoop:
         if not self.perf.failed:
             return None
         return self.perf.failed, self.perf.vendor_error, self.perf.failed_pair, bool(self.perf.failed_receive)
+
+    @property
+    def all_sent(self):
+        """How many sends there were in all, once there will be no more; None before."""
+        n = BPS_GET64(self.perf.all_sent)
+        return None if n == <uint64_t>-1 else n
 
     def expect(self, uint64_t n):
         """Say how many receives end the run."""

@@ -104,14 +104,15 @@ def job_key(settings: Settings, scheduler: str) -> bytes:
     ConfigError
         The file cannot be read, or the key is too short or no hex.
     """
-    text = _given_key(settings)
+    text = given_key(settings)
     if not text and settings.local_rank in (0, -1) and not is_loopback(parse_address(scheduler, "the scheduler")[0]):
         _log.warning("no BPSFAST_JOB_KEY: the job's key is derived from the scheduler's address %s, so anyone who "
                      "reaches it can join; set BPSFAST_JOB_KEY to the same random hex on all roles", scheduler)
     return security.job_key(text or None, f"bpsfast|{scheduler}")
 
 
-def _given_key(settings: Settings) -> str:
+def given_key(settings: Settings) -> str:
+    """Return the secret of BPSFAST_JOB_KEY or of the file, as hexadecimal text; empty if there is none."""
     if settings.job_key or not settings.job_key_file:
         return settings.job_key
     try:
@@ -145,7 +146,7 @@ def _single(settings: Settings) -> Place:
             "rank it is: set BPSFAST_RANK, BPSFAST_SIZE, BPSFAST_LOCAL_RANK and BPSFAST_LOCAL_SIZE, or start it by "
             "`bpsfast run`"
         )
-    given = _given_key(settings)
+    given = given_key(settings)
     key = security.job_key(given, "") if given else secrets.token_bytes(32)
     return Place(launcher="single", role="rank", rank=0, size=1, local_rank=0, local_size=1,
                  node_id=f"single-{os.getpid()}-{secrets.token_hex(4)}", num_nodes=1, scheduler=("127.0.0.1", 0),
@@ -197,7 +198,7 @@ def _dmlc_local(settings: Settings, role: str) -> Place:
     if role != "worker":
         return Place(launcher="dmlc", role=role, node_id=settings.node_id, scheduler=("127.0.0.1", 0), job_key=b"")
     _check_range("BYTEPS_LOCAL_RANK", settings.local_rank, "BYTEPS_LOCAL_SIZE", settings.local_size)
-    given = _given_key(settings)
+    given = given_key(settings)
     if given or settings.scheduler:
         key = security.job_key(given or None, f"bpsfast|{settings.scheduler}")
     elif settings.local_size == 1:

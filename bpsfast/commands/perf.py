@@ -1,0 +1,177 @@
+"""``bpsfast perf bw`` and ``perf lat``: what two machines can do, measured as perftest does it."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from . import exits, output
+from .assignments import overrides, set_option
+
+_SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
+
+_EXAMPLES = """
+
+    \b
+    bpsfast perf {verb}                              on one machine: listens
+    bpsfast perf {verb} HOST                         on the other one
+    bpsfast perf {verb} HOST -d mlx5_0 -x 3 -a       this device and GID, all sizes
+    bpsfast perf {verb} HOST --op write              as ib_write_{verb}
+    bpsfast perf {verb} HOST --transport tcp --json  our own streams, for a program
+"""
+
+
+@click.group()
+def command() -> None:
+    """Measure bandwidth or latency between two machines, with perftest's options and columns."""
+
+
+def _options(function: Callable) -> Callable:
+    """Add the options that both commands share."""
+    for option in reversed([
+        click.argument("host", required=False),
+        click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
+                     "[default: 18515]."),
+        click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
+        click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
+                     help="RDMA operation; write_imm is what jobs use [default: write_imm]."),
+        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Provider of verbs; several side by side "
+                     "[default: native]."),
+        click.option("-d", "--ib-dev", "device", metavar="DEV", help="This side's RDMA device [default: the one on "
+                     "the route]."),
+        click.option("-i", "--ib-port", "port", type=click.IntRange(1, 255), help="Its port."),
+        click.option("-x", "--gid-index", type=click.IntRange(0), help="Its row of the GID table (`bpsfast gids`)."),
+        click.option("-s", "--size", "nbytes", type=click.IntRange(1), metavar="BYTES", help="Size of a message."),
+        click.option("-a", "--all", "all_sizes", is_flag=True, help="All sizes from 2 bytes to 8 MiB."),
+        click.option("-n", "--iters", "iterations", type=click.IntRange(1), help="Messages on each queue pair."),
+        click.option("-m", "--mtu", type=int, metavar="BYTES", help="RDMA path MTU [default: the smaller port's]."),
+        click.option("-t", "--tx-depth", "depth", type=click.IntRange(1), help="Messages in flight on each queue pair "
+                     "[default: 128, tcp and shm 16]."),
+        click.option("-r", "--rx-depth", "receive_depth", type=click.IntRange(1), help="Receives kept posted "
+                     "[default: 512]."),
+        click.option("-I", "--inline_size", "inline_nbytes", type=click.IntRange(0), metavar="BYTES",
+                     help="Messages up to this size travel inside the work request."),
+        click.option("-e", "--events", is_flag=True, help="Sleep until a completion comes, instead of polling."),
+        click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), help="Seconds to wait for the other "
+                     "side to appear [default: server 300, client 10]."),
+        click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Seconds in which nothing "
+                     "moves until it is given up [default: 30]."),
+        set_option,
+        output.options(tabular=True),
+    ]):
+        function = option(function)
+    return exits.errors_in_words(function)
+
+
+@command.command("bw", help="Bandwidth; without HOST, be the server for one client." + _EXAMPLES.format(verb="bw"))
+@click.option("-D", "--duration", "duration_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="Measure so long instead of -n.")
+@click.option("-q", "--qp", "pairs", type=click.IntRange(1), help="Queue pairs, or tcp streams [default: 1].")
+@click.option("-b", "--bidirectional", "both_ways", is_flag=True, help="Both ways at once; the sum is shown.")
+@click.option("-Q", "--cq-mod", "moderation", type=click.IntRange(1), help="Ask for a completion every so many sends "
+              "[default: 100 below 8 KiB, else 1].")
+@_options
+def bandwidth(**options: Any) -> None:
+    """Measure bandwidth."""
+    _run("bw", options)
+
+
+@command.command("lat", help="Latency; without HOST, be the server for one client. One way, reads there and back."
+                 + _EXAMPLES.format(verb="lat"))
+@_options
+def latency(**options: Any) -> None:
+    """Measure latency."""
+    _run("lat", options)
+
+
+def _run(verb: str, options: dict[str, Any]) -> None:
+    from .. import settings
+    from ..launch import roles
+    from ..orchestration import security
+    from ..orchestration.errors import ConfigError
+    from ..perf import control, plan as plans, report
+    from ..perf.visit import Visit
+
+    host, wait_s = options.pop("host"), options.pop("wait_s")
+    form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"), options.pop("as_csv"))
+    control_port = options.pop("control_port") or control.DEFAULT_PORT
+    loaded = settings.load(overrides(options.pop("assignments"), rdma_devices=_device(options),
+                                     rdma_gid_index=options.pop("gid_index")))
+    given = _given(options)
+    streams = not (form.as_json or form.as_csv or form.path)
+
+    def say(text: str) -> None:
+        if streams:
+            click.echo(text)
+
+    def began() -> None:
+        assert visit.plan is not None
+        say(report.block(visit.plan, visit.places))
+        say(report.head(visit.plan))
+
+    def show(row: dict[str, Any]) -> None:
+        assert visit.plan is not None
+        say(report.line(visit.plan, row))
+
+    key = security.job_key(roles.given_key(loaded) or None, "bpsfast perf")
+    if host is None:
+        # what a server was not told, the client says; but what it was told must be possible
+        plans.make(verb, given)
+        with control.listen(control_port, loaded.node_host) as listener:
+            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}", err=True)
+            accepted = control.accept(listener, key, wait_s or _SERVER_WAIT_S, given.get("timeout_s", 30.0))
+        given["verb"] = verb
+        given.pop("timeout_s", None)
+        plan = None
+    else:
+        plan = plans.make(verb, given)
+        name, port = control.host_and_port(host, control_port)
+        accepted = control.connect(name, port, key, wait_s or _CLIENT_WAIT_S, plan.timeout_s)
+    try:
+        with accepted:
+            visit = Visit(accepted, key, loaded, show)
+            if plan is None:
+                visit.as_server(given, began)
+            else:
+                visit.as_client(plan, began)
+    except KeyboardInterrupt:
+        click.echo("bpsfast: interrupted; the other side was told", err=True)
+        sys.exit(130)
+    except ValueError as exc:
+        if isinstance(exc, ConfigError):
+            raise
+        raise ConfigError(str(exc)) from exc
+    assert visit.plan is not None
+    for text in report.counted(visit.rows):
+        say(text)
+    if not streams:
+        final = visit.plan
+        output.show(form, lambda: "\n".join([report.block(final, visit.places), report.head(final),
+                                             *(report.line(final, row) for row in visit.rows),
+                                             *report.counted(visit.rows)]),
+                    report.data(final, visit.places, visit.rows), report.table(final, visit.rows))
+
+
+def _device(options: dict[str, Any]) -> str | None:
+    """Return -d and -i in the syntax of the setting rdma_devices."""
+    device, port = options.pop("device"), options.pop("port")
+    if port is not None and device is None:
+        raise click.UsageError("-i: of which device? Give -d too")
+    return None if device is None else f"={device}" + (f":{port}" if port is not None else "")
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what was asked for, by the plan's names."""
+    from ..perf import plan as plans
+
+    nbytes, all_sizes, providers = options.pop("nbytes"), options.pop("all_sizes"), options.pop("providers")
+    if nbytes is not None and all_sizes:
+        raise click.UsageError("-s and -a: choose one")
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    if nbytes is not None or all_sizes:
+        given["sizes"] = plans.ALL_SIZES if all_sizes else (nbytes,)
+    if providers is not None:
+        given["providers"] = tuple(name.strip() for name in providers.split(","))
+    return given
