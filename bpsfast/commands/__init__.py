@@ -16,6 +16,7 @@ import click
 COMMANDS = {
     "devices": ("devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
     "gids": ("gids", "List the GID table, and which GID would be used."),
+    "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
 }
 

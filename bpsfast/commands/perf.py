@@ -53,6 +53,8 @@ def _options(function: Callable) -> Callable:
                      "[default: 512]."),
         click.option("-I", "--inline_size", "inline_nbytes", type=click.IntRange(0), metavar="BYTES",
                      help="Messages up to this size travel inside the work request."),
+        click.option("-u", "--qp-timeout", "ack_timeout", type=click.IntRange(1, 31), metavar="N",
+                     help="Send again what was not acknowledged within 4 us * 2^N [default: 14]."),
         click.option("-e", "--events", is_flag=True, help="Sleep until a completion comes, instead of polling."),
         click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), help="Seconds to wait for the other "
                      "side to appear [default: server 300, client 10]."),

@@ -57,7 +57,8 @@ class Control:
         except OSError as exc:
             raise self._told() or self._gone(exc) from exc
 
-    def receive(self, kind: type | tuple[type, ...], what: str, fd: int | None = None, pulse_s: float | None = None) -> Any:
+    def receive(self, kind: type | tuple[type, ...], what: str, fd: int | None = None,
+                pulse_s: float | None = None) -> Any:
         """Return the next message, which has to be a *kind*; None if *fd* became readable before, or *pulse_s* passed.
 
         `Alive` starts the deadline anew, and is sent at each pulse. With *fd* there is no deadline: something runs here

@@ -25,14 +25,16 @@ _UNMODERATED_NBYTES = 8192
 #: field -> the option that sets it, for errors
 OPTIONS = {"operation": "--op", "transport": "--transport", "providers": "--verbs", "sizes": "-s/-a",
            "iterations": "-n", "duration_s": "-D", "depth": "-t", "receive_depth": "-r", "pairs": "-q",
-           "both_ways": "-b", "mtu": "-m", "moderation": "-Q", "inline_nbytes": "-I", "events": "-e"}
+           "both_ways": "-b", "mtu": "-m", "moderation": "-Q", "inline_nbytes": "-I", "events": "-e",
+           "ack_timeout": "-u"}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One run, every default filled in.
 
     `duration_s` 0: by iterations. `mtu` 0: the smaller of both ports'. `moderation` 0: by message size.
-    `inline_nbytes` -1: what pays for latency, if the device can.
+    `inline_nbytes` -1: what pays for latency, if the device can. `ack_timeout`: a packet that nobody
+    acknowledged within 4.096 us * 2**ack_timeout is sent again.
     """
 
     verb: str
@@ -50,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     moderation: int = 0
     inline_nbytes: int = -1
     events: bool = False
+    ack_timeout: int = 14
     timeout_s: float = 30.0
 
     @property
@@ -115,7 +118,7 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
                                         "done before the next may start; -Q is at most -t")
     need(plan.mtu in (0, *MTUS), f"-m {plan.mtu}: an RDMA path MTU is one of {', '.join(map(str, MTUS))}")
     if plan.transport != "rdma":
-        verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers")
+        verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers", "ack_timeout")
         names = [OPTIONS[name] for name in verbs_only if name in given]
         need(not names, f"{', '.join(names)}: for --transport rdma only, this is {plan.transport}")
         need(plan.operation == "write_imm", f"--op {plan.operation}: {plan.transport} has one operation, write_imm")

@@ -121,7 +121,7 @@ class RdmaEnd:
         for pair, number, psn in zip(self.pairs, peer["numbers"], peer["psns"]):
             pair.to_init(self.rail.port, remote_write=True, remote_read=self.plan.operation == "read")
             pair.to_rtr(number, psn, mtu=self.mtu, max_dest_rd_atomic=reads, **where)
-            pair.to_rts(max_rd_atomic=reads)
+            pair.to_rts(timeout=self.plan.ack_timeout, max_rd_atomic=reads)
 
     def place(self) -> dict[str, Any]:
         """Return what people want to know of this side, once connected."""

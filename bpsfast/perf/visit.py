@@ -233,7 +233,8 @@ class _Beside:
 
     def __exit__(self, *exc: object) -> None:
         if self._thread is not None:
-            self._cancel()
+            if not self.ended:
+                self._cancel()
             self._thread.join()
         os.close(self._event)
 

@@ -1,0 +1,134 @@
+"""``bpsfast ping``: who reaches whom, over TCP and from each RDMA port to each."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import exits, output
+from .assignments import overrides, set_option
+
+
+@click.command()
+@click.argument("hosts", nargs=-1, metavar="[HOST[:PORT]]...")
+@click.option("--listen", is_flag=True, help="Be the other side, until Ctrl-C.")
+@click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
+@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="More hosts, one a line.")
+@click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520].")
+@click.option("-d", "--ib-dev", "device", metavar="DEV", help="Only this RDMA device here.")
+@click.option("-x", "--gid-index", type=click.IntRange(0), help="This row of the GID table.")
+@click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
+              help="Seconds to wait for a host to answer.")
+@set_option
+@output.options()
+@exits.errors_in_words
+def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
+            device: str | None, gid_index: int | None, wait_s: float, assignments: tuple[str, ...], as_json: bool,
+            path: str | None, no_color: bool) -> None:
+    """Try to reach hosts over TCP and from every RDMA port here to every one there.
+
+    Exit code 1 if a host cannot be reached, or by none of its RDMA ports.
+
+    \b
+    bpsfast ping --listen              on each host
+    bpsfast ping gpu01 gpu02           from here to each
+    bpsfast ping --all gpu01 gpu02     from each to each
+    """
+    from .. import settings
+    from ..launch import roles
+    from ..orchestration import security
+    from ..perf import control as lines, listener, reach
+
+    form = output.form(as_json, path, no_color)
+    loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
+                                     rdma_gid_index=gid_index))
+    key = security.job_key(roles.given_key(loaded) or None, "bpsfast perf")
+    default_port = port or reach.DEFAULT_PORT
+    names = [*hosts, *_names(hostfile)]
+    if listen == bool(names):
+        raise click.UsageError("give hosts to ping, or --listen")
+    if listen:
+        with lines.listen(default_port, loaded.node_host) as sock:
+            click.echo(f"bpsfast ping: listening on port {default_port}", err=True)
+            try:
+                listener.serve(sock, key, loaded)
+            except KeyboardInterrupt:
+                sys.exit(130)
+        return
+    where = [lines.host_and_port(name, default_port) for name in names]
+    if matrix:
+        found = [reach.ask_to_reach(source, target, key, wait_s) for source in where for target in where
+                 if source != target]
+    else:
+        found = [reach.reach(*target, key, loaded, wait_s) for target in where]
+    output.show(form, lambda: text(found, where if matrix else []), found)
+    if not all(map(reached, found)):
+        sys.exit(exits.FAILED)
+
+
+def reached(found: dict[str, Any]) -> bool:
+    """Whether the host answered, and by RDMA too if both sides have ports for it."""
+    return found["error"] is None and (not found["pairs"] or any(not pair["error"] for pair in found["pairs"]))
+
+
+def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
+    """Return what was found for people; with *where* the matrix first."""
+    lines = [matrix_of(found, where), ""] if where else []
+    for each in found:
+        source = f"{each['source']} -> " if "source" in each else ""
+        name = f"{source}{each['host']}:{each['port']}"
+        if each["error"]:
+            lines.append(f"{name}  NOT REACHED  {each['error']}")
+            continue
+        lines.append(f"{name}  tcp {_time(each['tcp']['median_s'])}")
+        lines += [f"  {_rail(pair['own'])} -> {_rail(pair['peer'])}  {_verdict(pair)}" for pair in each["pairs"]]
+        for side, rejected in each["rejected"].items():
+            lines += [f"  {port} {side} is not tried: {reason}" for port, reason in rejected.items()]
+        if not each["pairs"]:
+            lines.append("  no RDMA: no port that can be used on both sides")
+    return "\n".join(lines)
+
+
+def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
+    """Return who reaches whom, and by how many of the pairs of RDMA ports."""
+    cells = {(each["source"], f"{each['host']}:{each['port']}"): _summary(each) for each in found}
+    names = [f"{host}:{port}" for host, port in where]
+    return output.columns([("from \\ to", *names),
+                           *((source, *(cells.get((source, target), "-") for target in names)) for source in names)])
+
+
+def _summary(found: dict[str, Any]) -> str:
+    if found["error"]:
+        return "NO"
+    good = [pair for pair in found["pairs"] if not pair["error"]]
+    if not found["pairs"]:
+        return f"tcp {_time(found['tcp']['median_s'])}"
+    if not good:
+        return f"tcp {_time(found['tcp']['median_s'])}, NO rdma"
+    return f"rdma {_time(min(pair['median_s'] for pair in good))} ({len(good)}/{len(found['pairs'])})"
+
+
+def _rail(rail: dict[str, Any]) -> str:
+    gid = f" GID {rail['gid_index']} {rail['gid']}" if rail["gid"] else ""
+    return f"{rail['device']}/{rail['port']}{gid}"
+
+
+def _verdict(pair: dict[str, Any]) -> str:
+    if pair["error"]:
+        return f"NO  {pair['error']}"
+    return f"ok  MTU {pair['mtu']}  {_time(pair['median_s'])} (least {_time(pair['min_s'])})"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _names(hostfile: Path | None) -> list[str]:
+    """Return the hosts of a file: the first word of each line, without comments."""
+    if hostfile is None:
+        return []
+    words = [line.partition("#")[0].split() for line in hostfile.read_text(encoding="utf-8").splitlines()]
+    return [each[0] for each in words if each]

@@ -1,0 +1,131 @@
+"""Both sides of perf, over tcp and shared memory: numbers that fit together, and an end when the other side ends."""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bpsfast import settings
+from bpsfast.orchestration.errors import BpsError
+from bpsfast.perf import control as lines, plan as plans
+from bpsfast.perf.visit import Visit
+
+KEY = b"k" * 32
+
+
+def measure(verb, given, server_given=None, loaded=None):
+    """Run both sides in this process; return the client's and the server's visit."""
+    plan = plans.make(verb, given | {"timeout_s": 20.0})
+    loaded = loaded or settings.load({}, {})
+
+    def serve():
+        with lines.accept(listener, KEY, 10.0, 20.0) as connection:
+            visit = Visit(connection, KEY, loaded, lambda row: None)
+            visit.as_server(server_given or {}, lambda: None)
+            return visit
+
+    began = threading.Event()
+    with lines.listen(0, "127.0.0.1") as listener, ThreadPoolExecutor(1) as executor:
+        served = executor.submit(serve)
+        try:
+            with lines.connect("127.0.0.1", listener.getsockname()[1], KEY, 10.0, 20.0) as connection:
+                client = Visit(connection, KEY, loaded, lambda row: None)
+                client.as_client(plan, began.set)
+        finally:
+            error = served.exception(30)
+        if error is not None:
+            raise error
+        assert began.is_set()
+        return client, served.result()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("given", [
+    {"iterations": 50, "sizes": (1, 1000, 70_000)}, {"duration_s": 0.05}, {"iterations": 20, "depth": 1},
+])
+def test_bandwidth(transport, given):
+    client, server = measure("bw", given | {"transport": transport})
+    assert [row["nbytes"] for row in client.rows] == list(given.get("sizes", (65536,)))
+    for row in client.rows:
+        assert row["messages"] == given["iterations"] if "iterations" in given else row["messages"] > 0
+        assert row["average_bytes_per_s"] == pytest.approx(row["nbytes"] * row["messages"] / row["seconds"])
+        assert row["counters"] == {"client": [], "server": []}
+        if row["peak_bytes_per_s"] is not None:
+            assert row["peak_bytes_per_s"] >= row["average_bytes_per_s"]
+    assert server.rows == client.rows
+
+
+@pytest.mark.parametrize("given", [{"iterations": 50}, {"duration_s": 0.1}])
+def test_both_ways_over_several_streams(given):
+    client, _ = measure("bw", given | {"transport": "tcp", "both_ways": True, "pairs": 3, "sizes": (5000,)})
+    [row] = client.rows
+    assert row["messages"] == 300 if "iterations" in given else row["messages"] > 1
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_latency(transport):
+    client, server = measure("lat", {"transport": transport, "iterations": 200, "sizes": (8, 4096)})
+    for row in client.rows:
+        assert 0 < row["min_s"] <= row["typical_s"] <= row["p99_s"] <= row["p999_s"] <= row["max_s"]
+        assert len(row["samples_s"]) == 200 and row["n_warmup"] == 20
+    assert [row["nbytes"] for row in server.rows] == [8, 4096]
+    assert client.places["client"] and client.places["server"]
+
+
+def test_options_that_contradict_end_both_sides():
+    with pytest.raises(BpsError, match=r"MismatchError.*-t: 16 at the client, 8 here"):
+        measure("bw", {"transport": "tcp"}, {"depth": 8})
+
+
+def test_without_a_device_both_sides_hear_so():
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        pytest.skip("there are RDMA devices here")
+    with pytest.raises(BpsError, match="no RDMA port can be used"):
+        measure("bw", {})
+
+
+def start(*arguments):
+    return subprocess.Popen([sys.executable, "-m", "bpsfast", "perf", *arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_ends_both_sides():
+    with lines.listen(0, "127.0.0.1") as free:
+        port = str(free.getsockname()[1])
+    server = start("bw", "-p", port, "--transport", "tcp")
+    client = start("bw", "127.0.0.1", "-p", port, "--transport", "tcp", "-D", "60", "--wait", "30")
+    try:
+        while "BW average" not in client.stdout.readline():
+            assert client.poll() is None, client.stderr.read()
+        client.send_signal(signal.SIGINT)
+        _, complaint = client.communicate(timeout=20)
+        _, told = server.communicate(timeout=20)
+    finally:
+        for process in (client, server):
+            process.kill()
+            process.wait()
+    assert client.returncode == 130 and "the other side was told" in complaint
+    assert server.returncode == 1 and "it was interrupted (Ctrl-C)" in told
+
+
+def test_a_killed_client_ends_the_server():
+    with lines.listen(0, "127.0.0.1") as free:
+        port = str(free.getsockname()[1])
+    server = start("bw", "-p", port, "--transport", "shm")
+    client = start("bw", "127.0.0.1", "-p", port, "--transport", "shm", "-D", "60", "--wait", "30")
+    try:
+        while "BW average" not in client.stdout.readline():
+            assert client.poll() is None, client.stderr.read()
+        client.kill()
+        client.communicate(timeout=20)
+        _, told = server.communicate(timeout=20)
+    finally:
+        for process in (client, server):
+            process.kill()
+            process.wait()
+    assert server.returncode == 1 and "closed the connection" in told
