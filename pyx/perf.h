@@ -178,6 +178,8 @@ static inline int bps_perf_idle(struct bps_perf *p, uint64_t *now_ns)
             return rc;
     } else if (p->idle_ns != 0 && ++p->looks % BPS_PERF_LOOKS != 0)
         return 0;
+    else if (p->idle_ns != 0)
+        sched_yield(); /* the driver's own thread may want this very core */
     *now_ns = bps_now_ns();
     if (*now_ns - p->last_ns >= p->stall_ns)
         return ETIMEDOUT;
