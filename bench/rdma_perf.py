@@ -43,13 +43,12 @@ _ACK_TIMEOUT = 20
 
 
 class Contestant(NamedTuple):
-    """Who measures what: a perftest program, or one of our operations (with a provider of verbs)."""
+    """Who measures what: a perftest program, or one of our operations."""
 
     name: str
     verb: str
     program: str = ""
     operation: str = ""
-    provider: str = "native"
 
 
 BANDWIDTHS = (Contestant("ib_write_bw", "bw", program="ib_write_bw"),
@@ -131,8 +130,8 @@ def iterations(each: Contestant, nbytes: int) -> int:
 
 def ours(each: Contestant, nbytes: int, device: str) -> float:
     """Return what ours measures: bytes per second, or seconds."""
-    plan = plans.make(each.verb, {"operation": each.operation, "sizes": (nbytes,), "providers": (each.provider,),
-                                  "iterations": iterations(each, nbytes), "ack_timeout": _ACK_TIMEOUT})
+    plan = plans.make(each.verb, {"operation": each.operation, "sizes": (nbytes,), "ack_timeout": _ACK_TIMEOUT,
+                                  "iterations": iterations(each, nbytes)})
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     with control.connect("127.0.0.1", _OUR_PORT, _KEY, _TIMEOUT_S, _TIMEOUT_S) as connection:
         visit = Visit(connection, _KEY, loaded, lambda row: None)

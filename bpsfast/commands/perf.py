@@ -37,8 +37,8 @@ def _options(function: Callable) -> Callable:
         click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
         click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
                      help="RDMA operation; write_imm is what jobs use [default: write_imm]."),
-        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Provider of verbs; several side by side "
-                     "[default: native]."),
+        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Which implementation of RDMA verbs; "
+                     "native,pyverbs measures both side by side [default: the setting verbs]."),
         click.option("-d", "--ib-dev", "device", metavar="DEV", help="This side's RDMA device [default: the one on "
                      "the route]."),
         click.option("-i", "--ib-port", "port", type=click.IntRange(1, 255), help="Its port."),
@@ -102,6 +102,8 @@ def _run(verb: str, options: dict[str, Any]) -> None:
     loaded = settings.load(overrides(options.pop("assignments"), rdma_devices=_device(options),
                                      rdma_gid_index=options.pop("gid_index")))
     given = _given(options)
+    if host is not None and given.get("transport", "rdma") == "rdma":
+        given.setdefault("providers", (loaded.verbs,))
     streams = not (form.as_json or form.as_csv or form.path)
 
     def say(text: str) -> None:

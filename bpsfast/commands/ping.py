@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from . import exits, output
-from .assignments import overrides, set_option
+from .assignments import overrides, set_option, verbs_option
 
 
 @click.command()
@@ -22,12 +22,13 @@ from .assignments import overrides, set_option
 @click.option("-x", "--gid-index", type=click.IntRange(0), help="This row of the GID table.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               help="Seconds to wait for a host to answer.")
+@verbs_option
 @set_option
 @output.options()
 @exits.errors_in_words
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
-            device: str | None, gid_index: int | None, wait_s: float, assignments: tuple[str, ...], as_json: bool,
-            path: str | None, no_color: bool) -> None:
+            device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
+            as_json: bool, path: str | None, no_color: bool) -> None:
     """Try to reach hosts over TCP and from every RDMA port here to every one there.
 
     Exit code 1 if a host cannot be reached, or by none of its RDMA ports.
@@ -44,7 +45,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
 
     form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
-                                     rdma_gid_index=gid_index))
+                                     rdma_gid_index=gid_index, verbs=verbs))
     key = security.job_key(roles.given_key(loaded) or None, "bpsfast perf")
     default_port = port or reach.DEFAULT_PORT
     names = [*hosts, *_names(hostfile)]

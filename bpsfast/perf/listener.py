@@ -77,7 +77,8 @@ class _Client:
             return self._list()
         if asked.what == "open":
             self._close()
-            self._end = end = reach.open_end(self._rails[asked.fields["rail"]], self._host)
+            self._end = end = reach.open_end(self._rails[asked.fields["rail"]], self._host,
+                                              self._settings.verbs)
             end.connect(asked.fields["offer"])
             end.prepare(8, receives=True)
             return {"offer": end.offer()}

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ..orchestration.errors import ConfigError, MismatchError
+from ..verbs import PROVIDERS
 
 VERBS = ("bw", "lat")
 TRANSPORTS = ("rdma", "tcp", "shm")
@@ -117,6 +118,8 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
     need(plan.moderation <= plan.depth, f"-Q {plan.moderation} with -t {plan.depth}: nobody would learn that a send is "
                                         "done before the next may start; -Q is at most -t")
     need(plan.mtu in (0, *MTUS), f"-m {plan.mtu}: an RDMA path MTU is one of {', '.join(map(str, MTUS))}")
+    need(bool(plan.providers) and set(plan.providers) <= set(PROVIDERS),
+         f"--verbs {','.join(plan.providers)}: expected one of {', '.join(PROVIDERS)}, or several with commas")
     if plan.transport != "rdma":
         verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers", "ack_timeout")
         names = [OPTIONS[name] for name in verbs_only if name in given]

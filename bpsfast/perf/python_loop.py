@@ -1,4 +1,4 @@
-"""The loops of `bpsfast.pyx.perf.VerbsLoop` in Python, for a provider of verbs whose objects have no handles.
+"""The loops of `bpsfast.pyx.perf.VerbsLoop` in Python, through the calls of any implementation of verbs.
 
 Every post and every poll goes through the interpreter: small messages and latencies measure that, not the device.
 """

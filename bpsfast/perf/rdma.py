@@ -1,8 +1,8 @@
 """One end of what ``perf`` measures over RDMA: device, memory, queue pairs, and the loop over them.
 
 The memory of a queue pair is a source, from where data leaves (or where what was read arrives), and a landing, where
-the peer's data arrives; all messages of a size use the same. The loop is native (`bpsfast.pyx.perf.VerbsLoop`) where
-the provider's objects have handles, else `python_loop.ProviderLoop`.
+the peer's data arrives; all messages of a size use the same. The loop is native (`bpsfast.pyx.perf.VerbsLoop`)
+for our own verbs, and `python_loop.ProviderLoop` for others: what their callers get is what is measured.
 """
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..nic.counters import Delta, Snapshot, difference, snapshot
 from ..nic.host import Host
 from ..nic.route import Rail
 from ..orchestration.errors import BpsError, ConfigError, PeerLostError, StallError, UnsupportedError
-from ..pyx import perf as native, verbs as native_verbs
+from ..pyx import perf as native
 from ..pyx.pages import Segment
-from ..verbs import completions
+from ..verbs import completions, provider
 from .plan import Plan
 from .python_loop import ProviderLoop
 
@@ -27,18 +27,12 @@ _ALIGNMENT = 4096
 _IDLE_S = 100e-6
 
 
-def provider(name: str) -> Any:
-    """Return the module with the verbs classes called *name*."""
-    if name != "native":
-        raise ConfigError(f"--verbs {name}: there is native")
-    return native_verbs
-
-
 class RdmaEnd:
     """This side's queue pairs towards one peer on one port. Owner thread, but `expect` and `cancel`."""
 
     def __init__(self, plan: Plan, rail: Rail, provider_name: str, host: Host) -> None:
         self.plan, self.rail, self.host = plan, rail, host
+        self._is_native = provider_name == "native"
         self._undo = contextlib.ExitStack()
         self._loop: Any = None
         try:
@@ -135,8 +129,7 @@ class RdmaEnd:
     def prepare(self, nbytes: int, receives: bool) -> None:
         """Make the loop for messages of *nbytes*, and post receives if the peer's operation takes them."""
         plan = self.plan
-        native_loop = hasattr(self.pairs[0], "handle")
-        pairs = [(pair.handle if native_loop else pair, self._region.address + 2 * i * self._stride,
+        pairs = [(pair.handle if self._is_native else pair, self._region.address + 2 * i * self._stride,
                   self._region.address + (2 * i + 1) * self._stride, self._region.lkey,
                   self._peer["address"] + (2 * i + 1) * self._peer["stride"], self._peer["rkey"])
                  for i, pair in enumerate(self.pairs)]
@@ -150,7 +143,7 @@ class RdmaEnd:
         }
         is_first = self._loop is None
         self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **options)
-                      if native_loop else ProviderLoop(self._send_cq, self._recv_cq, pairs, **options))
+                      if self._is_native else ProviderLoop(self._send_cq, self._recv_cq, pairs, **options))
         if is_first and receives:
             self._loop.post_receives()
 

@@ -38,10 +38,10 @@ def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dic
     return [*choice.rails, *(() if loaded.rdma_devices else choice.spare)], dict(choice.rejected)
 
 
-def open_end(rail: Rail, host: Host) -> RdmaEnd:
-    """Return a queue pair on a port, for a few small messages."""
+def open_end(rail: Rail, host: Host, verbs: str) -> RdmaEnd:
+    """Return a queue pair on a port, by the implementation *verbs*, for a few small messages."""
     plan = plans.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
-    return RdmaEnd(plan, rail, "native", host)
+    return RdmaEnd(plan, rail, verbs, host)
 
 
 def described(rail: Rail) -> dict[str, Any]:
@@ -97,15 +97,15 @@ def _pairs(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
             pair: dict[str, Any] = {"own": described(rail), "peer": peer, "mtu": None, "min_s": None, "median_s": None,
                                     "error": None}
             try:
-                pair |= _pair(control, rail, number, host)
+                pair |= _pair(control, rail, number, host, loaded.verbs)
             except (BpsError, OSError) as exc:
                 pair["error"] = f"{type(exc).__name__}: {exc}"
             found["pairs"].append(pair)
 
 
-def _pair(control: Control, rail: Rail, number: int, host: Host) -> dict[str, Any]:
+def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> dict[str, Any]:
     """Try one pair of ports; the peer's side of it ends with this one."""
-    with contextlib.closing(open_end(rail, host)) as end:
+    with contextlib.closing(open_end(rail, host, verbs)) as end:
         answer = _ask(control, "open", {"rail": number, "offer": end.offer()})
         if answer.get("error"):
             return {"error": f"there: {answer['error']}"}

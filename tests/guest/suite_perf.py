@@ -21,6 +21,8 @@ from bpsfast.perf import control as lines, listener as ping_listener, plan as pl
 from bpsfast.perf.python_loop import ProviderLoop
 from bpsfast.perf.rdma import RdmaEnd
 from bpsfast.perf.visit import Visit
+from bpsfast.pyx.verbs import VerbsMissing
+from bpsfast.verbs import provider
 
 KEY = b"k" * 32
 OPERATIONS = ("write_imm", "write", "send", "read")
@@ -133,7 +135,7 @@ def connected(plan):
 
 
 def python_loop(end, peer, plan, nbytes, receives):
-    """Return `ProviderLoop` over the end's queue pairs, as for a provider without handles."""
+    """Return `ProviderLoop` over the end's queue pairs, as for another implementation."""
     pair, offer = end.pairs[0], peer.offer()
     base, stride = end.offer()["address"], end.offer()["stride"]
     loop = ProviderLoop(pair.send_cq, pair.recv_cq,
@@ -170,6 +172,18 @@ def test_a_peer_whose_memory_is_gone_is_named_with_the_completion_s_words():
         right._region.close()
         with pytest.raises(PeerLostError, match=r"write over rxe1/1 to queue pair \d+ at .*IBV_WC_REM_ACCESS_ERR"):
             left.bandwidth(5, 0, 0.0)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_both_implementations_side_by_side(operation):
+    try:
+        provider("pyverbs")
+    except VerbsMissing as exc:
+        pytest.skip(str(exc))
+    given = {"operation": operation, "providers": ("native", "pyverbs"), "sizes": (4000,), "iterations": 30}
+    for verb in plans.VERBS:
+        rows = measure(verb, given).rows
+        assert [(row["verbs"], row["nbytes"]) for row in rows] == [("native", 4000), ("pyverbs", 4000)]
 
 
 # -- ping ----------------------------------------------------------------------------------------------------------
