@@ -10,6 +10,7 @@ import numpy as np
 
 from bpsfast import settings
 from bpsfast.bench import machine
+from bpsfast.bench.gradient_lists import MODELS
 from bpsfast.bench.ladder import control, shares
 from bpsfast.bench.ladder.contestant import Side, Streams, Writes, accept
 from bpsfast.bench.ladder.control import Control
@@ -89,14 +90,14 @@ class Service:
         self._control.send(greeting(self._port.rail.name))
         check(hello, self._control.peer)
         while (message := self._control.receive(None)) is not None:
-            if isinstance(message, control.Open):
+            if isinstance(message, control.Open) and message.divisor > 0 and message.model in (*MODELS, shares.PROBE):
                 self._open(message)
-            elif isinstance(message, control.Make):
-                self._make(BY_NAME[message.rung], message.offer, message.polls)
-            elif isinstance(message, control.Run):
+            elif isinstance(message, control.Make) and message.rung in BY_NAME and self._side is not None:
+                self._make(self._side, BY_NAME[message.rung], message.offer, message.polls)
+            elif isinstance(message, control.Run) and message.rung in self._contestants:
                 self._run(BY_NAME[message.rung], message.n_steps)
             else:
-                raise ProtocolError(f"{self._control.peer} asked for {type(message).__name__}")
+                raise ProtocolError(f"{self._control.peer} asked for {message}: unknown here, or not its turn")
 
     def _open(self, message: control.Open) -> None:
         self._close_model()
@@ -109,10 +110,9 @@ class Service:
         self._side = Side(True, slots, slots, stage, range(len(mine)), self._begins)
         self._control.send(control.Opened())
 
-    def _make(self, rung: Rung, offer: control.Offer | None, polls: bool) -> None:
-        assert self._side is not None
+    def _make(self, side: Side, rung: Rung, offer: control.Offer | None, polls: bool) -> None:
         if offer is not None:
-            writes = Writes(self._port, rung, self._side, polls=polls)
+            writes = Writes(self._port, rung, side, polls=polls)
             self._contestants[rung.name] = writes
             writes.connect(offer)
             self._control.send(control.Made(offer=writes.offer()))
@@ -121,7 +121,7 @@ class Service:
             n_streams = settings.load({}).tcp_streams
             self._control.send(control.Made(port=server.getsockname()[1], n_streams=n_streams))
             sockets = accept(server, n_streams)
-        self._contestants[rung.name] = Streams(self._side, sockets)
+        self._contestants[rung.name] = Streams(side, sockets)
 
     def _run(self, rung: Rung, n_steps: int) -> None:
         slots, stage = self._areas
