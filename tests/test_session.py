@@ -357,6 +357,52 @@ def test_what_not_all_enter_or_declare_names_who_is_missing(job):
     started.kill()
 
 
+def uneven(then):
+    """Push twice; rank 0 leaves, the others "push", "declare" or enter a "barrier": how long that took, the error."""
+    total("uneven")
+    total("uneven")
+    begin = time.monotonic()
+    if bpsfast.rank() == 0:
+        bpsfast.shutdown()
+        return 0.0, ""
+    calls = {"push": lambda: total("uneven"), "declare": lambda: total("mine"), "barrier": bpsfast.barrier}
+    try:
+        calls[then]()
+    except bpsfast.StallError as exc:
+        return time.monotonic() - begin, str(exc)
+    return 0.0, "no error"
+
+
+@pytest.mark.parametrize(("ranks", "then"), [((2,), "push"), ((1, 1), "push"), ((2,), "declare"), ((2,), "barrier")])
+def test_a_rank_that_left_is_not_waited_for(job, ranks, then):
+    started = job(ranks=ranks, transport="tcp", timeout_s=50)
+    values = started.run(uneven, then, timeout_s=45)
+    waited_s, text = values[1]
+    assert "missing: rank 0" in text and "has called shutdown. Waiting on cannot help" in text, text
+    assert waited_s < 20, "soon, and not after timeout_s"
+    started.kill()
+
+
+def leave_with_a_push_under_way():
+    """Rank 0 announces its part and leaves; the others push only when they know that it has."""
+    total("announced")
+    if bpsfast.rank() == 0:
+        bpsfast.push_pull_async(np.ones(1000), False, "announced")
+        bpsfast.shutdown()
+        return 3.0
+    while not current.current()._somebody_left():
+        time.sleep(0.01)
+    return total("announced")
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_what_was_announced_before_leaving_counts(job, ranks):
+    started = job(ranks=ranks, transport="tcp")
+    assert started.run(leave_with_a_push_under_way) == [3.0] * 3
+    started._attached = False
+    started.kill()
+
+
 def interrupted():
     """SIGINT while waiting for the others: the wait ends within a slice."""
     total("interrupted")

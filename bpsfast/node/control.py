@@ -95,7 +95,8 @@ class Node:
             messages.Welcome: self._on_welcome, messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
-            messages.StallAnswer: self._on_stall_answer, messages.Abort: self._on_abort,
+            messages.StallAnswer: self._on_stall_answer, messages.Departed: self._home.departed,
+            messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
 
@@ -338,7 +339,7 @@ class Node:
     def _on_stall_ask(self, message: messages.StallAsk) -> None:
         ranks, nodes = self._vertex.missing(message.part, message.round)
         self.send(messages.StallReport(part=message.part, round=message.round, missing_ranks=ranks,
-                                       missing_nodes=nodes))
+                                       missing_nodes=nodes, gone_ranks=self._home.gone(ranks)))
 
     def _on_stall_answer(self, message: messages.StallAnswer) -> None:
         self._home.tell(message.rank, message)

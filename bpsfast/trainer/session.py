@@ -25,6 +25,7 @@ from ..orchestration.messages import (
     Declare,
     Declared,
     DeclareFailed,
+    Departed,
     Detach,
     Detached,
     Message,
@@ -51,6 +52,8 @@ T = TypeVar("T")
 
 #: How long to wait for the answer to "who is missing?".
 STALL_ANSWER_S = 2.5
+#: Once somebody has left, how often a wait for other ranks asks whether it is in vain.
+_DOUBT_S = 0.5
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
 
@@ -71,7 +74,7 @@ class Session:
                     awake_us=settings.awake_us, trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
         node = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self.port = GuardedPort(port, f"rank {self.rank}", node, self.require_open, self._ask_missing,
-                                self._look_for_deferred)
+                                self._look_for_deferred, self._somebody_left)
         self._attachment = attachment
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
@@ -84,7 +87,8 @@ class Session:
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
         self._told: dict[int, dict[str, int]] = {}
-        self._stall_answers: dict[tuple[int, int], str] = {}
+        self._stall_answers: dict[tuple[int, int], StallAnswer] = {}
+        self._departed = False
         self._requests = 0
         self._barriers_entered = 0
         self._barriers_done = 0
@@ -153,13 +157,11 @@ class Session:
         found = self._units.get(name)
         if found is not None and name not in self._deferred:
             return found
-        answer = self._await(lambda: self._units.get(name) or self._failed.get(name), timeout_s)
+        answer = self._await(lambda: self._units.get(name) or self._failed.get(name), timeout_s,
+                             f"for tensor {name!r} to be declared by all {self.size} ranks", name)
         if isinstance(answer, Unit):
             return answer
-        if answer is not None:
-            raise answer
-        raise StallError(f"rank {self.rank} waited {timeout_s:g} s for tensor {name!r} to be declared by all "
-                         f"{self.size} ranks: {self._ask_missing(-1, self._question(), name)}")
+        raise answer
 
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
@@ -203,15 +205,30 @@ class Session:
         with self._lock:
             return next((name for name in self._deferred if name in self._units or name in self._failed), None)
 
-    def _await(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Wait as the mailbox does for what other ranks do: they may wait for one of our deferred pushes before."""
-        deadline = time.monotonic() + timeout_s
+    def _await(self, ready: Callable[[], T | None], timeout_s: float, what: str, name: str) -> T:
+        """Wait as the mailbox does for *what* other ranks do: they may wait for one of our deferred pushes before.
+
+        Raises
+        ------
+        StallError
+            If it did not come in time, or cannot come any more; the job is asked about *name*.
+        """
+        begin = time.monotonic()
+        deadline, doubt = begin + timeout_s, begin + _DOUBT_S
         while True:
-            self._mailbox.wait(lambda: ready() or self._startable(), max(0.0, deadline - time.monotonic()))
+            self._mailbox.wait(lambda: ready() or self._startable(), max(0.0, min(doubt, deadline) - time.monotonic()))
             self._start_deferred()
             found = ready()
-            if found is not None or time.monotonic() >= deadline:
+            if found is not None:
                 return found
+            now = time.monotonic()
+            late = now >= deadline
+            if late or (now >= doubt and self._departed):
+                missing, hopeless = self._ask_missing(-1, self._question(), name)
+                if late or hopeless:
+                    raise StallError(f"rank {self.rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
+                                     f"{missing}")
+            doubt = max(doubt, now + _DOUBT_S)
 
     @property
     def broadcaster(self) -> Broadcaster:
@@ -262,11 +279,23 @@ class Session:
             self._requests += 1
             return self._requests
 
-    def _ask_missing(self, part: int, round: int, name: str) -> str:
-        """Ask the job who has not arrived for *round* of *part*; part -1: for the declaration or barrier *name*."""
+    def _ask_missing(self, part: int, round: int, name: str) -> tuple[str, bool]:
+        """Ask the job who has not arrived for *round* of *part*; part -1: for the declaration or barrier *name*.
+
+        Returns words, and whether waiting on is in vain.
+        """
         self._mailbox.send(Stalled(rank=self.rank, part=part, round=round, name=name))
         answer = self._mailbox.wait(lambda: self._stall_answers.pop((part, round), None), STALL_ANSWER_S)
-        return answer or f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s"
+        if answer is None:
+            return f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s", False
+        return answer.missing, answer.hopeless
+
+    def _somebody_left(self) -> bool:
+        """Return whether a rank has left, as far as the node's messages say."""
+        if not self._departed:
+            self.require_open()  # before any lock: a forked child may have inherited it locked
+            self._mailbox.pump()
+        return self._departed
 
     # -- the job ---------------------------------------------------------------------------------------------------
 
@@ -284,10 +313,8 @@ class Session:
             self._barriers_entered += 1
             sequence = self._barriers_entered
         self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
-        done = self._await(lambda: True if self._barriers_done >= sequence else None, timeout_s)
-        if not done:
-            raise StallError(f"rank {self.rank} waited {timeout_s:g} s in barrier {sequence}: "
-                             f"{self._ask_missing(-1, self._question(), f'barrier:{sequence}')}")
+        self._await(lambda: True if self._barriers_done >= sequence else None, timeout_s, f"in barrier {sequence}",
+                    f"barrier:{sequence}")
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
@@ -323,7 +350,9 @@ class Session:
             case Refuse():
                 self._allocated[self._asked.pop(0)] = error_of(message.error, message.reason)
             case StallAnswer():
-                self._stall_answers[message.part, message.round] = message.missing
+                self._stall_answers[message.part, message.round] = message
+            case Departed():
+                self._departed = True
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
