@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_dry_run_prints_commands_to_start_by_hand():
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert lines[0].startswith("export BPSFAST_JOB_KEY=$(")
+    assert re.fullmatch("export BPSFAST_JOB_KEY=[0-9a-f]{64}", lines[0]), "one key for all terminals"
     assert [line for line in lines if line.startswith("#")] == [
         "# scheduler",
         "# node 0",
@@ -113,6 +114,17 @@ def test_dry_run_prints_commands_to_start_by_hand():
     ]
     assert "BPSFAST_TCP_STREAMS=3" in lines[2] and "-m bpsfast scheduler" in lines[2]
     assert lines[-1].endswith("python train.py -n 7") and "BPSFAST_RANK=1" in lines[-1]
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_script_without_python_is_told_so(tmp_path, more):
+    script = tmp_path / "train.py"
+    script.write_text("print('not executable')")
+    with pytest.raises(ConfigError, match=rf"python {script} --epochs 3$"):
+        if more:
+            launch.dry_run(launch.shape_of(2, 1, 0), [str(script), "--epochs", "3"], Settings(), print)
+        else:
+            launch.run(launch.shape_of(2, 1, 0), [str(script), "--epochs", "3"], Settings())
 
 
 @pytest.mark.slow
