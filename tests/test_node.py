@@ -107,6 +107,7 @@ def test_a_missing_rank_is_named_to_those_who_wait():
     made = RunningNode(start_timeout_s=0.5)
     error, reason = refusal(made.attach(1))
     assert error == "StallError" and "local rank 0 did not attach" in reason and "0.5 s" in reason
+    assert "Nobody answers at the scheduler's address 127.0.0.1:9" in reason
     assert made.join() == 1
 
 

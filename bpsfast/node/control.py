@@ -21,6 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from .. import __version__, logs, trace, transport
+from ..launch.reach import nobody_at
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
@@ -228,7 +229,8 @@ class Node:
     def _check_gathered(self) -> None:
         if self._membership is None and self._exit_code is None:
             self.fail(StallError(f"{self._home.missing()} did not attach to the node of this machine (pid "
-                                 f"{os.getpid()}) within {self._settings.start_timeout_s:g} s"))
+                                 f"{os.getpid()}) within {self._settings.start_timeout_s:g} s."
+                                 f"{nobody_at(*self._scheduler)}"))
 
     def _name(self) -> str:
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
