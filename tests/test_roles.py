@@ -225,6 +225,13 @@ def test_impossible_values_are_errors(environ):
         place(environ)
 
 
+@pytest.mark.parametrize(
+    "environ, once", [({}, False), (TORCHRUN, False), (LOCAL, False), (EXPLICIT, True), (WORKER, True)]
+)
+def test_who_starts_no_daemons_can_join_only_once(environ, once):
+    assert place(environ).is_joined_once is once
+
+
 def test_the_settings_of_a_place_lead_to_the_same_place():
     settings, environ = load_with_origins({}, TORCHRUN)[0], TORCHRUN
     filled = detect(settings, environ).settings(settings)

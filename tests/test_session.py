@@ -133,6 +133,16 @@ def test_a_missing_rank_is_named(job):
     started.kill()
 
 
+def test_a_rank_without_a_node_hears_that_nobody_is_at_the_schedulers_address(job):
+    started = job(ranks=(1,), attach=False, start_timeout_s=1.0)
+    for name in ("scheduler", "node 0"):
+        started.kill_daemon(name)
+    [outcome] = started.attempt(bare_init)
+    assert outcome.error == "StallError" and "no node of this job listened" in outcome.text
+    assert "Nobody answers at the scheduler's address 127.0.0.1:" in outcome.text
+    started.kill()
+
+
 def other_settings():
     if bpsfast_rank_variable() == 1:
         os.environ["BPSFAST_PARTITION_BYTES"] = "8192"
@@ -169,6 +179,18 @@ def after_shutdown():
 def test_use_after_shutdown(job):
     started = job(ranks=(2,))
     assert started.run(after_shutdown) == [[True] * 4] * 2
+
+
+def init_again():
+    bpsfast.shutdown()
+    bpsfast.init()
+
+
+def test_a_second_job_under_a_launcher_is_refused_in_words(job):
+    started = job(ranks=(2,))
+    for outcome in started.attempt(init_again):
+        assert outcome.error == "ClosedError" and "joins such a job once" in outcome.text
+    started._attached = False
 
 
 def arrays_outlive():

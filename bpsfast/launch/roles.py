@@ -65,6 +65,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     starts_scheduler: bool = False
     job_key: bytes
 
+    @property
+    def is_joined_once(self) -> bool:
+        """Whether scheduler and nodes are started from outside, once: no rank could start them again."""
+        return self.launcher == "bpsfast" or (self.launcher == "dmlc" and self.scheduler[1] != 0)
+
     def settings(self, settings: Settings) -> Settings:
         """Return *settings* with everything this place knows filled in."""
         return msgspec.structs.replace(
