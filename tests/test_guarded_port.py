@@ -27,7 +27,8 @@ def guarded_on(board, require_open=lambda: None, calls=None, **options):
     ring.format_doorbell(bell)
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
                        **{"ask_missing": lambda part, round, name: ("nobody", False), "start_deferred": lambda: False,
-                          "somebody_left": lambda: False} | (calls or {}))
+                          "somebody_left": lambda: False, "node_lost": lambda: PeerLostError("the node is gone")}
+                       | (calls or {}))
 
 
 @pytest.fixture

@@ -472,6 +472,43 @@ def test_an_uncaught_exception_ends_the_others_in_words(job):
     started.kill()
 
 
+def disagree():
+    """Rank 0 ends by the disagreement; rank 1 looks only when the job was aborted for that."""
+    if bpsfast.rank() == 0:
+        try:
+            bpsfast.push_pull(np.ones(4), True, "average or not")
+        except bpsfast.MismatchError as exc:
+            raise Uncaught(str(exc)) from exc
+    bpsfast.declare("average or not", (4,), "float64", average=False)
+    while not current.current().port._port.state()[0]:
+        time.sleep(0.01)
+    bpsfast.push_pull(np.ones(4), False, "average or not")
+
+
+@pytest.mark.parametrize("ranks", [(2,), (1, 1)])
+def test_a_mismatch_is_not_hidden_by_the_loss_that_follows(job, ranks):
+    started = job(ranks=ranks, transport="tcp")
+    outcomes = started.attempt(disagree)
+    assert outcomes[0].error == "died"
+    assert outcomes[1].error == "MismatchError" and "average differs" in outcomes[1].text, outcomes
+    started.kill()
+
+
+KILLS_ITS_NODE = """
+import os, bpsfast, numpy as np
+from bpsfast.trainer import current
+bpsfast.init()
+os.kill(current._watch._started.node.pid, 9)
+while True:
+    bpsfast.push_pull(np.ones(9), name="x")
+"""
+
+
+def test_who_started_the_node_says_how_it_ended():
+    code, output = one_process(KILLS_ITS_NODE)
+    assert code == 1 and "is lost: the node (pid" in output and "was killed by SIGKILL" in output
+
+
 def push_for_ever():
     while True:
         total("for ever")
@@ -493,6 +530,9 @@ def test_kill_9_while_pushing(job, victim):
         else:
             assert outcome.error == "PeerLostError", outcome
             assert victim.split()[0].replace("helper", "node") in outcome.text
+            if victim == "node 0" and rank < 2:
+                assert f"node 0 (pid {started.daemons[victim].pid} on this machine) is lost" in outcome.text
+                assert "SIGKILL" in outcome.text
     started.kill()
 
 

@@ -48,7 +48,7 @@ def init(**settings: object) -> None:
     started = daemons.start(place, found)
     try:
         attached = attachment.attach(started.place, started.place.settings(found), __version__, started.failure)
-        session = Session(attached, found)
+        session = Session(attached, found, started.failure)
     except BaseException:
         started.close(timeout_s=0.5)
         raise

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..orchestration.errors import BpsError, PeerLostError, StallError
+from ..orchestration.errors import BpsError, StallError
 from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
 
@@ -41,11 +41,13 @@ class GuardedPort:
         Starts deferred pushes that can be; returns whether some are left.
     somebody_left
         Returns whether a rank has left the job: only then can a wait be hopeless.
+    node_lost
+        Returns what to raise when the node has ended and no abort says why.
     """
 
     def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None],
                  ask_missing: Callable[[int, int, str], tuple[str, bool]], start_deferred: Callable[[], bool],
-                 somebody_left: Callable[[], bool]) -> None:
+                 somebody_left: Callable[[], bool], node_lost: Callable[[], BpsError]) -> None:
         self._port = port
         self._me = me
         self._node = node
@@ -53,6 +55,7 @@ class GuardedPort:
         self._ask_missing = ask_missing
         self._start_deferred = start_deferred
         self._somebody_left = somebody_left
+        self._node_lost = node_lost
         self._lock = threading.Lock()
         self._n_inside = 0
         self._closing = False
@@ -192,7 +195,7 @@ class GuardedPort:
         """Return why the job is over: what it was aborted with, or else the node is gone."""
         if self._port.state()[0]:
             return self._abort_error()
-        return PeerLostError(f"{self._node} died; {self._me} cannot go on without it")
+        return self._node_lost()
 
     def _abort_error(self) -> BpsError:
         name, _, reason = self._port.state()[1].partition(": ")

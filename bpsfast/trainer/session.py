@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, StallError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
 from ..orchestration.messages import (
     Allocate,
     Allocated,
@@ -56,12 +57,18 @@ STALL_ANSWER_S = 2.5
 _DOUBT_S = 0.5
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
+#: A killed process closes its sockets just before its pidfd fires.
+_DYING_S = 0.5
 
 
 class Session:
-    """One rank's attachment to its node. Any thread; made by `init`, found by `current`."""
+    """One rank's attachment to its node. Any thread; made by `init`, found by `current`.
 
-    def __init__(self, attachment: Attachment, settings: Settings) -> None:
+    *failure* says what became of the daemons this process started, or None.
+    """
+
+    def __init__(self, attachment: Attachment, settings: Settings,
+                 failure: Callable[[], str | None] = lambda: None) -> None:
         attached = attachment.attached
         self.rank, self.size = attached.rank, attached.size
         self.local_rank, self.local_size = attached.local_rank, attached.local_size
@@ -72,10 +79,11 @@ class Session:
         self.closed = False
         port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
                     awake_us=settings.awake_us, trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
-        node = f"node {self.node} (pid {attached.node_pid} on this machine)"
-        self.port = GuardedPort(port, f"rank {self.rank}", node, self.require_open, self._ask_missing,
-                                self._look_for_deferred, self._somebody_left)
+        self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
+        self._failure = failure
         self._attachment = attachment
+        self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self._ask_missing,
+                                self._look_for_deferred, self._somebody_left, self._node_lost)
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
@@ -96,7 +104,8 @@ class Session:
         self.order: dict[str, int] = {}
         self._released = False
         self._broadcaster: Broadcaster | None = None
-        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check)
+        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
+                                self._node_lost)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +176,10 @@ class Session:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
         self.require_open()
         if name not in self._units or name in self._deferred:
-            self._mailbox.pump()
+            try:
+                self._mailbox.pump()
+            except BpsError as exc:
+                raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
             self._start_deferred()
         failed = self._failed.get(name)
         if failed is not None:
@@ -359,6 +371,17 @@ class Session:
                 self._told[message.request] = message.counters
             case Detached():
                 self._released = True
+
+    def _node_lost(self) -> PeerLostError:
+        """Return in words that the node has ended without having said why."""
+        poll = select.poll()
+        poll.register(self._attachment.node_pidfd, select.POLLIN)
+        ended = bool(poll.poll(_DYING_S * 1000))
+        how = self._failure() or ("its process has ended" if ended else "it has closed its channel, and still runs")
+        return PeerLostError(
+            f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends on its own, "
+            "or by SIGTERM, says why; one that does not was killed (SIGKILL: by somebody, or by the kernel for want of "
+            "memory, see dmesg) or has crashed: see its output, and its launcher's, for the signal")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
