@@ -139,6 +139,29 @@ def test_a_job_ends_with_the_code_of_the_rank_that_failed():
     assert "rank 1 failed first: it ended with exit code 3" in done.stderr
 
 
+_RANK_1_FAILS = """
+import numpy as np, bpsfast
+bpsfast.init()
+while True:
+    bpsfast.push_pull(np.ones(10), name="x")
+    if bpsfast.rank() == 1:
+        raise ValueError("a bug in the trainer")
+"""
+
+
+@pytest.mark.slow
+def test_one_mistake_is_shown_once_and_its_cause_last(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(_RANK_1_FAILS)
+    done = bpsfast("run", "--ranks", "2,1", "--helpers", "1", "--timeout", "50", "--", sys.executable, str(path))
+    assert done.returncode == 1, done.stderr
+    before, _, last = done.stderr.partition("[bpsfast run] rank 1 failed first")
+    assert last.endswith("ValueError: a bug in the trainer\n") and last.count("Traceback") == 1
+    assert before.count("Traceback") == 1, "of rank 1; what follows from it is a line each"
+    assert len(re.findall(r"^\[rank [02]\] bpsfast.PeerLostError: rank 1 .* is lost: ValueError", before, re.M)) == 2
+    assert "SIGTERM" not in before and len(before.splitlines()) <= 12, before
+
+
 @pytest.mark.slow
 def test_the_variables_of_another_launcher_do_not_reach_the_ranks():
     done = bpsfast(

@@ -52,7 +52,7 @@ def init(**settings: object) -> None:
     except BaseException:
         started.close(timeout_s=0.5)
         raise
-    _current, _watch = session, Watch(shutdown, started)
+    _current, _watch = session, Watch(shutdown, started, brief=place.launcher == "bpsfast")
 
 
 def shutdown() -> None:
