@@ -103,10 +103,10 @@ assert sys.excepthook is sys.__excepthook__
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_cycles_of_init_and_shutdown_leave_nothing():
     n_cycles = os.environ.get("BPSTEST_CYCLES", "200")
-    done = subprocess.run([sys.executable, "-c", CYCLES, n_cycles], capture_output=True, text=True, timeout=590)
+    done = subprocess.run([sys.executable, "-c", CYCLES, n_cycles], capture_output=True, text=True, timeout=3500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -514,16 +514,17 @@ def push_for_ever():
         total("for ever")
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", ["rank 1", "node 0", "node 1", "helper 0", "scheduler"])
 def test_kill_9_while_pushing(job, victim):
-    started = job(ranks=(2, 1), helpers=1, transport="tcp", lease_s=3.0)
+    started = job(ranks=(2, 1), helpers=1, transport="tcp")  # its end is noticed, not its silence: no short lease
     started.run(total, "for ever")
     started.begin(push_for_ever)
     if victim.startswith("rank"):
         started.kill_rank(1)
     else:
         started.kill_daemon(victim)
-    outcomes = started.outcomes(timeout_s=30)
+    outcomes = started.outcomes(timeout_s=100)
     for rank, outcome in enumerate(outcomes):
         if victim == f"rank {rank}":
             assert outcome.error == "died"
