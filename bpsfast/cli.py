@@ -51,6 +51,7 @@ def _overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
 def cli() -> None:
     """Sum gradients on spare CPUs and NICs."""
 
