@@ -22,6 +22,7 @@ _COUNT = click.IntRange(1)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
 def cli() -> None:
     """Sum gradients on spare CPUs and NICs."""
 

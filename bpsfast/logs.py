@@ -6,6 +6,9 @@ import logging
 _FORMAT = "bpsfast {who}%(levelname)s: %(message)s"
 _handler: logging.Handler | None = None
 
+#: How a daemon's line begins that tells of an end which others caused: a launcher knows it by that.
+ABORTED = "the job was aborted: "
+
 
 def configure(level: str, who: str = "") -> None:
     """Show messages of the "bpsfast" loggers from *level* on, headed by *who* ("node 1"). May be called again.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ from .orchestration.errors import ConfigError
 from .orchestration.placement import check_policy
 
 PREFIX = "BPSFAST_"
+#: as in `bpsfast bench --sizes`: powers of 1024, also where KB is written
+_SHIFTS = {"K": 10, "M": 20, "G": 30}
 
 
 def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
@@ -225,15 +228,24 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
     text = raw.strip() if isinstance(raw, str) else raw
     if name == "log_level" and isinstance(text, str):
         text = text.upper()
+    row = _row(name)
+    if row.unit == "bytes" and isinstance(text, str):
+        text = _without_unit(text)
     try:
         return msgspec.convert(text, row_type, strict=False)
     except msgspec.ValidationError as exc:
-        row = _row(name)
         shown = "(hidden)" if name == "job_key" else repr(raw)
         unit = f" in {row.unit}" if row.unit else ""
+        unit += " (or with K, M, G: powers of 1024, such as 4M)" if row.unit == "bytes" else ""
         raise ConfigError(
             f"{row.variable} = {shown} (from {origin}): {exc}; expected {row.kind}{unit}: {row.doc}"
         ) from exc
+
+
+def _without_unit(text: str) -> str:
+    """Return *text* such as 4M, 4MB or 4MiB as a number of bytes; anything else as it is."""
+    match = re.fullmatch(r"(\d+)\s*([KMG])(?:i?B)?", text, re.IGNORECASE)
+    return str(int(match[1]) << _SHIFTS[match[2].upper()]) if match else text
 
 
 def _check_together(settings: Settings, origins: dict[str, str]) -> None:

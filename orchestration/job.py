@@ -239,7 +239,7 @@ class Job:
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
         self._left.add(message.rank)
         if len(self._left) < self._roster.size:
-            return []
+            return self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []
         self.finished = True
         return self._to_all(m.Finish())
 
@@ -248,26 +248,25 @@ class Job:
             if not self._stalls.ask(now, message):
                 return []
             return self._to_all(m.StallAsk(part=message.part, round=message.round))
-        return self._answers([m.StallAnswer(rank=message.rank, part=message.part, round=message.round,
-                                            missing=self._why_waiting(message.name))])
+        return self._answers([self._stalls.answer(message, *self._why_waiting(message.name))])
 
-    def _why_waiting(self, name: str) -> str:
-        """Say what a declaration or a barrier ("barrier:<sequence>") still waits for."""
+    def _why_waiting(self, name: str) -> tuple[str, bool]:
+        """Say what a declaration or a barrier ("barrier:<sequence>") still waits for, and whether that is in vain."""
         kind, _, sequence = name.partition(":")
         if kind == "barrier" and sequence.isdecimal():
             ranks = self._barriers.missing(int(sequence))
-            return self._stalls.words(ranks, "has not entered the barrier") if ranks else "nobody is missing"
+            return self._stalls.words(ranks, "has not entered the barrier") if ranks else ("nobody is missing", False)
         failed = self._declarations.why_failed(name)
         if failed is not None:
-            return f"the declaration failed: {failed}"
+            return f"the declaration failed: {failed}", False
         ranks = self._declarations.missing(name)
         if ranks:
             return self._stalls.words(ranks, f"has not declared {name!r}")
         nodes = self._generations.not_ready(name)
         if nodes:
             return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still preparing memory for {name!r}"
-                                           for node in nodes)
-        return f"nobody is missing: all ranks have declared {name!r}"
+                                           for node in nodes), False
+        return f"nobody is missing: all ranks have declared {name!r}", False
 
     def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> Outgoing:
         return self._answers(self._stalls.report(self._roster.index_of(sender), message))

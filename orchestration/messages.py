@@ -158,12 +158,16 @@ class Stalled(Message):
 
 
 class StallReport(Message):
-    """What this node knows of a stalled partition: its own ranks that have not arrived."""
+    """What this node knows of a stalled partition: its own ranks that have not arrived.
+
+    `gone_ranks` are those of `missing_ranks` that have left: what they did not announce before will never come.
+    """
 
     part: int
     round: int
     missing_ranks: tuple[int, ...]
     missing_nodes: tuple[int, ...]
+    gone_ranks: tuple[int, ...] = ()
 
 
 # -- scheduler -> node ------------------------------------------------------------------------------------
@@ -233,12 +237,19 @@ class StallAsk(Message):
 
 
 class StallAnswer(Message):
-    """To the node of the rank that asked: who is missing, in words."""
+    """To the node of the rank that asked: who is missing, in words. `hopeless`: waiting on cannot help."""
 
     rank: int
     part: int
     round: int
     missing: str
+    hopeless: bool = False
+
+
+class Departed(Message):
+    """The first rank has left the job: a wait that goes on should ask whether what it waits for can still come."""
+
+    rank: int
 
 
 class Abort(Message):
@@ -367,11 +378,12 @@ NodeMessage = (
     Join | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled | StallReport
 )
 SchedulerMessage = (
-    Welcome | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer | Abort | Finish
+    Welcome | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer | Departed
+    | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared
-    | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Detach | Detached | Ask | Told
+    | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask | Told
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -9,6 +9,7 @@ from .roster import Roster
 
 #: Nodes answer within this time, or are named as silent: the asker has a deadline of its own.
 REPORT_TIMEOUT_S = 1.5
+_ADVICE = ". Waiting on cannot help: all ranks must do the same pushes and barriers before they leave"
 
 
 @dataclass
@@ -55,7 +56,14 @@ class Stalls:
     def _close(self, part: int, round_number: int) -> list[StallAnswer]:
         inquiry = self._open.pop((part, round_number))
         words = self._words(inquiry)
-        return [StallAnswer(rank=asker.rank, part=part, round=round_number, missing=words) for asker in inquiry.askers]
+        hopeless = any(report.gone_ranks for report in inquiry.reports.values())
+        return [self.answer(asker, words, hopeless) for asker in inquiry.askers]
+
+    @staticmethod
+    def answer(question: Stalled, words: str, hopeless: bool) -> StallAnswer:
+        """Return the answer to *question*, with what to do if it is *hopeless*."""
+        return StallAnswer(rank=question.rank, part=question.part, round=question.round, hopeless=hopeless,
+                           missing=words + _ADVICE if hopeless else words)
 
     def _words(self, inquiry: _Inquiry) -> str:
         ranks = {rank for report in inquiry.reports.values() for rank in report.missing_ranks}
@@ -72,6 +80,8 @@ class Stalls:
         """Say that *rank* "has not pushed", or that it never will because it has left."""
         return f"{self._roster.describe_rank(rank)}: " + ("has called shutdown" if self._left(rank) else verb)
 
-    def words(self, ranks: Iterable[int], verb: str) -> str:
-        """Say which *ranks* are missing from something."""
-        return "missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks)
+    def words(self, ranks: Iterable[int], verb: str) -> tuple[str, bool]:
+        """Say which *ranks* are missing from something, and whether one of them has left."""
+        ranks = list(ranks)
+        return ("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks),
+                any(map(self._left, ranks)))

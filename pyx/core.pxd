@@ -61,6 +61,7 @@ cdef extern from "core.h" nogil:
         uint64_t sums, bytes_summed, published, forwarded, stale, allocations
     void bps_abort(bps_core *, const char *, size_t)
     int bps_ready(bps_core *, uint32_t)
+    void bps_drain(bps_core *)
     void bps_on_arrived(void *, uint32_t, uint32_t, uint32_t, uint32_t)
     void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
 

@@ -21,7 +21,7 @@ from libc.string cimport memset
 
 from pyx.core cimport (
     BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_core, bps_core_free,
-    bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input,
+    bps_core_make, bps_drain, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input,
     bps_kernel, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map,
     bps_start, bps_stop,
 )
@@ -280,13 +280,17 @@ cdef class Engine:
         return found
 
     def missing(self, uint32_t part):
-        """Return (round, sources that have not delivered it); a member that lacks only the result names the owner."""
+        """Return (round, sources that have not delivered it); a member that lacks only the result names the owner.
+
+        What ranks announced before the call counts.
+        """
         cdef bps_core *core = self.core
         cdef bps_part *found
         cdef uint32_t i
         if part >= core.n_parts or core.parts[part].inputs == NULL:
             raise ValueError(f"there is no part {part}")
         pthread_mutex_lock(&core.lock)
+        bps_drain(core)
         found = &core.parts[part]
         round = found.round + 1
         sources = [found.inputs[i].source for i in range(found.n_inputs) if not found.inputs[i].arrived]
@@ -294,6 +298,7 @@ cdef class Engine:
             if bps_load(bps_board_word(core.board, part)) != found.round:
                 round, sources = found.round, [found.owner]
         pthread_mutex_unlock(&core.lock)
+        bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
         return round, sources
 
     def commit(self, uint32_t generation, order):

@@ -19,7 +19,7 @@ def invoke(*arguments: str, **variables: str):
 
 
 def test_version():
-    assert invoke("version").output == __version__ + "\n"
+    assert invoke("version").output == invoke("--version").output == __version__ + "\n"
 
 
 def test_env_shows_every_setting_with_its_origin():
@@ -43,6 +43,7 @@ def test_env_shows_every_setting_with_its_origin():
         (("run", "--set", "partition_bytes", "--", "x"), "expected NAME=VALUE"),
         (("run", "--rate", "1gbit", "--", "x"), "--netns"),
         (("run", "-n", "2", "--nodes", "3", "--", "x"), "cannot be spread"),
+        (("run", "-n", "2", "after.py"), "python after.py"),
         (("scheduler",), "BPSFAST_NUM_NODES"),
         (("scheduler", "--num-nodes", "2"), "BPSFAST_SCHEDULER"),
         (("node",), "BPSFAST_SCHEDULER"),

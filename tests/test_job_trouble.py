@@ -170,5 +170,25 @@ def test_who_has_not_entered_the_barrier():
     table.say(b"A", m.BarrierEnter(rank=0, sequence=3), m.BarrierEnter(rank=1, sequence=3))
     table.say(b"B", m.RankLeft(rank=2))
     table.say(b"A", stalled(part=-1, name="barrier:3"))
-    assert table.got(b"A", m.StallAnswer)[0].missing == (
+    (answer,) = table.got(b"A", m.StallAnswer)
+    assert answer.hopeless and answer.missing.startswith(
         "missing: rank 2 (node 1, host b): has called shutdown; rank 3 (node 1, host b): has not entered the barrier")
+
+
+def test_the_first_departure_is_told_to_everybody():
+    table = welcomed()
+    table.say(b"B", m.RankLeft(rank=2), m.RankLeft(rank=3))
+    assert all(table.got(sender, m.Departed) == [m.Departed(rank=2)] for sender in ALL)
+
+
+def test_a_declaration_waits_in_vain_only_for_who_has_left_without_it():
+    table = welcomed()
+    table.say(b"A", *(m.Declare(rank=rank, tensors=(spec("a"),)) for rank in (0, 1)))
+    table.say(b"B", m.Declare(rank=2, tensors=(spec("a"),)), m.RankLeft(rank=2))
+    table.say(b"A", stalled(part=-1))
+    (answer,) = table.got(b"A", m.StallAnswer)
+    assert not answer.hopeless and answer.missing == "missing: rank 3 (node 1, host b): has not declared 'a'"
+    table.say(b"B", m.RankLeft(rank=3))
+    table.say(b"A", stalled(part=-1))
+    (answer,) = table.got(b"A", m.StallAnswer)
+    assert answer.hopeless and "rank 3 (node 1, host b): has called shutdown" in answer.missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_dry_run_prints_commands_to_start_by_hand():
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert lines[0].startswith("export BPSFAST_JOB_KEY=$(")
+    assert re.fullmatch("export BPSFAST_JOB_KEY=[0-9a-f]{64}", lines[0]), "one key for all terminals"
     assert [line for line in lines if line.startswith("#")] == [
         "# scheduler",
         "# node 0",
@@ -113,6 +114,17 @@ def test_dry_run_prints_commands_to_start_by_hand():
     ]
     assert "BPSFAST_TCP_STREAMS=3" in lines[2] and "-m bpsfast scheduler" in lines[2]
     assert lines[-1].endswith("python train.py -n 7") and "BPSFAST_RANK=1" in lines[-1]
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_script_without_python_is_told_so(tmp_path, more):
+    script = tmp_path / "train.py"
+    script.write_text("print('not executable')")
+    with pytest.raises(ConfigError, match=rf"python {script} --epochs 3$"):
+        if more:
+            launch.dry_run(launch.shape_of(2, 1, 0), [str(script), "--epochs", "3"], Settings(), print)
+        else:
+            launch.run(launch.shape_of(2, 1, 0), [str(script), "--epochs", "3"], Settings())
 
 
 @pytest.mark.slow
@@ -125,6 +137,29 @@ def test_a_job_ends_with_the_code_of_the_rank_that_failed():
     lines = [line for line in done.stdout.splitlines() if line.startswith("[rank")]
     assert set(lines) == {"[rank 0] 0 0 node0 5", "[rank 1] 1 1 node0 5", "[rank 2] 2 0 node1 5"}
     assert "rank 1 failed first: it ended with exit code 3" in done.stderr
+
+
+_RANK_1_FAILS = """
+import numpy as np, bpsfast
+bpsfast.init()
+while True:
+    bpsfast.push_pull(np.ones(10), name="x")
+    if bpsfast.rank() == 1:
+        raise ValueError("a bug in the trainer")
+"""
+
+
+@pytest.mark.slow
+def test_one_mistake_is_shown_once_and_its_cause_last(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(_RANK_1_FAILS)
+    done = bpsfast("run", "--ranks", "2,1", "--helpers", "1", "--timeout", "50", "--", sys.executable, str(path))
+    assert done.returncode == 1, done.stderr
+    before, _, last = done.stderr.partition("[bpsfast run] rank 1 failed first")
+    assert last.endswith("ValueError: a bug in the trainer\n") and last.count("Traceback") == 1
+    assert before.count("Traceback") == 1, "of rank 1; what follows from it is a line each"
+    assert len(re.findall(r"^\[rank [02]\] bpsfast.PeerLostError: rank 1 .* is lost: ValueError", before, re.M)) == 2
+    assert "SIGTERM" not in before and len(before.splitlines()) <= 12, before
 
 
 @pytest.mark.slow

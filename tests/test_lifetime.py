@@ -1,8 +1,10 @@
 """What the end of a program leaves of a session's hooks."""
 from __future__ import annotations
 
+import re
 import sys
 
+from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
 from bpsfast.trainer.lifetime import Watch
 
 
@@ -41,3 +43,23 @@ def test_a_hook_chained_onto_ours_stays(monkeypatch):
     sys.excepthook = other
     watch.close()
     assert sys.excepthook is other and daemons.closed == 1
+
+
+def ended_by(error, capsys, **options):
+    """Return what a program that *error* ends prints."""
+    watch = Watch(lambda: None, _NoDaemons(), **options)
+    try:
+        raise error
+    except BpsError as exc:
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+    watch.close()
+    assert watch.failure == f"{type(error).__name__}: {error}"
+    return capsys.readouterr().err
+
+
+def test_a_lost_peer_is_one_line_where_a_launcher_shows_all_ranks(capsys):
+    lost = PeerLostError("rank 1 is lost")
+    text = ended_by(lost, capsys, brief=True)
+    assert re.fullmatch(rf"bpsfast.PeerLostError: rank 1 is lost \(ended in {re.escape(__file__)}, line \d+\)\n", text)
+    assert ended_by(lost, capsys).startswith("Traceback")
+    assert ended_by(StallError("rank 1 is missing"), capsys, brief=True).startswith("Traceback"), "may be the cause"

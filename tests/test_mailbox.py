@@ -33,7 +33,7 @@ def ends(node):
     ours, theirs = socket.socketpair()
     told: dict[int, dict[str, int]] = {}
     mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: told.update({message.request: message.counters}),
-                      lambda: None)
+                      lambda: None, lambda: PeerLostError("the node is lost"))
     with Channel(theirs) as channel:
         yield mailbox, channel, told
     mailbox.close()
@@ -77,14 +77,16 @@ def test_pump_delivers_without_waiting(ends):
 def test_a_closed_socket(ends):
     mailbox, channel, told = ends
     channel.close()
-    with pytest.raises(PeerLostError):
+    with pytest.raises(PeerLostError, match="the node is lost"):
         mailbox.wait(lambda: told.get(1), 10.0)
+    with pytest.raises(PeerLostError, match="the node is lost"):
+        mailbox.send(Ask(request=1))
 
 
 def test_a_dead_node_is_noticed_though_the_socket_is_open(ends, node):
     mailbox, _, told = ends
     node[0].kill()
-    with pytest.raises(PeerLostError, match="node process of this machine died"):
+    with pytest.raises(PeerLostError, match="the node is lost"):
         mailbox.wait(lambda: told.get(1), 10.0)
 
 
@@ -93,7 +95,23 @@ def test_check_comes_first(node):
         raise ClosedError("over")
 
     ours, theirs = socket.socketpair()
-    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: None, over)
+    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: None, over, None)
     with theirs, pytest.raises(ClosedError):
         mailbox.wait(lambda: None, 10.0)
+    mailbox.close()
+
+
+def test_what_was_said_before_the_end_counts_first(node):
+    def aborted():
+        raise PeerLostError("a consequence")
+
+    ours, theirs = socket.socketpair()
+    told = {}
+    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: told.update({message.request: "the cause"}), aborted,
+                      None)
+    with Channel(theirs) as channel:
+        channel.send(Told(request=1, counters={}))
+        assert mailbox.wait(lambda: told.get(1), 10.0) == "the cause"
+        with pytest.raises(PeerLostError, match="a consequence"):
+            mailbox.wait(lambda: told.get(2), 10.0)
     mailbox.close()

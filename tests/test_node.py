@@ -107,6 +107,7 @@ def test_a_missing_rank_is_named_to_those_who_wait():
     made = RunningNode(start_timeout_s=0.5)
     error, reason = refusal(made.attach(1))
     assert error == "StallError" and "local rank 0 did not attach" in reason and "0.5 s" in reason
+    assert "Nobody answers at the scheduler's address 127.0.0.1:9" in reason
     assert made.join() == 1
 
 
@@ -155,12 +156,13 @@ def test_sigterm_ends_a_node_in_words():
                "sys.exit(control.main(settings.load()))")
     name = secrets.token_hex(8)
     environ = {"PATH": os.environ["PATH"], "BPSFAST_SCHEDULER": "127.0.0.1:9", "BPSFAST_JOB_KEY": KEY.hex(),
-               "BPSFAST_NODE_ID": name, "BPSFAST_LOCAL_SIZE": "1"}
+               "BPSFAST_NODE_ID": name, "BPSFAST_LOCAL_SIZE": "1", "BPSFAST_LOG_LEVEL": "INFO"}
     process = subprocess.Popen([sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE, text=True)
     refusal(introduce(settings_for(node_id=name), package="9.9"))  # it is in its loop
     process.terminate()
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 1 and "was stopped by SIGTERM" in err
+    assert process.returncode == 1 and "INFO" in err and "was stopped by SIGTERM" in err
+    assert "ERROR" not in err, "whoever sent the signal knows"
 
 
 # -- whole jobs ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from bpsfast.launch.roles import Place, detect, format_address, is_loopback, job_key
+from bpsfast.launch.roles import Place, detect, format_address, is_loopback, job_key, scheduler_port
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.settings import load_with_origins, parse_address
 
@@ -71,7 +71,7 @@ def test_explicit_variables_start_nothing():
 def test_torchrun_local_rank_0_starts_the_node():
     found = place(TORCHRUN)
     assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == ("torchrun", 3, 5, 0, 2)
-    assert (found.node_index, found.num_nodes, found.scheduler) == (1, 2, ("10.0.0.1", 29501))
+    assert (found.node_index, found.num_nodes, found.scheduler) == (1, 2, ("10.0.0.1", scheduler_port(29500)))
     assert found.starts_node and not found.starts_scheduler
 
 
@@ -83,6 +83,16 @@ def test_torchrun_rank_0_starts_the_scheduler_too():
 def test_torchrun_other_local_ranks_start_nothing():
     found = place(TORCHRUN | {"RANK": "4", "LOCAL_RANK": "1"})
     assert not found.starts_node and not found.starts_scheduler
+
+
+def test_torchrun_jobs_of_neighbouring_ports_do_not_collide():
+    ports = [scheduler_port(master_port) for master_port in range(65536)]
+    assert min(ports) >= 20000 and max(ports) < 32768, "Linux takes ephemeral ports from 32768 on"
+    assert all(port != master_port for master_port, port in enumerate(ports))
+    for begin in range(0, 65536 - 8192, 1000):
+        assert len(set(ports[begin : begin + 8192])) == 8192
+    near = range(29400, 29600)
+    assert not set(near) & {ports[master_port] for master_port in near}, "the default's neighbourhood"
 
 
 def test_two_torchrun_agents_of_one_host_are_two_machines():
@@ -215,10 +225,18 @@ def test_impossible_values_are_errors(environ):
         place(environ)
 
 
+@pytest.mark.parametrize(
+    "environ, once", [({}, False), (TORCHRUN, False), (LOCAL, False), (EXPLICIT, True), (WORKER, True)]
+)
+def test_who_starts_no_daemons_can_join_only_once(environ, once):
+    assert place(environ).is_joined_once is once
+
+
 def test_the_settings_of_a_place_lead_to_the_same_place():
     settings, environ = load_with_origins({}, TORCHRUN)[0], TORCHRUN
     filled = detect(settings, environ).settings(settings)
-    assert (filled.rank, filled.size, filled.num_nodes, filled.scheduler) == (3, 5, 2, "10.0.0.1:29501")
+    assert (filled.rank, filled.size, filled.num_nodes) == (3, 5, 2)
+    assert filled.scheduler == f"10.0.0.1:{scheduler_port(29500)}"
     assert filled.job_key == KEY
     assert detect(filled, {}).rank == 3
 

@@ -267,7 +267,8 @@ def test_stop_aborts_in_words(start):
 
 def test_an_address_in_use_is_named(start):
     scheduler, _ = start()
-    with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{scheduler.port}"):
+    words = rf"cannot listen on tcp://127.0.0.1:{scheduler.port}: .* MASTER_PORT .* BPSFAST_SCHEDULER"
+    with pytest.raises(ConfigError, match=words):
         Scheduler(JobSettings(num_nodes=1), KEY, bind_host="127.0.0.1", port=scheduler.port)
 
 

@@ -76,6 +76,22 @@ def test_a_bad_value_is_an_error_that_names_variable_and_value(name, value):
     assert value in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text, nbytes",
+    [("8192", 8192), ("4K", 4096), ("4MB", 4 << 20), ("4 MiB", 4 << 20), ("4m", 4 << 20), ("1GiB", 1 << 30)],
+)
+def test_bytes_may_have_a_unit(text, nbytes):
+    assert read({"BPSFAST_PARTITION_BYTES": text}).partition_bytes == nbytes
+    assert read({"BYTEPS_PARTITION_BYTES": text}).partition_bytes == nbytes
+    assert read(credit_bytes=text).credit_bytes == nbytes
+
+
+@pytest.mark.parametrize("name, text", [("PARTITION_BYTES", "4T"), ("PARTITION_BYTES", "M"), ("RANK", "4K")])
+def test_other_units_are_errors(name, text):
+    with pytest.raises(ConfigError, match=text):
+        read({"BPSFAST_" + name: text})
+
+
 def test_the_job_key_is_never_shown():
     with pytest.raises(ConfigError) as caught:
         load_with_origins({"job_key": 17}, {})

@@ -22,8 +22,8 @@ def asked(rank, part=7, round_number=2):
     return Stalled(rank=rank, part=part, round=round_number, name="w")
 
 
-def report(part=7, ranks=(), nodes=()):
-    return StallReport(part=part, round=2, missing_ranks=ranks, missing_nodes=nodes)
+def report(part=7, ranks=(), nodes=(), gone=()):
+    return StallReport(part=part, round=2, missing_ranks=ranks, missing_nodes=nodes, gone_ranks=gone)
 
 
 def test_nodes_are_asked_once_and_all_askers_answered(stalls):
@@ -54,3 +54,14 @@ def test_a_node_that_waits_for_its_ranks_is_not_blamed(stalls):
     (answer,) = stalls.report(2, report(nodes=(1,)))
     assert answer.missing == ("missing: rank 2 (node 1, host b): has not pushed; "
                               "helper 0 (node 2, host c): its data has not arrived")
+
+
+@pytest.mark.parametrize(("gone", "hopeless"), [((1,), True), ((), False)])
+def test_only_the_nodes_word_makes_a_wait_hopeless(stalls, gone, hopeless):
+    stalls.ask(0.0, asked(0))
+    stalls.report(0, report(nodes=(1,)))
+    stalls.report(1, report(ranks=(1,), gone=gone))  # it may have left after its node looked
+    (answer,) = stalls.report(2, report())
+    assert answer.hopeless is hopeless
+    assert answer.missing.startswith("missing: rank 1 (node 1, host b): has called shutdown")
+    assert ("Waiting on cannot help" in answer.missing) is hopeless

@@ -105,6 +105,27 @@ def test_the_cause_is_named_and_not_its_consequence(tmp_path):
     assert "rank 1 failed first" in err
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try: raise PeerLostError('rank 1 is lost')\nexcept PeerLostError as e: raise ValueError('no step') from e",
+        "import atexit\natexit.register(print, 'a last word', file=sys.stderr)\nraise PeerLostError('rank 1 is lost')",
+        "sys.exit('bpsfast node 2 WARNING: the job was aborted: StallError: rank 1 is missing')",
+    ],
+)
+def test_a_consequence_is_known_by_more_than_the_last_line(tmp_path, text):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    text = f"import sys\ng = open({str(gate)!r}, 'w')\nclass PeerLostError(Exception): pass\n{text}"
+    code, _, err = supervise(
+        program("rank 0", text),
+        program("rank 1", f"open({str(gate)!r}).read(); raise SystemExit(5)"),
+        limits=Limits(job_s=60.0, after_failure_s=20.0),
+    )
+    assert code == 5
+    assert "rank 1 failed first" in err
+
+
 def test_a_daemon_that_fails_is_named():
     code, _, err = supervise(
         program("rank 0", "import time; time.sleep(600)"), program("helper 0", "raise SystemExit(4)", Kind.DAEMON)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
 def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
         limits: Limits | None = None, tee_dir: Path | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Run the job to its end; return its exit code. Main thread only."""
+    _check_program(program)
     environ = os.environ if environ is None else environ
     key = settings.job_key or secrets.token_hex(32)
     if netns:
@@ -104,10 +106,15 @@ def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool
 
 
 def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
-    """Print the commands of the job, so that each can be started by hand (in any order, after the first line)."""
+    """Print the commands of the job, so that each can be started by hand (in any order, after the first line).
+
+    The first line is for every terminal: it holds the one key of the job.
+    """
+    _check_program(program)
+    key = settings.job_key or secrets.token_hex(32)
     with reserve_port(_LOOPBACK) as reserved:
-        commands = plan(shape, program, settings, {}, reserved.getsockname(), key="00" * 32)
-    show(f"export {_KEY}=$(python3 -c 'import secrets; print(secrets.token_hex(32))')")
+        commands = plan(shape, program, settings, {}, reserved.getsockname(), key)
+    show(f"export {_KEY}={key}")
     for command in commands:
         variables = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items() if name != _KEY]
         show(f"# {command.name}")
@@ -136,6 +143,7 @@ def dmlc(program: Sequence[str], settings: Settings, environ: Mapping[str, str] 
 def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[str, str]) -> int:
     if not program:
         raise ConfigError("DMLC_ROLE = worker: expected the program to start, `bpsfast dmlc -- python train.py`")
+    _check_program(program)
     n_local = settings.local_size
     if n_local < 0:
         devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
@@ -149,6 +157,13 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
         for i in range(n_local)
     ]
     return Supervisor(commands).run()
+
+
+def _check_program(program: Sequence[str]) -> None:
+    """Raise `ConfigError` for a script that is given in the place of a command."""
+    if program[0].endswith(".py") and shutil.which(program[0]) is None:
+        raise ConfigError(f"{program[0]} is no command that can be run: start a Python program by python: "
+                          f"{shlex.join(['python', *program])}")
 
 
 def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None) -> Command:

@@ -65,6 +65,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     starts_scheduler: bool = False
     job_key: bytes
 
+    @property
+    def is_joined_once(self) -> bool:
+        """Whether scheduler and nodes are started from outside, once: no rank could start them again."""
+        return self.launcher == "bpsfast" or (self.launcher == "dmlc" and self.scheduler[1] != 0)
+
     def settings(self, settings: Settings) -> Settings:
         """Return *settings* with everything this place knows filled in."""
         return msgspec.structs.replace(
@@ -121,6 +126,16 @@ def given_key(settings: Settings) -> str:
         raise ConfigError(f"BPSFAST_JOB_KEY_FILE = {settings.job_key_file!r} cannot be read: {exc}") from exc
 
 
+def scheduler_port(master_port: int) -> int:
+    """Return the scheduler's port of a torchrun job, whose store listens on *master_port* itself: 20000 to 28191.
+
+    Below Linux's ephemeral ports, and of its own for each job: 8192 consecutive master ports have as many different
+    ones, neighbours are far apart, and it is never *master_port* (the factor less one is a multiple of 64, so that
+    would make 20000 one, too).
+    """
+    return 20000 + master_port * 3137 % 8192
+
+
 def format_address(host: str, port: int) -> str:
     """Return ``host:port``, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -166,8 +181,7 @@ def _torchrun(settings: Settings, environ: Mapping[str, str]) -> Place:
     _check_range("LOCAL_RANK", number["LOCAL_RANK"], "LOCAL_WORLD_SIZE", number["LOCAL_WORLD_SIZE"])
     scheduler = settings.scheduler
     if not scheduler:
-        # the store listens on MASTER_PORT itself
-        scheduler = format_address(environ["MASTER_ADDR"], _integer("MASTER_PORT", environ) + 1)
+        scheduler = format_address(environ["MASTER_ADDR"], scheduler_port(_integer("MASTER_PORT", environ)))
     n_groups = _integer("GROUP_WORLD_SIZE", environ) if environ.get("GROUP_WORLD_SIZE") else (
         -(-number["WORLD_SIZE"] // number["LOCAL_WORLD_SIZE"]))
     job = _job(settings, scheduler)

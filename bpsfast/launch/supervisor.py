@@ -8,6 +8,7 @@ One thread. Everything is an event of one selector: lines from pipes, ends of pr
 """
 from __future__ import annotations
 
+import re
 import selectors
 import signal
 import socket
@@ -19,6 +20,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from .. import logs
 from .child import Child, Command, Kind, Pipe
 from .daemons import describe_exit
 
@@ -26,8 +28,9 @@ _CHAINED = (b"another exception occurred:", b"direct cause of the following exce
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_TIMEOUT = 124  # as of timeout(1)
-#: What a rank prints last when it ended only because another process did: not the cause.
-_CONSEQUENCES = ("PeerLostError", "KeyboardInterrupt")
+#: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
+_CONSEQUENCE = re.compile(
+    rb"(?:[\w.]+\.)?PeerLostError: |KeyboardInterrupt\b|bpsfast .*: (?:PeerLostError|" + logs.ABORTED.encode() + rb")")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -202,14 +205,14 @@ class Supervisor:
         return code if self._stopped is None else self._stopped[1]
 
     def _cause(self) -> Child | None:
-        """Return the process whose failure explains the others': the first whose last words blame nobody else.
+        """Return the process whose failure explains the others': the first whose traceback blames nobody else.
 
         A daemon that exits in silence follows an abort; it is the cause only if nothing else is.
         """
         silent = None
         for child in self._failed:
             last = next((line for line in reversed(child.tail) if line.strip()), b"")
-            if any(word.encode() in last for word in _CONSEQUENCES):
+            if any(_CONSEQUENCE.match(line) for line in _traceback_of(child.tail)):
                 continue
             if child.command.kind is Kind.RANK or last or (child.code or 0) < 0:
                 return child

@@ -21,8 +21,9 @@ from functools import partial
 from typing import TypeVar
 
 from .. import __version__, logs, trace, transport
+from ..launch.reach import nobody_at
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
@@ -95,7 +96,8 @@ class Node:
             messages.Welcome: self._on_welcome, messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
-            messages.StallAnswer: self._on_stall_answer, messages.Abort: self._on_abort,
+            messages.StallAnswer: self._on_stall_answer, messages.Departed: self._home.departed,
+            messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
 
@@ -154,14 +156,15 @@ class Node:
         if self._membership is not None:
             self._membership.send(message)
 
-    def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True) -> None:
-        """End the job with *error* on all ranks.
+    def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
+             level: int = logging.ERROR) -> None:
+        """End the job with *error* on all ranks; log it with *level*.
 
         The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
         """
         if self._exit_code is not None:
             return
-        log.error("%s: %s", type(error).__name__, error)
+        log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self._name(), reason=reason or str(error)))
         self._vertex.abort(error)
@@ -222,12 +225,15 @@ class Node:
             self.fail(ProtocolError(f"{self._name()} failed: {type(exc).__name__}: {exc}"))
 
     def _stopped(self, name: str) -> None:
-        self.fail(PeerLostError(f"{self._name()} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"))
+        # Whoever sent the signal knows; the ranks are told.
+        self.fail(PeerLostError(f"{self._name()} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
+                  level=logging.INFO)
 
     def _check_gathered(self) -> None:
         if self._membership is None and self._exit_code is None:
             self.fail(StallError(f"{self._home.missing()} did not attach to the node of this machine (pid "
-                                 f"{os.getpid()}) within {self._settings.start_timeout_s:g} s"))
+                                 f"{os.getpid()}) within {self._settings.start_timeout_s:g} s."
+                                 f"{nobody_at(*self._scheduler)}"))
 
     def _name(self) -> str:
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
@@ -332,7 +338,10 @@ class Node:
         self.fail(error_of(message.error, message.reason), tell=False)
 
     def _on_abort(self, message: messages.Abort) -> None:
-        self.fail(error_of(message.error, message.reason), tell=False)
+        error = error_of(message.error, message.reason)
+        # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
+        quiet = bool(self._home.ranks) or isinstance(error, ClosedError)
+        self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
 
     def _on_finish(self, message: messages.Finish) -> None:
         if self._exit_code is None:
@@ -342,7 +351,7 @@ class Node:
     def _on_stall_ask(self, message: messages.StallAsk) -> None:
         ranks, nodes = self._vertex.missing(message.part, message.round)
         self.send(messages.StallReport(part=message.part, round=message.round, missing_ranks=ranks,
-                                       missing_nodes=nodes))
+                                       missing_nodes=nodes, gone_ranks=self._home.gone(ranks)))
 
     def _on_stall_answer(self, message: messages.StallAnswer) -> None:
         self._home.tell(message.rank, message)

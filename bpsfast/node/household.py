@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..channel import Channel
@@ -41,6 +41,7 @@ class Household:
         self._servers: list[Channel] = []
         self._writing: set[int] = set()
         self._attached = False
+        self._departed: messages.Departed | None = None
 
     @property
     def n_servers(self) -> int:
@@ -108,6 +109,8 @@ class Household:
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
                 settings=self._fingerprint), vertex.fds_for(rank))
+        if self._departed is not None:
+            self.tell_all(self._departed)
 
     # -- what ranks say -----------------------------------------------------------------------------------
 
@@ -198,6 +201,16 @@ class Household:
         """Tell every rank."""
         for rank in self.ranks:
             rank.tell(message)
+
+    def departed(self, message: messages.Departed) -> None:
+        """Tell every rank that somebody has left: once it is attached, which may be later than the other's end."""
+        self._departed = message
+        if self._attached:
+            self.tell_all(message)
+
+    def gone(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of the global *ranks* that have left."""
+        return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)
 
     def declare(self, generation: Generation, wiring: Wiring) -> None:
         """Tell every rank that *generation* was committed, and show it the segments its results appear in."""

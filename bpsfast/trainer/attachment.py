@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .. import channel as channels
 from ..channel import Channel
+from ..launch.reach import nobody_at
 from ..launch.roles import Place
 from ..orchestration import errors
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
@@ -75,7 +76,8 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
                     raise StallError(
                         f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
                         f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
-                        f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing"
+                        f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing."
+                        f"{nobody_at(*place.scheduler)}"
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
@@ -102,7 +104,7 @@ def _connect(place: Place, settings: Settings, failure: Callable[[], str | None]
             if time.monotonic() >= deadline:
                 raise StallError(
                     f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
-                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}"
+                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}.{nobody_at(*place.scheduler)}"
                 ) from exc
 
 

@@ -9,6 +9,7 @@ from .session import Session
 
 _current: Session | None = None
 _watch: Watch | None = None
+_has_left = False
 
 
 def init(**settings: object) -> None:
@@ -25,6 +26,8 @@ def init(**settings: object) -> None:
     ------
     ConfigError, MismatchError, StallError, PeerLostError
         If the job cannot come together; the text names the setting, or who is missing.
+    ClosedError
+        After `shutdown`, where the launcher started scheduler and nodes: they have ended with the job.
     """
     global _current, _watch
     if _current is not None and not _current.closed and _current.pid == os.getpid():
@@ -37,14 +40,19 @@ def init(**settings: object) -> None:
     found = load(settings)
     logs.configure(found.log_level, "rank")
     place = roles.detect(found)
+    if _has_left and place.is_joined_once:
+        raise ClosedError(
+            f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
+            "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
+            "at the end of the program")
     started = daemons.start(place, found)
     try:
         attached = attachment.attach(started.place, started.place.settings(found), __version__, started.failure)
-        session = Session(attached, found)
+        session = Session(attached, found, started.failure)
     except BaseException:
         started.close(timeout_s=0.5)
         raise
-    _current, _watch = session, Watch(shutdown, started)
+    _current, _watch = session, Watch(shutdown, started, brief=place.launcher == "bpsfast")
 
 
 def shutdown() -> None:
@@ -52,11 +60,12 @@ def shutdown() -> None:
 
     When an uncaught exception ends the program, the other ranks are told and raise `PeerLostError`.
     """
-    global _current, _watch
+    global _current, _watch, _has_left
     session, watch = _current, _watch
     _current = _watch = None
     if session is None or watch is None or session.pid != os.getpid():
         return
+    _has_left = True
     # Daemons end with their starter: who started some stays until the whole job has left.
     timeout_s = session.settings.timeout_s if watch.holds_daemons else 5.0
     session.close(watch.failure is None, watch.failure or "", timeout_s)

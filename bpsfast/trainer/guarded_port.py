@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..orchestration.errors import BpsError, PeerLostError, StallError
+from ..orchestration.errors import BpsError, StallError
 from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _SLICE_S = 0.5
 #: The same while pushes are deferred: their commits arrive by socket, which no futex announces.
 _DEFERRED_SLICE_S = 0.002
+#: Once somebody has left, how often a wait asks whether it is in vain.
+_DOUBT_S = 0.5
 
 
 class GuardedPort:
@@ -34,19 +36,26 @@ class GuardedPort:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     ask_missing
-        Returns in words who is missing for (partition, round, name).
+        Returns in words who is missing for (partition, round, name), and whether it is hopeless to wait on.
     start_deferred
         Starts deferred pushes that can be; returns whether some are left.
+    somebody_left
+        Returns whether a rank has left the job: only then can a wait be hopeless.
+    node_lost
+        Returns what to raise when the node has ended and no abort says why.
     """
 
     def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None],
-                 ask_missing: Callable[[int, int, str], str], start_deferred: Callable[[], bool]) -> None:
+                 ask_missing: Callable[[int, int, str], tuple[str, bool]], start_deferred: Callable[[], bool],
+                 somebody_left: Callable[[], bool], node_lost: Callable[[], BpsError]) -> None:
         self._port = port
         self._me = me
         self._node = node
         self._require_open = require_open
         self._ask_missing = ask_missing
         self._start_deferred = start_deferred
+        self._somebody_left = somebody_left
+        self._node_lost = node_lost
         self._lock = threading.Lock()
         self._n_inside = 0
         self._closing = False
@@ -95,7 +104,7 @@ class GuardedPort:
         Raises
         ------
         StallError
-            After *timeout_s* seconds, naming who is missing.
+            After *timeout_s* seconds, naming who is missing; soon, if who is missing has left and will not come.
         PeerLostError
             Or whatever the job was aborted with.
         """
@@ -154,7 +163,8 @@ class GuardedPort:
 
     def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
                    timeout_s: float, spent_s: float = 0.0) -> None:
-        deadline = time.monotonic() + timeout_s - spent_s
+        begin = time.monotonic() - spent_s
+        deadline, doubt = begin + timeout_s, begin + _DOUBT_S
         deferred = self._start_deferred()
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -165,21 +175,27 @@ class GuardedPort:
             if outcome in (ABORTED, NODE_DIED):
                 raise self._over()
             assert outcome == TIMED_OUT, f"the port returned {outcome}"
-            if time.monotonic() >= deadline:
-                raise self._stall(unit, part, n_parts, round, timeout_s)
+            now = time.monotonic()
+            if now >= deadline:
+                self._ask(unit, part, n_parts, round, timeout_s, late=True)
+            if now >= doubt and self._somebody_left():
+                self._ask(unit, part, n_parts, round, now - begin, late=False)
+            doubt = max(doubt, now + _DOUBT_S)
             deferred = self._start_deferred()
 
-    def _stall(self, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> StallError:
-        late = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
-        missing = self._ask_missing(late, round, unit.name)
-        return StallError(f"{self._me} waited {timeout_s:.3g} s for round {round} of {unit.name!r} (partition "
-                          f"{late - unit.first_part} of {unit.n_parts}): {missing}")
+    def _ask(self, unit: Unit, part: int, n_parts: int, round: int, waited_s: float, late: bool) -> None:
+        """Ask who is missing; raise that as an error if it is *late*, or hopeless to wait on."""
+        first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
+        missing, hopeless = self._ask_missing(first, round, unit.name)
+        if late or hopeless:
+            raise StallError(f"{self._me} waited {waited_s:.3g} s for round {round} of {unit.name!r} (partition "
+                             f"{first - unit.first_part} of {unit.n_parts}): {missing}")
 
     def _over(self) -> BpsError:
         """Return why the job is over: what it was aborted with, or else the node is gone."""
         if self._port.state()[0]:
             return self._abort_error()
-        return PeerLostError(f"{self._node} died; {self._me} cannot go on without it")
+        return self._node_lost()
 
     def _abort_error(self) -> BpsError:
         name, _, reason = self._port.state()[1].partition(": ")

@@ -6,6 +6,7 @@ sleep until something was read.
 """
 from __future__ import annotations
 
+import contextlib
 import select
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..channel import Channel
-from ..orchestration.errors import PeerLostError
+from ..orchestration.errors import BpsError, ClosedError, PeerLostError
 from ..orchestration.messages import Message
 
 T = TypeVar("T")
@@ -35,13 +36,16 @@ class Mailbox:
         Called with each message and its descriptors (which it owns), one at a time.
     check
         Called before each sleep; raises if the job is over.
+    lost
+        Returns what to raise when the node is gone.
     """
 
     def __init__(self, channel: Channel, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
-                 check: Callable[[], None]) -> None:
+                 check: Callable[[], None], lost: Callable[[], BpsError]) -> None:
         self._channel = channel
         self._deliver = deliver
         self._check = check
+        self._lost = lost
         self._condition = threading.Condition()
         self._reading = False
         self._poller = select.poll()
@@ -50,8 +54,11 @@ class Mailbox:
         self._node_pidfd = node_pidfd
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send *message*; raises `PeerLostError` if the node is gone."""
-        self._channel.send(message, fds)
+        """Send *message*; raises what `lost` returns if the node is gone."""
+        try:
+            self._channel.send(message, fds)
+        except PeerLostError as exc:
+            raise self._lost() from exc
 
     def wait(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         """Read messages until ``ready()`` is not None and return that, or None after *timeout_s* seconds.
@@ -59,7 +66,7 @@ class Mailbox:
         Raises
         ------
         PeerLostError
-            If the node died, or what `check` raises.
+            If the node died, or what `check` raises; but what was said before that counts first.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -74,6 +81,14 @@ class Mailbox:
                 self._reading = True
             try:
                 self._read(min(remaining_s, SLICE_S))
+            except ClosedError:
+                raise
+            except BpsError:
+                with self._condition:
+                    found = ready()
+                if found is None:
+                    raise
+                return found
             finally:
                 with self._condition:
                     self._reading = False
@@ -93,20 +108,31 @@ class Mailbox:
                 self._condition.notify_all()
 
     def _read(self, timeout_s: float) -> None:
-        self._check()
+        """Take what arrives in time. An abort comes by the board and overtakes what the socket says of its cause."""
+        try:
+            self._check()
+        except ClosedError:  # the socket is another's: of the process that forked us, or closed by another thread
+            raise
+        except BpsError:
+            with contextlib.suppress(PeerLostError):
+                self._take()
+            raise
         events = dict(self._poller.poll(timeout_s * 1000))
         if self._channel.fileno() in events:
             try:
-                arrived = self._channel.recv_nowait()
-            except PeerLostError:
+                self._take()
+            except PeerLostError as exc:
                 self._check()  # an abort that was published before the node left is the better reason
-                raise
-            with self._condition:
-                for message, fds in arrived:
-                    self._deliver(message, fds)
+                raise self._lost() from exc
         elif self._node_pidfd in events:
             self._check()
-            raise PeerLostError("the node process of this machine died")
+            raise self._lost()
+
+    def _take(self) -> None:
+        arrived = self._channel.recv_nowait()
+        with self._condition:
+            for message, fds in arrived:
+                self._deliver(message, fds)
 
     def close(self) -> None:
         """Close the socket. No thread may be waiting."""

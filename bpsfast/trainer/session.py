@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, StallError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
 from ..orchestration.messages import (
     Allocate,
     Allocated,
@@ -25,6 +26,7 @@ from ..orchestration.messages import (
     Declare,
     Declared,
     DeclareFailed,
+    Departed,
     Detach,
     Detached,
     Message,
@@ -51,14 +53,22 @@ T = TypeVar("T")
 
 #: How long to wait for the answer to "who is missing?".
 STALL_ANSWER_S = 2.5
+#: Once somebody has left, how often a wait for other ranks asks whether it is in vain.
+_DOUBT_S = 0.5
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
+#: A killed process closes its sockets just before its pidfd fires.
+_DYING_S = 0.5
 
 
 class Session:
-    """One rank's attachment to its node. Any thread; made by `init`, found by `current`."""
+    """One rank's attachment to its node. Any thread; made by `init`, found by `current`.
 
-    def __init__(self, attachment: Attachment, settings: Settings) -> None:
+    *failure* says what became of the daemons this process started, or None.
+    """
+
+    def __init__(self, attachment: Attachment, settings: Settings,
+                 failure: Callable[[], str | None] = lambda: None) -> None:
         attached = attachment.attached
         self.rank, self.size = attached.rank, attached.size
         self.local_rank, self.local_size = attached.local_rank, attached.local_size
@@ -69,10 +79,11 @@ class Session:
         self.closed = False
         port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
                     awake_us=settings.awake_us, trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
-        node = f"node {self.node} (pid {attached.node_pid} on this machine)"
-        self.port = GuardedPort(port, f"rank {self.rank}", node, self.require_open, self._ask_missing,
-                                self._look_for_deferred)
+        self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
+        self._failure = failure
         self._attachment = attachment
+        self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self._ask_missing,
+                                self._look_for_deferred, self._somebody_left, self._node_lost)
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
@@ -84,7 +95,8 @@ class Session:
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
         self._told: dict[int, dict[str, int]] = {}
-        self._stall_answers: dict[tuple[int, int], str] = {}
+        self._stall_answers: dict[tuple[int, int], StallAnswer] = {}
+        self._departed = False
         self._requests = 0
         self._barriers_entered = 0
         self._barriers_done = 0
@@ -92,7 +104,8 @@ class Session:
         self.order: dict[str, int] = {}
         self._released = False
         self._broadcaster: Broadcaster | None = None
-        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check)
+        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
+                                self._node_lost)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
@@ -153,19 +166,20 @@ class Session:
         found = self._units.get(name)
         if found is not None and name not in self._deferred:
             return found
-        answer = self._await(lambda: self._units.get(name) or self._failed.get(name), timeout_s)
+        answer = self._await(lambda: self._units.get(name) or self._failed.get(name), timeout_s,
+                             f"for tensor {name!r} to be declared by all {self.size} ranks", name)
         if isinstance(answer, Unit):
             return answer
-        if answer is not None:
-            raise answer
-        raise StallError(f"rank {self.rank} waited {timeout_s:g} s for tensor {name!r} to be declared by all "
-                         f"{self.size} ranks: {self._ask_missing(-1, self._question(), name)}")
+        raise answer
 
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
         self.require_open()
         if name not in self._units or name in self._deferred:
-            self._mailbox.pump()
+            try:
+                self._mailbox.pump()
+            except BpsError as exc:
+                raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
             self._start_deferred()
         failed = self._failed.get(name)
         if failed is not None:
@@ -203,15 +217,30 @@ class Session:
         with self._lock:
             return next((name for name in self._deferred if name in self._units or name in self._failed), None)
 
-    def _await(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Wait as the mailbox does for what other ranks do: they may wait for one of our deferred pushes before."""
-        deadline = time.monotonic() + timeout_s
+    def _await(self, ready: Callable[[], T | None], timeout_s: float, what: str, name: str) -> T:
+        """Wait as the mailbox does for *what* other ranks do: they may wait for one of our deferred pushes before.
+
+        Raises
+        ------
+        StallError
+            If it did not come in time, or cannot come any more; the job is asked about *name*.
+        """
+        begin = time.monotonic()
+        deadline, doubt = begin + timeout_s, begin + _DOUBT_S
         while True:
-            self._mailbox.wait(lambda: ready() or self._startable(), max(0.0, deadline - time.monotonic()))
+            self._mailbox.wait(lambda: ready() or self._startable(), max(0.0, min(doubt, deadline) - time.monotonic()))
             self._start_deferred()
             found = ready()
-            if found is not None or time.monotonic() >= deadline:
+            if found is not None:
                 return found
+            now = time.monotonic()
+            late = now >= deadline
+            if late or (now >= doubt and self._departed):
+                missing, hopeless = self._ask_missing(-1, self._question(), name)
+                if late or hopeless:
+                    raise StallError(f"rank {self.rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
+                                     f"{missing}")
+            doubt = max(doubt, now + _DOUBT_S)
 
     @property
     def broadcaster(self) -> Broadcaster:
@@ -262,11 +291,23 @@ class Session:
             self._requests += 1
             return self._requests
 
-    def _ask_missing(self, part: int, round: int, name: str) -> str:
-        """Ask the job who has not arrived for *round* of *part*; part -1: for the declaration or barrier *name*."""
+    def _ask_missing(self, part: int, round: int, name: str) -> tuple[str, bool]:
+        """Ask the job who has not arrived for *round* of *part*; part -1: for the declaration or barrier *name*.
+
+        Returns words, and whether waiting on is in vain.
+        """
         self._mailbox.send(Stalled(rank=self.rank, part=part, round=round, name=name))
         answer = self._mailbox.wait(lambda: self._stall_answers.pop((part, round), None), STALL_ANSWER_S)
-        return answer or f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s"
+        if answer is None:
+            return f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s", False
+        return answer.missing, answer.hopeless
+
+    def _somebody_left(self) -> bool:
+        """Return whether a rank has left, as far as the node's messages say."""
+        if not self._departed:
+            self.require_open()  # before any lock: a forked child may have inherited it locked
+            self._mailbox.pump()
+        return self._departed
 
     # -- the job ---------------------------------------------------------------------------------------------------
 
@@ -284,10 +325,8 @@ class Session:
             self._barriers_entered += 1
             sequence = self._barriers_entered
         self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
-        done = self._await(lambda: True if self._barriers_done >= sequence else None, timeout_s)
-        if not done:
-            raise StallError(f"rank {self.rank} waited {timeout_s:g} s in barrier {sequence}: "
-                             f"{self._ask_missing(-1, self._question(), f'barrier:{sequence}')}")
+        self._await(lambda: True if self._barriers_done >= sequence else None, timeout_s, f"in barrier {sequence}",
+                    f"barrier:{sequence}")
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
@@ -323,13 +362,26 @@ class Session:
             case Refuse():
                 self._allocated[self._asked.pop(0)] = error_of(message.error, message.reason)
             case StallAnswer():
-                self._stall_answers[message.part, message.round] = message.missing
+                self._stall_answers[message.part, message.round] = message
+            case Departed():
+                self._departed = True
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
                 self._told[message.request] = message.counters
             case Detached():
                 self._released = True
+
+    def _node_lost(self) -> PeerLostError:
+        """Return in words that the node has ended without having said why."""
+        poll = select.poll()
+        poll.register(self._attachment.node_pidfd, select.POLLIN)
+        ended = bool(poll.poll(_DYING_S * 1000))
+        how = self._failure() or ("its process has ended" if ended else "it has closed its channel, and still runs")
+        return PeerLostError(
+            f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends on its own, "
+            "or by SIGTERM, says why; one that does not was killed (SIGKILL: by somebody, or by the kernel for want of "
+            "memory, see dmesg) or has crashed: see its output, and its launcher's, for the signal")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
