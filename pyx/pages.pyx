@@ -81,6 +81,7 @@ cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class Segment:
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
@@ -224,6 +225,7 @@ cdef class Segment:
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class Window:
     """Map *extents*, tuples of (descriptor, byte offset, nbytes), read-only side by side.
 

@@ -39,7 +39,7 @@ class Registered(NamedTuple):
 
 
 class Rail:
-    """One port, opened. The `Rails` own it; `users` are the lanes over it. *verbs*: an implementation (`bpsfast.verbs`).
+    """One port, opened by *verbs* (`bpsfast.verbs`). The `Rails` own it; `users` are the lanes over it.
 
     Raises
     ------
