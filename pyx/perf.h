@@ -6,7 +6,8 @@
  *
  * A loop waits for completions polling; with idle_ns it goes to sleep on the queues' event channels after so long
  * without any. Sleeping costs a wake-up, but on a machine with few cores a receiver that polls takes its core from the
- * one who works: the driver's own thread, or the sender.
+ * one who works: the driver's own thread, or the sender. Where it only has to post receives again in time, it does not
+ * even have to be woken for each: with nap_ns it sleeps by the clock.
  *
  * Returns of the loops: 0, or an errno: ECANCELED, ETIMEDOUT (nothing moved for stall_ns), EIO (a bad completion:
  * `failed`, `failed_pair`, `failed_receive` and `vendor_error` say which), EPROTO (the peer's data is not what it
@@ -34,6 +35,7 @@ struct bps_perf {
     uint32_t n_pairs, opcode, nbytes, depth, receive_depth, receive_nbytes, moderation, inlined;
     int receives;                    /* whether receives are posted, and posted again when they were used */
     uint64_t idle_ns, stall_ns;      /* idle_ns UINT64_MAX: never sleep */
+    uint64_t nap_ns;                 /* not 0: see bps_perf_rest */
     uint64_t receive_goal;           /* changed by another thread while a loop runs */
     uint32_t cancel;
     uint64_t all_sent;               /* what was sent, once there will be no more; UINT64_MAX before */
@@ -167,6 +169,16 @@ static inline int bps_perf_nap(struct bps_perf *p)
     return 0;
 }
 
+/* Let messages pile up for as long as a quarter of the posted receives lasts at the rate so far, nap_ns at most. */
+static inline void bps_perf_rest(struct bps_perf *p, uint64_t now_ns)
+{
+    uint64_t each_ns = (now_ns - p->begun_ns) / p->received, n = (uint64_t)p->receive_depth * p->n_pairs / 4;
+    uint64_t nap_ns = each_ns * n < p->nap_ns ? each_ns * n : p->nap_ns;
+    struct timespec nap = {0, (long)nap_ns};
+    nanosleep(&nap, NULL);
+    p->looks = BPS_PERF_LOOKS - 1; /* one look, then the next nap */
+}
+
 /* Nothing was found in a look at the queues: look again, or sleep. *now_ns is set when the clock was read. */
 static inline int bps_perf_idle(struct bps_perf *p, uint64_t *now_ns)
 {
@@ -183,7 +195,12 @@ static inline int bps_perf_idle(struct bps_perf *p, uint64_t *now_ns)
     *now_ns = bps_now_ns();
     if (*now_ns - p->last_ns >= p->stall_ns)
         return ETIMEDOUT;
-    return !p->armed && *now_ns - p->last_ns >= p->idle_ns ? bps_perf_arm(p) : 0;
+    if (p->armed || *now_ns - p->last_ns < p->idle_ns)
+        return 0;
+    if (p->nap_ns == 0 || p->received == 0)
+        return bps_perf_arm(p);
+    bps_perf_rest(p, *now_ns);
+    return 0;
 }
 
 /* Send send_goal operations on every pair (UINT64_MAX: until duration_ns have passed), and receive until receive_goal.

@@ -39,7 +39,7 @@ cdef extern from "perf.h" nogil:
         bps_perf_pair *pairs
         uint32_t n_pairs, opcode, nbytes, depth, receive_depth, receive_nbytes, moderation, inlined
         int receives
-        uint64_t idle_ns, stall_ns, receive_goal
+        uint64_t idle_ns, stall_ns, nap_ns, receive_goal
         uint32_t cancel
         uint64_t sent, received, begun_ns, ended_ns
         uint64_t all_sent
@@ -116,7 +116,7 @@ cdef class VerbsLoop:
     *moderation*: every how manieth send is signalled; at most *depth*, the sends in flight. *receive_depth*: receives
     of *receive_nbytes* that are kept posted, if *receives*: `post_receives` posts them, once for all loops over the
     same pairs, as each loop leaves as many as it found. *idle_s*: sleep on the queues' event channels after so long without a completion (None:
-    never). *keep* is held: the queue pairs and the memory live as long as the loop.
+    never); with *nap_s* by the clock instead, so long at most, once messages come. *keep* is held: the queue pairs and the memory live as long as the loop.
     """
 
     cdef bps_perf perf
@@ -124,7 +124,7 @@ cdef class VerbsLoop:
 
     def __init__(self, uintptr_t send_cq, uintptr_t recv_cq, pairs, *, operation, uint32_t nbytes, uint32_t depth,
                  uint32_t receive_depth, uint32_t receive_nbytes, bint receives, uint32_t moderation,
-                 bint inlined=False, idle_s=None, stall_s=30.0, keep=None):
+                 bint inlined=False, idle_s=None, nap_s=0.0, stall_s=30.0, keep=None):
         cdef bps_perf *perf = &self.perf
         cdef char why[512]
         if perf.pairs != NULL:
@@ -147,6 +147,7 @@ cdef class VerbsLoop:
         perf.moderation, perf.inlined = moderation, inlined
         perf.receive_nbytes, perf.receives = receive_nbytes, receives
         perf.idle_ns, perf.stall_ns = _nanoseconds(idle_s), _nanoseconds(stall_s)
+        perf.nap_ns = min(_nanoseconds(nap_s), 999_999_999)
         perf.all_sent = <uint64_t>-1
         self.keep = keep
 

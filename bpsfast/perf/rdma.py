@@ -25,6 +25,7 @@ _INLINE_NBYTES = 220
 _ALIGNMENT = 4096
 #: A receiver that merely takes completions and posts again sleeps after so long without any: data arrives without it.
 _IDLE_S = 100e-6
+_NAP_S = 10e-3
 
 
 class RdmaEnd:
@@ -141,8 +142,10 @@ class RdmaEnd:
             "inlined": nbytes <= self._inline_nbytes and plan.operation != "read",
             "idle_s": 0.0 if plan.events else _IDLE_S if only_receives else None, "stall_s": plan.timeout_s,
         }
+        naps = {"nap_s": _NAP_S} if only_receives and not plan.events else {}
         is_first = self._loop is None
-        self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **options)
+        self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **naps,
+                                       **options)
                       if self._is_native else ProviderLoop(self._send_cq, self._recv_cq, pairs, **options))
         if is_first and receives:
             self._loop.post_receives()
