@@ -81,7 +81,6 @@ cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class Segment:
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
@@ -225,7 +224,6 @@ cdef class Segment:
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class Window:
     """Map *extents*, tuples of (descriptor, byte offset, nbytes), read-only side by side.
 

@@ -107,7 +107,6 @@ cdef class _Samples:
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class VerbsLoop:
     """One side of one run over *pairs* that complete into the queues *send_cq* and *recv_cq* (addresses of both).
 

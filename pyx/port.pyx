@@ -63,7 +63,6 @@ def copy(uintptr_t destination, uintptr_t source, uint64_t nbytes):
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class Port:
     """Attach to a node through its *lane*, *board* and *doorbell* buffers and *node_pidfd*.
 

@@ -68,7 +68,6 @@ def format_doorbell(buffer):
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class Lane:
     """Either end of a formatted lane. One producer thread and one consumer thread at a time."""
 
@@ -101,7 +100,6 @@ cdef class Lane:
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class Doorbell:
     """A formatted doorbell. Any number of threads and processes on either side."""
 

@@ -247,7 +247,6 @@ cdef void *_receive(void *argument) noexcept nogil:
 
 
 @cython.final
-@cython.no_gc_clear
 cdef class Stream:
     """One connection to node *peer* (a source id of the engine) over the socket *fd*, which becomes the stream's own.
 

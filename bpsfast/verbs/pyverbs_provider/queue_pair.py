@@ -32,16 +32,16 @@ class QueuePair(Owned):
     _verb = "ibv_destroy_qp"
 
     def __init__(self, domain: ProtectionDomain, send_cq: CompletionQueue, recv_cq: CompletionQueue, *, max_send: int,
-                 max_recv: int, max_inline: int = 0) -> None:
+                 max_recv: int, max_inline: int = 0, max_send_sge: int = 1) -> None:
         if max_send < 1 or max_recv < 1:
             raise ValueError(f"a queue pair needs max_send >= 1 and max_recv >= 1, got {max_send} and {max_recv}")
         device, qp = domain.device, module("qp")
         raw_domain = domain._open()
-        cap = qp.QPCap(max_send_wr=max_send, max_recv_wr=max_recv, max_send_sge=1, max_recv_sge=1,
+        cap = qp.QPCap(max_send_wr=max_send, max_recv_wr=max_recv, max_send_sge=max_send_sge, max_recv_sge=1,
                        max_inline_data=max_inline)
         init = qp.QPInitAttr(qp_type=_RC, scq=send_cq._open(), rcq=recv_cq._open(), cap=cap, sq_sig_all=0)
         with words(lambda rc: f"ibv_create_qp({device.name}, max_send={max_send}, max_recv={max_recv}, "
-                              f"max_inline={max_inline}): {told(rc)}; the device takes "
+                              f"max_inline={max_inline}, max_send_sge={max_send_sge}): {told(rc)}; the device takes "
                               f"max_qp_wr={device.attributes['max_qp_wr']} posts in a queue and "
                               f"max_qp={device.attributes['max_qp']} queue pairs; the queues' memory counts as locked, "
                               "too"):
