@@ -43,6 +43,7 @@ cdef enum:
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class _Held:
     """Holds the export of a buffer that the threads read and write."""
 
@@ -73,6 +74,7 @@ cdef class _Held:
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class Engine:
     """Sum on *n_threads* native threads; publish on *board*; sleep on *doorbell* (formatted shared buffers).
 
@@ -84,14 +86,14 @@ cdef class Engine:
     """
 
     cdef bps_core *core
-    cdef list held
+    cdef tuple held  # no list: the collector would empty it while the threads run
 
     def __cinit__(self, board, doorbell, *, int n_threads, uint64_t nontemporal_nbytes=1 << 20,
                   uint32_t awake_us=0, uint64_t trace_capacity=0):
         cdef _Held held_board = _Held(board)
         cdef _Held held_doorbell = _Held(doorbell)
         cdef int rc
-        self.held = [held_board, held_doorbell]
+        self.held = (held_board, held_doorbell)
         if not 1 <= n_threads <= MAX_THREADS:
             raise ValueError(f"n_threads must be 1 to {MAX_THREADS}, got {n_threads}")
         held_board.board()
@@ -135,7 +137,7 @@ cdef class Engine:
         if outgoing is not None:
             source.outgoing = outgoing.lane(&source.outgoing_capacity)
             source.doorbell = doorbell.doorbell()
-        self.held += [incoming, outgoing, doorbell]
+        self.held += (incoming, outgoing, doorbell)
         pthread_mutex_lock(&core.lock)
         index = core.n_sources
         if index < BPS_MAX_SOURCES:
@@ -383,7 +385,7 @@ cdef class Engine:
             return
         with nogil:
             bps_stop(self.core)
-        self.held.clear()
+        self.held = ()
 
     def __dealloc__(self):
         if self.core != NULL:

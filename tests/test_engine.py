@@ -455,3 +455,25 @@ def test_close_joins_the_threads():
     v.engine.close()
     while threads() & fresh:  # joined, but the kernel may take a moment to forget them
         os.sched_yield()
+
+
+#: Nobody closes the engine; the garbage collector finds it, the only one that holds board and doorbell, in a cycle.
+_DROPPED = """
+import gc
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+for _ in range(20):
+    board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+    ring.format_board(board)
+    ring.format_doorbell(bell)
+    cycle = [Engine(board, bell, n_threads=2, awake_us=10_000)]  # older than the list: the collector clears it first
+    cycle.append(cycle)
+    del cycle, board, bell
+    assert gc.collect()
+"""
+
+
+def test_an_engine_that_is_garbage_ends_its_threads_before_its_memory_goes():
+    done = subprocess.run([sys.executable, "-c", _DROPPED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
