@@ -1,15 +1,18 @@
 """Where the contestants of one bench meet: starts each with its processes on the right machines, closes them all."""
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from bpsfast import settings
 from bpsfast.bench.group import Group, Start
@@ -37,6 +40,7 @@ class Hall:
         self._shape = launch.shape_of(n_ranks, n_nodes, 0)
         self._cluster = cluster
         self._groups: list[Group] = []
+        self._numbers = itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-bench-")  # only this user may enter it
 
     def __enter__(self) -> Hall:
@@ -47,18 +51,24 @@ class Hall:
             group.close()
         self._folder.cleanup()
 
-    def bpsfast(self, **values: Any) -> Group:
-        """Start a job of ours with settings *values*."""
+    def bpsfast(self, n_helpers: int = 0, nic_rates: Mapping[str, float] | None = None, **values: Any) -> Group:
+        """Start a job of ours with settings *values*; *nic_rates*: machine name -> Gbit/s, None: nobody knows."""
+        shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
         program, folder = self._program("bpsfast", {})
         loaded = settings.load(values, {})  # not the user's: what is measured is written down
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()
             if self._cluster is not None:
-                scheduler = self._cluster.hub.address, _PORTS["bpsfast"] + len(self._groups)
-            commands = launch.plan(self._shape, program, loaded, os.environ, scheduler, secrets.token_hex(32),
-                                   self._cluster)
+                scheduler = self._cluster.hub.address, _PORTS["bpsfast"] + next(self._numbers)
+            commands = launch.plan(shape, program, loaded, os.environ, scheduler, secrets.token_hex(32), self._cluster)
             commands.sort(key=lambda command: command.kind is Kind.RANK)
-            return self._start("bpsfast", [Start(c.argv, c.environ, c.via) for c in commands], folder)
+            starts = [Start(c.argv, _with_rate(c.environ, nic_rates or {}), c.via) for c in commands]
+            return self._start("bpsfast", starts, folder)
+
+    def dismiss(self, group: Group) -> None:
+        """End one contestant before the others."""
+        self._groups.remove(group)
+        group.close()
 
     def gloo(self) -> Group:
         """Start gloo's ranks, over loopback or the cluster's links."""
@@ -117,3 +127,9 @@ class Hall:
     @staticmethod
     def _environ() -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1"} | clean_environment(os.environ)
+
+
+def _with_rate(environ: Mapping[str, str], nic_rates: Mapping[str, float]) -> Mapping[str, str]:
+    """Return a process's environment with the rate of the machine it runs on, if that is known."""
+    rate = nic_rates.get(environ.get("BPSFAST_NODE_ID", ""))
+    return environ if rate is None else {**environ, "BPSFAST_NIC_RATE": str(rate)}

@@ -171,6 +171,20 @@ def bench_push_pull(**options: Any) -> None:
     push_pull.run(options)
 
 
+@bench.command("optimum")
+@click.option("--sets", help="Which cells: equal links, unequal ones.  [default: equal,unequal]", metavar="NAME[,NAME]")
+@click.option("--workers", help="Workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 3]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Fewer cells and turns.")
+@errors_in_words
+def bench_optimum(**options: Any) -> None:
+    """Steps on real packets beside the model: n workers and k helpers, each a network namespace. Needs root."""
+    from .bench import optimum
+
+    optimum.run(options)
+
+
 @bench.command("ladder")
 @click.argument("peer", required=False, metavar="[HOST]")
 @click.option("--listen", is_flag=False, flag_value="", metavar="[ADDRESS]",

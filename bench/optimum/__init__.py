@@ -1,0 +1,55 @@
+"""``bpsfast bench optimum``: does the step take what the model says, on real packets, and what do others take there?
+
+Every machine is a network namespace whose link is shaped both ways; bytes are counted by the kernel. `cells` says what
+is measured, `cell` measures one, `report` puts it beside the formulas. Times are compared with B, what two of the same
+machines really exchange both ways at once.
+
+Source: BytePS (OSDI'20) section 4.1 and Table 1; unequal links and the placement of whole partitions are ours.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bpsfast.bench import machine, table
+from bpsfast.bench.optimum import cells, report
+from bpsfast.bench.optimum.cell import Ground
+from bpsfast.cluster import netns
+from bpsfast.orchestration.errors import ConfigError
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print tables, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        sets ("equal,unequal"), workers ("2,4,8"), n_rounds, json_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense, or network namespaces cannot be made here.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    lacking = netns.missing()
+    if lacking is not None:
+        raise ConfigError(f"bench optimum needs machines with links of their own: {lacking}")
+    quick = bool(given.get("quick"))
+    chosen = cells.chosen(given.get("sets", "equal,unequal"), given.get("workers", "2,4,8"), quick)
+    n_rounds = given.get("n_rounds") or (1 if quick else 3)
+    start = time.time()
+    records: list[dict[str, Any]] = []
+    for layout, planned in chosen:
+        with Ground(layout) as ground:
+            measured = [ground.measure(cell, n_rounds) for cell in planned]
+        print(report.block(layout, measured), flush=True)
+        records += report.records(layout, measured)
+    manifest = {"bench": "optimum", "format": 1, "options": {k: str(v) for k, v in given.items() if k != "json_path"},
+                "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
+    records.insert(0, manifest)
+    if "json_path" in given:
+        table.write(Path(given["json_path"]), records)
+    return records

@@ -1,0 +1,93 @@
+"""What `bench optimum` measures: layouts of machines, and on each the cells: how many helpers join, and who runs."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.placement import Machine
+
+#: Of all links together: what two cores can move and sum without being the limit.
+_TOTAL_BITS = 1.6e9
+_PARTITION_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Machines of one cluster. `workers`, `helpers`: each one's link, relative to `rate_bits` (bits/s each way)."""
+
+    title: str
+    workers: tuple[float, ...]
+    helpers: tuple[float, ...]
+    rate_bits: float
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Machine name -> bits/s; names as a job's shape has them."""
+        named = {f"node{i}": share for i, share in enumerate(self.workers)}
+        named |= {f"helper{i}": share for i, share in enumerate(self.helpers)}
+        return {name: share * self.rate_bits for name, share in named.items()}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: `n_helpers` of the layout's helpers, and the contestants that take turns.
+
+    A contestant is "gloo" (its ring), or one of our placements: "optimal", "colocated", "ps", "equal" (knows nothing
+    of links: what is optimal if all were alike), "hash:NAME". `load` is "tensor" (one array of `nbytes`) or a model's
+    gradients, as `ranks.Ranks` names them.
+    """
+
+    n_helpers: int
+    contestants: tuple[str, ...]
+    nbytes: int
+    partition_nbytes: int = _PARTITION_NBYTES
+    load: str = "tensor"
+
+    def machines(self, layout: Layout, rate_bytes: dict[float, float]) -> list[Machine]:
+        """Return the machines that take part; *rate_bytes*: relative link -> what it really moves."""
+        return ([Machine(True, rate_bytes[share]) for share in layout.workers]
+                + [Machine(False, rate_bytes[share]) for share in layout.helpers[: self.n_helpers]])
+
+
+def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell]]]:
+    """Return layouts with their cells. *sets*: some of "equal,unequal"; *workers*: counts for equal links.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such set, or a count is not from 2 to 32.
+    """
+    found: list[tuple[Layout, list[Cell]]] = []
+    for name in sets.split(","):
+        if name == "equal":
+            found += [_equal(n, quick) for n in _counts(workers)]
+        elif name == "unequal":
+            found += _unequal(quick)
+        else:
+            raise ConfigError(f"bench optimum has no set {name!r}: expected equal, unequal")
+    return found
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(2 <= n <= 32 for n in counts):
+        raise ConfigError(f"workers {text!r}: expected counts from 2 to 32 such as 2,4,8")
+    return counts
+
+
+def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
+    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, _TOTAL_BITS / (2 * n))
+    helpers = (0, n // 2, n) if quick else range(n + 1)
+    return layout, [Cell(k, ("optimal", *(("ps",) if k else ()), "colocated", "gloo"), _nbytes(n)) for k in helpers]
+
+
+def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
+    one_slow = Layout("7 workers and 1 at a quarter", (1.0,) * 7 + (0.25,), (), _TOTAL_BITS / 8)
+    half_slow = Layout("4 workers and 4 at 40 %, 2 helpers", (1.0,) * 4 + (0.4,) * 4, (1.0,) * 2, _TOTAL_BITS / 10)
+    return [(one_slow, [Cell(0, ("optimal", "equal", "gloo"), _nbytes(8))]),
+            (half_slow, [Cell(2, ("optimal", "equal", "gloo"), _nbytes(8))])]
+
+
+def _nbytes(n: int) -> int:
+    """Return the bytes of a step: more than 200 partitions, and enough for the buckets of fast links not to count."""
+    return _PARTITION_NBYTES * (208 if n > 4 else 512)
