@@ -75,14 +75,7 @@ def optimal_shares(machines: Sequence[Machine], nbytes: float) -> Shares:
     When the slowest machine with ranks sets the time there is slack: it is spent by giving everybody bytes in
     proportion to its rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
     """
-    n = sum(machine.has_ranks for machine in machines)
-    if n == 0:
-        raise ConfigError("placement needs at least one machine with ranks, got none")
-    if n == 1:
-        return Shares(0.0, tuple(float(nbytes) if machine.has_ranks else 0.0 for machine in machines))
-    if nbytes == 0:
-        return Shares(0.0, (0.0,) * len(machines))
-    time_s = _least_time_s(machines, nbytes, n)
+    time_s = least_time_s(machines, nbytes)
     return Shares(time_s, _fill(capacities(machines, nbytes, time_s), rates_of(machines), nbytes))
 
 
@@ -103,8 +96,13 @@ def _capacity(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: 
     return min(by_nic, sum_rate * time_s / n)
 
 
-def _least_time_s(machines: Sequence[Machine], nbytes: float, n: int) -> float:
-    """Return the first time at which everybody with ranks has sent M and all together can own M."""
+def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
+    """Return t*: the first time at which everybody with ranks has sent M and all together can own M."""
+    n = sum(machine.has_ranks for machine in machines)
+    if n == 0:
+        raise ConfigError("placement needs at least one machine with ranks, got none")
+    if n == 1 or nbytes == 0:
+        return 0.0
     rates, sums = rates_of(machines), sum_rates_of(machines)
     workers = [(rate, most) for machine, rate, most in zip(machines, rates, sums) if machine.has_ranks]
     helped = sum(min(rate, most) for machine, rate, most in zip(machines, rates, sums) if not machine.has_ranks) / n
