@@ -98,7 +98,7 @@ def warnings(machines: Sequence[Machine], policy: str) -> list[str]:
             found.append(
                 f"placement ps cannot win: {_count(k, 'server')} for {_count(n, 'node')} with ranks takes "
                 f"{ps / ring:.2f} times as long as a ring, and {_count(enough, 'server')} would be needed to be "
-                f"as fast; placement optimal takes {least_time_s(machines, 1.0) / ring:.2f} times a ring's time with these")
+                f"as fast; placement optimal takes {least_time_s(machines, 1.0) / ring:.2f} times a ring's time")
     elif k and policy == "colocated":
         found.append(f"placement colocated leaves {_count(k, 'helper')} idle; placement optimal uses "
                      f"{'them' if k > 1 else 'it'}")

@@ -1,8 +1,8 @@
 """The plan: for each layout the formula's time, the time of real partitions, the step; what limits, what pays.
 
-The step is: forward; then backward, in which gradients appear layer by layer from the output on (each layer with weights
-takes as long as any other) and go through one link that needs the layout's time for all of them. The next forward pass
-waits for all sums. Which layer is sent first changes nothing about when the last has arrived.
+The step is: forward; then backward, in which gradients appear layer by layer from the output on (each layer with
+weights takes as long as any other) and go through one link that needs the layout's time for all of them. The next
+forward pass waits for all sums. Which layer is sent first changes nothing about when the last has arrived.
 """
 from __future__ import annotations
 

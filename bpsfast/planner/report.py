@@ -14,8 +14,8 @@ def text(plan: Plan) -> str:
     """Return the report: what it is about, one line a layout, what limits, which helpers pay, warnings."""
     model, n = plan.model, plan.n_workers
     lines = [
-        f"{model.title}: {model.n_parameters:,} parameters in {len(model.shapes)} tensors, {model.nbytes / 1e6:.1f} MB of "
-        f"{model.dtype}",
+        f"{model.title}: {model.n_parameters:,} parameters in {len(model.shapes)} tensors, "
+        f"{model.nbytes / 1e6:.1f} MB of {model.dtype}",
         f"{fleet.describe(plan.machines[:n], 'worker')}; {fleet.describe(plan.machines[n:], 'helper')}",
     ]
     if plan.compute is not None:
@@ -49,7 +49,8 @@ def _helpers(plan: Plan) -> str:
     k = len(plan.machines) - plan.n_workers
     if curve.last == 0:
         return f"helpers: none pays, {k} there; communication by their number: {times}"
-    words = f"helpers: {curve.last} {'pays' if curve.last == 1 else 'pay'}, the {_last(curve.last)} is the last, {k} there"
+    pay = "pays" if curve.last == 1 else "pay"
+    words = f"helpers: {curve.last} {pay}, the {_last(curve.last)} is the last, {k} there"
     if curve.last_for_step is not None:
         words += f" (for the step: {curve.last_for_step})"
     return f"{words}; communication by their number: {times}"
@@ -74,7 +75,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "bottleneck": None if plan.bottleneck is None else plan.bottleneck._asdict(),
         "helpers": {"there": len(plan.machines) - plan.n_workers, "last_that_pays": plan.helpers.last,
                     "last_that_shortens_the_step": plan.helpers.last_for_step,
-                    "communication_s": [{"helpers": k, "time_s": time_s} for k, time_s in plan.helpers.times_s.items()]},
+                    "communication": [{"n": k, "time_s": time_s} for k, time_s in plan.helpers.times_s.items()]},
         "warnings": list(plan.warnings),
     }
 

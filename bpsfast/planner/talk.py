@@ -75,8 +75,8 @@ def text() -> str:
              for why in (line.parameters_contradicted, line.ideal_contradicted) if why]
     return "\n".join([
         output.columns(rows(found), right=range(2, len(_HEAD))), "",
-        f"ideal: all gradients once through {_GBPS:g} Gbit/s. printed: by BytePS's authors, as are compute times on one "
-        "V100.", "TB: pushed and pulled by one worker until converged, by the published recipe's steps.", *notes])
+        f"ideal: all gradients once through {_GBPS:g} Gbit/s. printed: by BytePS's authors, as are the compute times "
+        "(one V100).", "TB: pushed and pulled by one worker until converged, by the published recipe's steps.", *notes])
 
 
 def rows(found: list[Line]) -> list[tuple[str, ...]]:
