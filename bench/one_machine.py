@@ -4,11 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bpsfast.bench import memory_model, peers, resnet, steady_state, table
+from bpsfast.bench import memory_model, peers, steady_state, table
 from bpsfast.bench.group import Group
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.plan import Plan
 from bpsfast.bench.samples import Row, best, find, take_turns
+from bpsfast.models import catalog
 
 _LATENCY_NBYTES = 4 << 10
 _BESIDE_NBYTES = 64 << 20
@@ -139,10 +140,11 @@ def _beside_python(plan: Plan, ours: Group) -> list[dict[str, Any]]:
 
 
 def _gradient_list(plan: Plan, ours: Group) -> list[dict[str, Any]]:
-    nbytes = resnet.nbytes()
+    model = catalog.load("resnet50")
+    nbytes = model.nbytes
     rows = [Row(ours, "gradients", nbytes), Row(ours, "one tensor", nbytes)]
     take_turns(rows, plan.n_rounds, n=4, n_warmup=1)
     ratio = rows[0].median_s / rows[1].median_s
-    plan.say(_percentiles(f"ResNet-50, {len(resnet.gradients())} gradients, {nbytes} B (us)", rows))
+    plan.say(_percentiles(f"ResNet-50, {len(model.shapes)} gradients, {nbytes} B (us)", rows))
     plan.say(f"the list costs {ratio:.3f} of one tensor of the same bytes\n")
     return [table.record("gradient list", row, plan.n_ranks, 1) for row in rows]

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench import pattern, resnet
+from bpsfast.bench import pattern
 from bpsfast.bench.contestant import Operation
+from bpsfast.models.resnet import resnet50
 from bpsfast.pyx.port import copy
 
 #: What one rank copies in one call while the memory is measured: as large as a partition.
@@ -77,7 +78,7 @@ class Ranks:
                          lambda: pattern.n_wrong(array, self._size))
 
     def _gradient_list(self, nbytes: int) -> Operation:
-        shapes = resnet.gradients()
+        shapes = resnet50()
         gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()}, average=False)
         backward, forward = list(reversed(shapes)), list(shapes)
         results: dict[str, Any] = {}

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bpsfast.bench import resnet, table
+from bpsfast.bench import table
 from bpsfast.bench.group import Group
 from bpsfast.bench.samples import Row, take_turns
+from bpsfast.models import catalog
 
 if TYPE_CHECKING:
     from bpsfast.bench.plan import Plan
@@ -18,7 +19,7 @@ _CONSTANT = ("control_messages", "registrations", "engine_allocations", "memory_
 
 def run(plan: Plan, ours: Group) -> list[dict[str, Any]]:
     """Run 50 steps of the gradient list between two looks at the counters; print and return what grew."""
-    row = Row(ours, "gradients", resnet.nbytes())
+    row = Row(ours, "gradients", catalog.load("resnet50").nbytes)
     take_turns([row], 1, n=1, n_warmup=1)
     before = ours.ask("counters", only=[0])[0]
     ours.ask("measure", row.variant, row.nbytes, 0, _N_STEPS)

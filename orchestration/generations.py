@@ -3,11 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from .credit_queue import rank_parts
+from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
-from .partition import plan_units
 from .placement import assign, machines_of
 
 
@@ -41,19 +39,13 @@ class Generations:
         Raises CapacityError or UnsupportedError, and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
-        units = plan_units(specs, self._next_unit, self._next_part, self._partition_nbytes, self._fusion_nbytes,
-                           self._page_nbytes)
-        parts = [part for unit in units for part in unit.parts]
-        keys = [unit.unit << 16 | index for unit in units for index in range(len(unit.parts))]
-        owners = iter(assign([part.nbytes for part in parts], self._machines, self._policy, self._owned, keys))
-        units = [
-            msgspec.structs.replace(
-                unit, parts=tuple(msgspec.structs.replace(part, owner=next(owners)) for part in unit.parts))
-            for unit in units
-        ]
+        units = lay_out(
+            specs, self._machines, policy=self._policy, partition_nbytes=self._partition_nbytes,
+            fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes, owned=self._owned,
+            first_unit=self._next_unit, first_part=self._next_part)
         self.number += 1
         self._next_unit += len(units)
-        self._next_part += len(parts)
+        self._next_part += sum(len(unit.parts) for unit in units)
         self._ready = set()
         self.in_flight = Plan(generation=self.number, units=tuple(units))
         return self.in_flight

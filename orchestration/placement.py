@@ -9,11 +9,14 @@ Minimising the worst machine's time gives, with B_W and B_C the rates of all mac
 
     t* = max( M / min b_i ,  2n(n-1) M / (n B_W + (n-2) B_C) )
 
-Tests check this against a linear program. Source: BytePS (OSDI'20) section 4.1, extended to unequal NICs; no
+A machine whose summation takes no more than c_m bytes/s of input (spare cores of a busy one) has a row n s_m <= c_m t
+besides. Tests check both against a linear program. Source: BytePS (OSDI'20) section 4.1, extended to unequal NICs; no
 aggregation along trees (rings included) can be faster. Pure: same input, same answer, on any machine.
 """
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -23,10 +26,15 @@ from .messages import NodeInfo
 
 
 class Machine(NamedTuple):
-    """One node as placement sees it. `rate`: bytes/s of the slower direction of its NIC, 0 if unknown."""
+    """One node as placement sees it.
+
+    `rate`: bytes/s of the slower direction of its NIC, 0 if unknown. `sum_rate`: bytes/s of input that its summation
+    takes, 0 if that never binds; it is looked at only where the NICs' rates are known, for else there is no unit.
+    """
 
     has_ranks: bool
     rate: float = 0.0
+    sum_rate: float = 0.0
 
 
 class Shares(NamedTuple):
@@ -55,32 +63,67 @@ def rates_of(machines: Sequence[Machine]) -> list[float]:
     return [1.0] * len(machines)
 
 
+def sum_rates_of(machines: Sequence[Machine]) -> list[float]:
+    """Return how fast each machine sums, infinity where that does not bind or where not every NIC's rate is known."""
+    known = all(machine.rate > 0 for machine in machines)
+    return [float(machine.sum_rate) if known and machine.sum_rate > 0 else float("inf") for machine in machines]
+
+
 def optimal_shares(machines: Sequence[Machine], nbytes: float) -> Shares:
     """Return the shortest step for *nbytes* and the bytes that each machine should own.
 
     When the slowest machine with ranks sets the time there is slack: it is spent by giving everybody bytes in
     proportion to its rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
     """
-    rates = rates_of(machines)
-    workers = [rate for machine, rate in zip(machines, rates) if machine.has_ranks]
-    helpers = [rate for machine, rate in zip(machines, rates) if not machine.has_ranks]
-    n = len(workers)
+    time_s = least_time_s(machines, nbytes)
+    return Shares(time_s, _fill(capacities(machines, nbytes, time_s), rates_of(machines), nbytes))
+
+
+def capacities(machines: Sequence[Machine], nbytes: float, time_s: float) -> list[float]:
+    """Return the bytes that each machine can own in a step of *nbytes* that takes *time_s*."""
+    n = sum(machine.has_ranks for machine in machines)
+    if n == 1:
+        return [float(nbytes) if machine.has_ranks else 0.0 for machine in machines]
+    return [min(nbytes, _capacity(*each, nbytes, n, time_s))
+            for each in zip(machines, rates_of(machines), sum_rates_of(machines))]
+
+
+def _capacity(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: int, time_s: float) -> float:
+    if not machine.has_ranks:
+        return min(rate, sum_rate) * time_s / n
+    # with n == 2 any share costs the same: M + 0 * s
+    by_nic = float("inf") if n == 2 else max(0.0, (rate * time_s - nbytes) / (n - 2))
+    return min(by_nic, sum_rate * time_s / n)
+
+
+def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
+    """Return t*: the first time at which everybody with ranks has sent M and all together can own M."""
+    n = sum(machine.has_ranks for machine in machines)
     if n == 0:
         raise ConfigError("placement needs at least one machine with ranks, got none")
-    if n == 1:
-        return Shares(0.0, tuple(float(nbytes) if machine.has_ranks else 0.0 for machine in machines))
-    if nbytes == 0:
-        return Shares(0.0, (0.0,) * len(machines))
-    time_s = max(nbytes / min(workers), 2 * n * (n - 1) * nbytes / (n * sum(workers) + (n - 2) * sum(helpers)))
-    most = []
-    for machine, rate in zip(machines, rates):
-        if not machine.has_ranks:
-            most.append(rate * time_s / n)
-        elif n == 2:
-            most.append(float(nbytes))  # M + 0 * s: any share costs the same
-        else:
-            most.append(max(0.0, (rate * time_s - nbytes) / (n - 2)))
-    return Shares(time_s, _fill(most, rates, nbytes))
+    if n == 1 or nbytes == 0:
+        return 0.0
+    rates, sums = rates_of(machines), sum_rates_of(machines)
+    workers = [(rate, most) for machine, rate, most in zip(machines, rates, sums) if machine.has_ranks]
+    helped = sum(min(rate, most) for machine, rate, most in zip(machines, rates, sums) if not machine.has_ranks) / n
+    floor_s = nbytes / min(rate for rate, _ in workers)
+    if all(most == float("inf") for _, most in workers):
+        return max(floor_s, 2 * (n - 1) * nbytes / (sum(rate for rate, _ in workers) + (n - 2) * helped))
+
+    # From the floor on, what can be owned grows with time along straight lines; a worker's line gets flatter where its
+    # NIC has become faster than its summation, so the time sought lies behind as many bends as do not suffice.
+    def owned(time_s: float) -> float:
+        return helped * time_s + sum(_capacity(Machine(True), rate, most, nbytes, n, time_s) for rate, most in workers)
+
+    bends = sorted(nbytes / (rate - most * (n - 2) / n) for rate, most in workers if rate > most * (n - 2) / n)
+    bends = [floor_s, *(bend for bend in bends if bend > floor_s)]
+    behind = bisect.bisect_right(bends, nbytes, key=owned) if owned(floor_s) < nbytes else 0
+    if behind == 0:
+        return floor_s
+    begin = bends[behind - 1]
+    end = bends[behind] if behind < len(bends) else begin * 2
+    growth = (owned(end) - owned(begin)) / (end - begin)
+    return begin + (nbytes - owned(begin)) / growth
 
 
 def _fill(most: Sequence[float], rates: Sequence[float], nbytes: float) -> tuple[float, ...]:
@@ -150,23 +193,45 @@ def assign(nbytes_of: Sequence[int], machines: Sequence[Machine], policy: str = 
 
 def _greedy(nbytes_of: Sequence[int], machines: Sequence[Machine], candidates: Sequence[int],
             owned: Sequence[int] | None) -> list[int]:
-    """Place the largest first, each where the worst time grows least; of equals where least is owned for the rate."""
+    """Place the largest first, each where the worst time grows least; of equals where least is owned for the rate.
+
+    Of machines that are alike the one that owns least is the best, so one of each kind is looked at.
+    """
     rates = rates_of(machines)
-    n = sum(machine.has_ranks for machine in machines)
     own = list(owned) if owned is not None else [0] * len(machines)
     total = sum(own) + sum(nbytes_of)
-    fixed = [total if machine.has_ranks else 0 for machine in machines]
-    slope = [n - 2 if machine.has_ranks else n for machine in machines]
-    worst = max((fixed[m] + slope[m] * own[m]) / rates[m] for m in range(len(machines)))
+    times = _Times(machines, total)
+    worst = max(times.of(m, own[m]) for m in range(len(machines)))
+    kinds: dict[Machine, list[tuple[int, int]]] = {}
+    for m in candidates:
+        kinds.setdefault(machines[m], []).append((own[m], m))
+    heaps = list(kinds.values())
+    for heap in heaps:
+        heapq.heapify(heap)
     owners = [-1] * len(nbytes_of)
     for position in sorted(range(len(nbytes_of)), key=lambda p: (-nbytes_of[p], p)):
         nbytes = nbytes_of[position]
-        best = min(candidates, key=lambda m: (
-            max(worst, (fixed[m] + slope[m] * (own[m] + nbytes)) / rates[m]), (own[m] + nbytes) / rates[m], m))
-        own[best] += nbytes
-        worst = max(worst, (fixed[best] + slope[best] * own[best]) / rates[best])
+        heap = min(heaps, key=lambda heap: (max(worst, times.of(heap[0][1], heap[0][0] + nbytes)),
+                                            (heap[0][0] + nbytes) / rates[heap[0][1]], heap[0][1]))
+        before, best = heap[0]
+        heapq.heapreplace(heap, (before + nbytes, best))
+        worst = max(worst, times.of(best, before + nbytes))
         owners[position] = best
     return owners
+
+
+class _Times:
+    """The model's time of each machine, by the bytes it owns, in a step of *nbytes*."""
+
+    def __init__(self, machines: Sequence[Machine], nbytes: float) -> None:
+        self._n = sum(machine.has_ranks for machine in machines)
+        self._rows = [(nbytes if machine.has_ranks else 0, self._n - 2 if machine.has_ranks else self._n, rate, most)
+                      for machine, rate, most in zip(machines, rates_of(machines), sum_rates_of(machines))]
+
+    def of(self, m: int, owned: float) -> float:
+        """Return the time of machine *m*: its NIC's or its summation's."""
+        fixed, slope, rate, most = self._rows[m]
+        return max((fixed + slope * owned) / rate, self._n * owned / most)
 
 
 def predict_wire(parts: Iterable[tuple[int, int]], machines: Sequence[Machine]) -> list[WireBytes]:
@@ -176,14 +241,18 @@ def predict_wire(parts: Iterable[tuple[int, int]], machines: Sequence[Machine]) 
     node carry the same. Payload only: a 32-byte header a partition, TCP/IP and control messages come on top.
     """
     n = sum(machine.has_ranks for machine in machines)
-    wire = [0] * len(machines)
+    own = owned_by(parts, len(machines))
+    total = sum(own)
+    return [WireBytes(nbytes, nbytes) for nbytes in (
+        total + (n - 2) * owned if machine.has_ranks else n * owned for machine, owned in zip(machines, own))]
+
+
+def owned_by(parts: Iterable[tuple[int, int]], n_machines: int) -> list[int]:
+    """Return the bytes that each machine owns of *parts*, given as (nbytes, owner)."""
+    own = [0] * n_machines
     for nbytes, owner in parts:
-        for m, machine in enumerate(machines):
-            if m == owner:
-                wire[m] += nbytes * (n - 1 if machine.has_ranks else n)
-            elif machine.has_ranks:
-                wire[m] += nbytes
-    return [WireBytes(nbytes, nbytes) for nbytes in wire]
+        own[owner] += nbytes
+    return own
 
 
 def ring_wire(nbytes: int, machines: Sequence[Machine]) -> list[WireBytes]:
@@ -195,5 +264,10 @@ def ring_wire(nbytes: int, machines: Sequence[Machine]) -> list[WireBytes]:
 
 def step_time_s(parts: Iterable[tuple[int, int]], machines: Sequence[Machine]) -> float:
     """Return the model's time of the worst machine (seconds if the rates are known, else bytes at rate 1)."""
-    rates = rates_of(machines)
-    return max(wire.tx / rate for wire, rate in zip(predict_wire(parts, machines), rates))
+    return max(machine_times_s(owned_by(parts, len(machines)), machines))
+
+
+def machine_times_s(owned: Sequence[float], machines: Sequence[Machine], nbytes: float | None = None) -> list[float]:
+    """Return the model's time of every machine by the bytes it owns, in a step of *nbytes* (None: what is owned)."""
+    times = _Times(machines, sum(owned) if nbytes is None else nbytes)
+    return [times.of(m, owned[m]) for m in range(len(machines))]

@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import json
-from math import prod
 
 import numpy as np
 import pytest
 
-from bpsfast.bench import memory_model, pattern, push_pull, resnet, samples, steady_state, table, two_nodes
+from bpsfast.bench import memory_model, pattern, push_pull, samples, steady_state, table, two_nodes
 from bpsfast.bench.contestant import Operation, Timer
 from bpsfast.bench.group import Group
 from bpsfast.bench.plan import Plan
@@ -85,13 +84,6 @@ def test_the_memory_model_counts_streams():
     assert memory_model.streams("in place", 2, 64 << 20) == 4
     assert memory_model.bandwidth(100, 2.0) == 100.0
     assert memory_model.predicted_s("numpy", 2, 100, 150.0) == 2.0
-
-
-def test_resnet_has_the_parameters_of_torchvision():
-    shapes = resnet.gradients()
-    assert len(shapes) == 161
-    assert sum(prod(shape) for shape in shapes.values()) == 25_557_032
-    assert next(iter(shapes)) == "conv1.weight" and list(shapes)[-1] == "fc.bias"
 
 
 def test_the_pattern_finds_wrong_elements():

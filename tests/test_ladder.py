@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.bench.gradient_lists import MODELS, n_elements
 from bpsfast.bench.ladder import control, device, report, run, shares
 from bpsfast.bench.ladder.rungs import OURS, RUNGS, TCP, VANILLA
 from bpsfast.bench.ladder.shares import Model
 from bpsfast.bench.ladder.worker import Row
+from bpsfast.models.catalog import MODELS, n_elements
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError, StallError
 
 PARTITION_NBYTES = 4_096_000
@@ -26,7 +26,7 @@ def test_models_have_divisors():
     assert [str(model) for model in shares.parse_models("vgg19/8,resnet50", {})] == ["vgg19/8", "resnet50"]
 
 
-@pytest.mark.parametrize("text", ["", "vgg16", "vgg19/0", "vgg19/", "vgg19/x", "8 bytes"])
+@pytest.mark.parametrize("text", ["", "alexnet", "vgg19/0", "vgg19/", "vgg19/x", "8 bytes"])
 def test_impossible_models_are_refused(text):
     with pytest.raises(ConfigError, match="models"):
         shares.parse_models(text, {})
@@ -148,7 +148,7 @@ def test_nobody_listening_is_said_with_what_to_do():
 
 
 @pytest.mark.parametrize("options", [
-    {"peer": "x", "listen": ""}, {"devices": "a,b,c"}, {"peer": "x", "devices": "a,b"}, {"models": "vgg16"}])
+    {"peer": "x", "listen": ""}, {"devices": "a,b,c"}, {"peer": "x", "devices": "a,b"}, {"models": "alexnet"}])
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError):
         run(options)

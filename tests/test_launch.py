@@ -193,6 +193,22 @@ def test_a_job_in_network_namespaces_sees_its_own_interface():
     assert lines and lines <= {"[rank 0] 10.77.0.1 1", "[rank 1] 10.77.0.2 1"}
 
 
+def test_a_job_says_at_its_start_what_its_placement_promises():
+    program = "import bpsfast; bpsfast.init(); bpsfast.shutdown()"
+
+    def said(*options):
+        done = bpsfast("run", *options, "--set", "log_level=INFO", "--", sys.executable, "-c", program)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout + done.stderr
+        return text.count("2 nodes with ranks, 1 helper; a step of M bytes takes at least 1.000 M/B"), text
+
+    job = ("-n", "2", "--nodes", "2", "--helpers", "1")
+    n_lines, text = said(*job, "--set", "transport=tcp")
+    assert n_lines == 1 and text.count("WARNING: helpers cannot help two nodes with ranks") == 1
+    n_lines, text = said(*job)
+    assert n_lines == 1 and "WARNING" not in text, "on one host no NIC is in the way"
+
+
 _LOCAL = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_WORKER_ID": "0"}
 
 

@@ -37,12 +37,17 @@ def solve(machines, nbytes):
     if n == 1:
         return 0.0
     rows, bounds = [], []
-    for m, machine in enumerate(machines):
+
+    def at_most(m, slope, rate, bound):
         row = np.zeros(len(machines) + 1)
-        row[m] = n - 2 if machine.has_ranks else n
-        row[-1] = -machine.rate
+        row[m], row[-1] = slope, -rate
         rows.append(row)
-        bounds.append(-nbytes if machine.has_ranks else 0.0)
+        bounds.append(bound)
+
+    for m, machine in enumerate(machines):
+        at_most(m, n - 2 if machine.has_ranks else n, machine.rate, -nbytes if machine.has_ranks else 0.0)
+        if machine.sum_rate:
+            at_most(m, n, machine.sum_rate, 0.0)
     total = np.ones((1, len(machines) + 1))
     total[0, -1] = 0
     cost = np.zeros(len(machines) + 1)
@@ -62,17 +67,109 @@ def check_shares(machines, nbytes):
         carried = nbytes + (n - 2) * owned if machine.has_ranks else n * owned
         if n > 1:
             assert carried <= machine.rate * shares.time_s * (1 + 1e-9)
+        if n > 1 and machine.sum_rate:
+            assert n * owned <= machine.sum_rate * shares.time_s * (1 + 1e-9)
     return shares
 
 
 rates = st.floats(0.5, 100.0)
+sum_rates = st.one_of(st.just(0.0), st.floats(0.05, 300.0))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(rates, min_size=1, max_size=12), st.lists(rates, max_size=12))
+def instance(draw):
+    """Random machines; half of them have slow sums here and there."""
+    def rate():
+        return draw.choice([1.0, 10.0, 25.0, 100.0, draw.uniform(0.5, 100)])
+
+    with_sums = draw.random() < 0.5
+
+    def machine(has_ranks):
+        return Machine(has_ranks, rate(), draw.uniform(0.05, 300) if with_sums and draw.random() < 0.5 else 0.0)
+
+    return ([machine(True) for _ in range(draw.randrange(1, 13))]
+            + [machine(False) for _ in range(draw.randrange(13))])
+
+
+@pytest.mark.slow
+def test_closed_form_equals_linear_program_on_2000_instances():
+    draw = random.Random(20201104)
+    for _ in range(2000):
+        machines, nbytes = instance(draw), draw.choice([1.0, 548.0])
+        assert check_shares(machines, nbytes).time_s == pytest.approx(solve(machines, nbytes), rel=1e-7, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(rates, sum_rates), min_size=1, max_size=12),
+       st.lists(st.tuples(rates, sum_rates), max_size=9))
 def test_closed_form_equals_linear_program(workers, helpers):
-    machines = cluster(workers, helpers)
+    machines = [Machine(True, *each) for each in workers] + [Machine(False, *each) for each in helpers]
     assert check_shares(machines, 1.0).time_s == pytest.approx(solve(machines, 1.0), rel=1e-7, abs=1e-12)
+
+
+def test_a_helper_whose_sums_are_slow_counts_as_one_with_a_slow_nic():
+    quota = [Machine(True, 10.0)] * 4 + [Machine(False, 10.0, 3.0)]
+    slow = [Machine(True, 10.0)] * 4 + [Machine(False, 3.0)]
+    assert optimal_shares(quota, 1.0).time_s == pytest.approx(optimal_shares(slow, 1.0).time_s)
+
+
+def test_workers_that_cannot_sum_fast_leave_it_to_the_helper():
+    machines = [Machine(True, 10.0, 1.0)] * 4 + [Machine(False, 10.0)]
+    shares = check_shares(machines, 1.0)
+    # 4 workers sum at 1 / 4 each, the helper at 10 / 4: 3.5 t = 1
+    assert shares.time_s == pytest.approx(1 / 3.5)
+    assert shares.owned[4] == pytest.approx(10 / 14)
+
+
+def test_sum_rates_without_nic_rates_are_not_looked_at():
+    machines = [Machine(True, 0.0, 1.0)] * 4 + [Machine(False, 0.0, 1e-9)]
+    assert optimal_shares(machines, 1.0) == optimal_shares(cluster([1.0] * 4, [1.0]), 1.0)
+
+
+def tree_loads(draw, n, k):
+    """What one element's reduction and broadcast make each machine send and receive: two random trees of messages."""
+    sent, received = [0] * (n + k), [0] * (n + k)
+    for phase in range(2):
+        helpers = draw.sample(range(n, n + k), draw.randrange(k + 1)) if k else []
+        nodes = list(range(n)) + helpers
+        draw.shuffle(nodes)
+        # messages go towards the root in the reduction, away from it in the broadcast
+        for i in range(1, len(nodes)):
+            child, parent = nodes[i], nodes[draw.randrange(i)]
+            source, sink = (child, parent) if phase == 0 else (parent, child)
+            sent[source] += 1
+            received[sink] += 1
+    return sent, received
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(rates, min_size=2, max_size=9), st.lists(rates, max_size=6), st.integers(1, 30), st.integers(0, 2**32))
+def test_no_reduction_along_random_trees_beats_the_optimum(workers, helpers, n_elements, seed):
+    draw = random.Random(seed)
+    machines = cluster(workers, helpers)
+    # elements go along trees of their own, in any proportion
+    weights = [draw.random() + 0.01 for _ in range(n_elements)]
+    load = [0.0] * len(machines)
+    sent, received = list(load), list(load)
+    for weight in weights:
+        tx, rx = tree_loads(draw, len(workers), len(helpers))
+        for m in range(len(machines)):
+            sent[m] += weight * tx[m]
+            received[m] += weight * rx[m]
+    time_s = max(max(sent[m], received[m]) / machine.rate for m, machine in enumerate(machines))
+    assert time_s >= optimal_shares(machines, sum(weights)).time_s * (1 - 1e-9)
+
+
+def test_the_tree_that_is_the_optimum_reaches_it():
+    # one star around each machine, weighted by the shares: the bound of the test above is not idle
+    machines = cluster([10.0] * 5, [10.0] * 2)
+    shares = optimal_shares(machines, 1.0)
+    load = [0.0] * 7
+    for centre, share in enumerate(shares.owned):
+        for m in range(5):
+            if m != centre:
+                load[m] += share
+                load[centre] += share
+    assert max(load) / 10.0 == pytest.approx(shares.time_s)
 
 
 @pytest.mark.parametrize(("n", "times"), [
@@ -178,18 +275,19 @@ def test_greedy_is_near_the_bound_and_the_stock_hash_is_not(n, k, gap):
     assert hashed > best * 1.15
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, PART), min_size=1, max_size=60), st.lists(rates, min_size=2, max_size=6),
-       st.lists(rates, max_size=6))
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, PART), min_size=1, max_size=60), st.lists(st.tuples(rates, sum_rates), min_size=2,
+       max_size=6), st.lists(st.tuples(rates, sum_rates), max_size=6))
 def test_greedy_exceeds_the_bound_by_one_partition_at_most(parts, workers, helpers):
-    machines = cluster(workers, helpers)
+    machines = [Machine(True, *each) for each in workers] + [Machine(False, *each) for each in helpers]
     n = len(workers)
     owners = assign(parts, machines)
     assert owners == assign(parts, machines)
     time_s = step_time_s(zip(parts, owners), machines)
     best = optimal_shares(machines, sum(parts)).time_s
     # Some machine is within its share when the last partition comes: the worst is above by what that costs at most.
-    dearest = max((n if not machine.has_ranks else n - 2) * max(parts) / machine.rate for machine in machines)
+    dearest = max(max((n if not machine.has_ranks else n - 2) * max(parts) / machine.rate,
+                      n * max(parts) / machine.sum_rate if machine.sum_rate else 0.0) for machine in machines)
     assert best * (1 - 1e-9) <= time_s <= best + dearest + 1e-6
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from bpsfast import settings
 from bpsfast.bench import machine
-from bpsfast.bench.gradient_lists import MODELS
 from bpsfast.bench.ladder import control, shares
 from bpsfast.bench.ladder.contestant import Side, Streams, Writes, accept
 from bpsfast.bench.ladder.control import Control
 from bpsfast.bench.ladder.device import Port, usable
 from bpsfast.bench.ladder.memory import Area
 from bpsfast.bench.ladder.rungs import BY_NAME, Rung
+from bpsfast.models.catalog import MODELS
 from bpsfast.orchestration.errors import BpsError, MismatchError, ProtocolError
 
 _MEMCPY_NBYTES = 64 << 20

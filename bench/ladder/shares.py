@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bpsfast.bench.gradient_lists import MODELS, n_elements
 from bpsfast.bench.pattern import Array
+from bpsfast.models.catalog import MODELS, n_elements
 from bpsfast.orchestration.errors import ConfigError
 
 PAGE = 4096

@@ -22,9 +22,10 @@ from typing import TypeVar
 
 from .. import __version__, logs, trace, transport
 from ..launch.reach import nobody_at
-from ..orchestration import messages
+from ..orchestration import forecast, messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
+from ..orchestration.placement import machines_of
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
 from ..transport import Peering, TalkingLink, shm, tcp
@@ -280,6 +281,8 @@ class Node:
             return
         for name, choice in self._peering.describe().items():
             log.info("%s by %s", name, choice)
+        if self._welcome.index == 0:
+            self._say_what_to_expect()
         me = self._welcome.nodes[self._welcome.index]
         self._vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
         for link in self._vertex.talking_links():
@@ -288,6 +291,15 @@ class Node:
                 self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, link.gone))
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
+
+    def _say_what_to_expect(self) -> None:
+        """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
+        assert self._peering is not None and self._welcome is not None
+        machines = machines_of(self._welcome.nodes)
+        log.info("%s", forecast.first_line(machines, self._settings.placement))
+        if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
+            for warning in forecast.warnings(machines, self._settings.placement):
+                log.warning("%s", warning)
 
     def _read_peer(self, link: TalkingLink) -> None:
         try:

@@ -1,15 +1,19 @@
-"""The shapes of ResNet-50's 161 parameters (torchvision's resnet50), in forward order: 25.6 M, most of them tiny."""
+"""ResNet-50: 161 tensors, most of them tiny (He et al., arXiv:1512.03385).
+
+25,557,032 parameters, as torchvision's ``resnet50`` has them.
+"""
 from __future__ import annotations
 
-from math import prod
+from .model import Shapes
 
 _BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))  # width, bottleneck blocks
 _EXPANSION = 4
+_CLASSES = 1000
 
 
-def gradients() -> dict[str, tuple[int, ...]]:
+def resnet50() -> Shapes:
     """Return name -> shape: every convolution's weight, every normalisation's weight and bias, the classifier."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
 
     def convolution(name: str, norm: str, n_in: int, n_out: int, kernel: int) -> None:
         shapes[f"{name}.weight"] = (n_out, n_in, kernel, kernel)
@@ -26,10 +30,5 @@ def gradients() -> dict[str, tuple[int, ...]]:
             if block == 0:
                 convolution(f"{at}.downsample.0", f"{at}.downsample.1", n_in, width * _EXPANSION, 1)
             n_in = width * _EXPANSION
-    shapes["fc.weight"], shapes["fc.bias"] = (1000, n_in), (1000,)
+    shapes["fc.weight"], shapes["fc.bias"] = (_CLASSES, n_in), (_CLASSES,)
     return shapes
-
-
-def nbytes() -> int:
-    """Return the bytes of all of them in float32."""
-    return 4 * sum(prod(shape) for shape in gradients().values())

@@ -1,0 +1,31 @@
+"""GPT-2, the smallest of its four sizes (Radford et al., 2019): what BytePS's evaluation trains.
+
+124,439,808 parameters, as the published checkpoint and ``transformers.GPT2LMHeadModel("gpt2")`` have them: the output's
+weight is the word embedding. Which size the OSDI paper used is not printed; its artifact names the checkpoint "gpt2".
+"""
+from __future__ import annotations
+
+from .model import Shapes
+
+_WORDS, _POSITIONS, _WIDTH, _N_LAYERS = 50257, 1024, 768, 12
+
+
+def gpt2() -> Shapes:
+    """Return name -> shape: 12 layers of width 768; the weights of dense layers lie input first."""
+    shapes: Shapes = {"wte.weight": (_WORDS, _WIDTH), "wpe.weight": (_POSITIONS, _WIDTH)}
+
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (_WIDTH,)
+
+    def dense(name: str, n_in: int, n_out: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (n_in, n_out), (n_out,)
+
+    for layer in range(_N_LAYERS):
+        norm(f"h{layer}.ln_1")
+        dense(f"h{layer}.attn.c_attn", _WIDTH, 3 * _WIDTH)
+        dense(f"h{layer}.attn.c_proj", _WIDTH, _WIDTH)
+        norm(f"h{layer}.ln_2")
+        dense(f"h{layer}.mlp.c_fc", _WIDTH, 4 * _WIDTH)
+        dense(f"h{layer}.mlp.c_proj", 4 * _WIDTH, _WIDTH)
+    norm("ln_f")
+    return shapes
