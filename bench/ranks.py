@@ -13,7 +13,7 @@ import numpy as np
 import bpsfast
 from bpsfast.bench import pattern
 from bpsfast.bench.contestant import Operation
-from bpsfast.models.resnet import resnet50
+from bpsfast.models import catalog
 from bpsfast.pyx.port import copy
 
 #: What one rank copies in one call while the memory is measured: as large as a partition.
@@ -29,6 +29,8 @@ class Ranks:
         push_pull_inplace of a private tensor: one copy in, one delivery out.
     ``gradients``, ``one tensor``
         ResNet-50's gradients by `bpsfast.Gradients`, and as many bytes as one array (any *nbytes* means theirs).
+    ``gradients of MODEL/N``
+        A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
     ``memory``
         No communication: each rank streams its share of *nbytes* from one segment to another.
     """
@@ -41,6 +43,9 @@ class Ranks:
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """See the class."""
+        if variant.startswith("gradients of "):
+            model, _, divisor = variant.removeprefix("gradients of ").partition("/")
+            return self._gradients_of(model, int(divisor or 1))
         make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
                 "one tensor": self._numpy, "memory": self._memory}[variant]
         return make(nbytes)
@@ -78,7 +83,10 @@ class Ranks:
                          lambda: pattern.n_wrong(array, self._size))
 
     def _gradient_list(self, nbytes: int) -> Operation:
-        shapes = resnet50()
+        return self._gradients_of("resnet50", 1)
+
+    def _gradients_of(self, model: str, divisor: int) -> Operation:
+        shapes = catalog.load(model).shapes if divisor == 1 else catalog.divided(model, divisor)
         gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()}, average=False)
         backward, forward = list(reversed(shapes)), list(shapes)
         results: dict[str, Any] = {}

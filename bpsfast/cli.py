@@ -172,7 +172,7 @@ def bench_push_pull(**options: Any) -> None:
 
 
 @bench.command("optimum")
-@click.option("--sets", help="Which cells: equal links, unequal ones.  [default: equal,unequal]", metavar="NAME[,NAME]")
+@click.option("--sets", help="Which cells: equal links, unequal ones, models.  [default: all]", metavar="NAME[,NAME]")
 @click.option("--workers", help="Workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
 @click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 3]")
 @_JSON_OPTION

@@ -26,7 +26,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Parameters
     ----------
     options
-        sets ("equal,unequal"), workers ("2,4,8"), n_rounds, json_path, quick. All may be missing or None.
+        sets ("equal,unequal,models"), workers ("2,4,8"), n_rounds, json_path, quick. All may be missing or None.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     if lacking is not None:
         raise ConfigError(f"bench optimum needs machines with links of their own: {lacking}")
     quick = bool(given.get("quick"))
-    chosen = cells.chosen(given.get("sets", "equal,unequal"), given.get("workers", "2,4,8"), quick)
+    chosen = cells.chosen(given.get("sets", ",".join(cells.SETS)), given.get("workers", "2,4,8"), quick)
     n_rounds = given.get("n_rounds") or (1 if quick else 3)
     start = time.time()
     records: list[dict[str, Any]] = []

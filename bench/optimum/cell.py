@@ -60,7 +60,7 @@ class Ground:
             if name not in own and name not in self._lasting:
                 self._lasting[name] = self._start(name, cell)
         groups = self._lasting | own
-        rows = [Row(groups[name], "gloo" if name == "gloo" else "numpy", cell.nbytes, label=name)
+        rows = [Row(groups[name], "gloo" if name == "gloo" else cell.load, cell.nbytes, label=name)
                 for name in cell.contestants]
         for row in rows:
             row.group.measure(row.variant, row.nbytes, 0, 1)  # it checks its sums once, which costs a step

@@ -2,13 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+from bpsfast.models import catalog
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement import Machine
 
 #: Of all links together: what two cores can move and sum without being the limit.
 _TOTAL_BITS = 1.6e9
 _PARTITION_NBYTES = 64 << 10
+_BYTEPS_PARTITION_NBYTES = 4_096_000
+SETS = ("equal", "unequal", "models")
 
 
 @dataclass(frozen=True)
@@ -33,15 +38,23 @@ class Cell:
     """One measurement: `n_helpers` of the layout's helpers, and the contestants that take turns.
 
     A contestant is "gloo" (its ring), or one of our placements: "optimal", "colocated", "ps", "equal" (knows nothing
-    of links: what is optimal if all were alike), "hash:NAME". `load` is "tensor" (one array of `nbytes`) or a model's
-    gradients, as `ranks.Ranks` names them.
+    of links: what is optimal if all were alike), "hash:NAME". `load` is "numpy" (one array of `nbytes`) or
+    "gradients of MODEL/N", as `ranks.Ranks` names them.
     """
 
     n_helpers: int
     contestants: tuple[str, ...]
     nbytes: int
     partition_nbytes: int = _PARTITION_NBYTES
-    load: str = "tensor"
+    load: str = "numpy"
+
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors as the job declares them, in the order of their priority."""
+        if self.load == "numpy":
+            return [TensorSpec(name=self.load, dtype="float32", shape=(self.nbytes // 4,))]
+        model, _, divisor = self.load.removeprefix("gradients of ").partition("/")
+        return [TensorSpec(name=name, dtype="float32", shape=shape, group=model)
+                for name, shape in catalog.divided(model, int(divisor)).items()]
 
     def machines(self, layout: Layout, rate_bytes: dict[float, float]) -> list[Machine]:
         """Return the machines that take part; *rate_bytes*: relative link -> what it really moves."""
@@ -50,7 +63,7 @@ class Cell:
 
 
 def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell]]]:
-    """Return layouts with their cells. *sets*: some of "equal,unequal"; *workers*: counts for equal links.
+    """Return layouts with their cells. *sets*: some of `SETS`; *workers*: counts for equal links.
 
     Raises
     ------
@@ -63,8 +76,10 @@ def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell
             found += [_equal(n, quick) for n in _counts(workers)]
         elif name == "unequal":
             found += _unequal(quick)
+        elif name == "models":
+            found.append(_models(quick))
         else:
-            raise ConfigError(f"bench optimum has no set {name!r}: expected equal, unequal")
+            raise ConfigError(f"bench optimum has no set {name!r}: expected {', '.join(SETS)}")
     return found
 
 
@@ -86,6 +101,17 @@ def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
     half_slow = Layout("4 workers and 4 at 40 %, 2 helpers", (1.0,) * 4 + (0.4,) * 4, (1.0,) * 2, _TOTAL_BITS / 10)
     return [(one_slow, [Cell(0, ("optimal", "equal", "gloo"), _nbytes(8))]),
             (half_slow, [Cell(2, ("optimal", "equal", "gloo"), _nbytes(8))])]
+
+
+def _models(quick: bool) -> tuple[Layout, list[Cell]]:
+    """Lists of whole tensors in partitions of BytePS's default size, all 16 or 32 times smaller."""
+    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _TOTAL_BITS / 12)
+    cells = []
+    for model, divisor in (("vgg16", 64), ("bert-large", 128)) if quick else (("vgg16", 16), ("bert-large", 32)):
+        nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())
+        partition_nbytes = _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096
+        cells.append(Cell(4, ("optimal", "hash:mixed"), nbytes, partition_nbytes, f"gradients of {model}/{divisor}"))
+    return layout, cells
 
 
 def _nbytes(n: int) -> int:

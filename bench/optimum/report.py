@@ -10,10 +10,9 @@ from bpsfast.bench.optimum.cell import MOST_BUSY, Measured, busiest
 from bpsfast.bench.optimum.cells import Cell, Layout
 from bpsfast.bench.samples import Row
 from bpsfast.orchestration import placement
+from bpsfast.orchestration.layout import lay_out
 from bpsfast.orchestration.placement import Machine
-
-#: Contestants whose owners `placement` tells; the others have no partitions, or ignore the machines.
-_PLACED = ("optimal", "colocated", "ps")
+from bpsfast.settings import Settings
 
 
 def block(layout: Layout, measured: Sequence[Measured]) -> str:
@@ -23,16 +22,19 @@ def block(layout: Layout, measured: Sequence[Measured]) -> str:
         for row in each.rows:
             found = figures(each, row)
             lines.append([
-                str(each.cell.n_helpers), row.name, f"{found['time']:.3f}", f"{found['formula']:.3f}",
-                f"{100 * (found['time'] / found['formula'] - 1):+.1f}",
-                f"{found['whole_parts']:.3f}" if found["whole_parts"] else "-",
-                f"{found['sent']:.3f}" if found["sent"] else "-", f"{100 * max(row.cpu_busy):.0f}",
+                str(each.cell.n_helpers), row.name, f"{found['time']:.3f}", _shown(found["formula"]),
+                _shown(found["dev"], "+.1f", 100), _shown(found["whole_parts"]), _shown(found["sent"]),
+                f"{100 * max(row.cpu_busy):.0f}",
                 "" if not row.n_wrong else f"{row.n_wrong} WRONG"])
             if busiest([row]) > MOST_BUSY:
                 lines[-1][-1] += " VOID: the CPU was the limit"
     rates = ", ".join(f"{rate * 8 / 1e6:.1f}" for rate in sorted({m.rate for m in measured[0].machines}))
     return (f"# {layout.title}: links that move {rates} Mbit/s of payload each way, "
             f"{measured[0].cell.nbytes / 1e6:.1f} MB a step\n{table.plain(lines)}\n")
+
+
+def _shown(value: float | None, form: str = ".3f", factor: float = 1.0) -> str:
+    return "-" if value is None else format(factor * value, form)
 
 
 def figures(measured: Measured, row: Row) -> dict[str, float | None]:
@@ -42,22 +44,25 @@ def figures(measured: Measured, row: Row) -> dict[str, float | None]:
         machines = [machine for machine in machines if machine.has_ranks]
     unit_s = cell.nbytes / max(machine.rate for machine in machines)
     parts = _parts(cell, machines, row.name)
-    whole = placement.step_time_s(parts, machines) / unit_s if parts else None
+    formula_s = formulas.time_s(row.name, cell.nbytes, machines)
     predicted = max(wire.tx for wire in placement.predict_wire(parts, machines)) if parts else 0
     return {
         "time": row.median_s / unit_s,
-        "formula": formulas.time_s(row.name, cell.nbytes, machines) / unit_s,
-        "whole_parts": whole,
+        "formula": formula_s and formula_s / unit_s,
+        "dev": formula_s and row.median_s / formula_s - 1,
+        "whole_parts": placement.step_time_s(parts, machines) / unit_s if parts else None,
         "sent": max(measured.sent[row.name]) / predicted if predicted else None,
     }
 
 
 def _parts(cell: Cell, machines: Sequence[Machine], name: str) -> list[tuple[int, int]]:
-    """Return (nbytes, owner) of each partition as the job places them, or nothing if the model does not say."""
-    if name not in _PLACED or cell.load != "tensor":
+    """Return (nbytes, owner) of each partition as the job places them; nothing for who has no partitions."""
+    if name == "gloo":
         return []
-    nbytes_of = [cell.partition_nbytes] * (cell.nbytes // cell.partition_nbytes)
-    return list(zip(nbytes_of, placement.assign(nbytes_of, machines, name)))
+    known = [Machine(machine.has_ranks) for machine in machines] if name == "equal" else machines
+    units = lay_out(cell.specs(), known, policy="optimal" if name == "equal" else name,
+                    partition_nbytes=cell.partition_nbytes, fusion_nbytes=Settings().fusion_bytes)
+    return [(part.nbytes, part.owner) for unit in units for part in unit.parts]
 
 
 def records(layout: Layout, measured: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -62,3 +62,8 @@ def load(name: str) -> Model:
 def n_elements(name: str) -> list[int]:
     """Return the elements of each parameter of model *name* (a key of `MODELS`)."""
     return [prod(shape) for shape in MODELS[name]().values()]
+
+
+def divided(name: str, divisor: int) -> Shapes:
+    """Return the tensors of model *name* as vectors of 1/*divisor* of their elements, at least one each."""
+    return {tensor: (max(1, prod(shape) // divisor),) for tensor, shape in load(name).shapes.items()}
