@@ -31,7 +31,7 @@ def test_owners_continue_from_what_is_owned():
     assert [part.owner for unit in first.units for part in unit.parts] == [0, 1]
     assert order == Commit(generation=1, order=(0, 1))
     second, order = commit(ours, spec("b", 2, priority=5))
-    assert [part.owner for unit in second.units for part in unit.parts] == [2, 0]
+    assert [part.owner for unit in second.units for part in unit.parts] == [0, 2]
     assert order == Commit(generation=2, order=(2, 3, 0, 1))
 
 

@@ -385,3 +385,13 @@ def test_ring_carries_what_the_optimum_without_helpers_carries():
     assert ring_wire(1000, machines) == [(1500, 1500)] * 4
     assert predict_wire([(250, m) for m in range(4)], machines) == [(1500, 1500)] * 4
     assert ring_wire(1000, cluster([1.0] * 2, [1.0])) == [(1000, 1000)] * 2 + [(0, 0)]
+
+
+@given(n=st.integers(2, 9), k=st.integers(0, 9), n_parts=st.integers(1, 300))
+def test_every_stretch_of_equal_partitions_is_shared_as_the_whole(n, k, n_parts):
+    machines = [Machine(True)] * n + [Machine(False)] * k
+    owners = assign([4096] * n_parts, machines)
+    totals = [owners.count(m) for m in range(n + k)]
+    for end in range(n_parts + 1):
+        for m, total in enumerate(totals):
+            assert abs(owners[:end].count(m) - total * end / n_parts) <= 2
