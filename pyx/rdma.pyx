@@ -46,7 +46,8 @@ cdef extern from "rdma_lane.h" nogil:
     struct bps_rdma_lane:
         bps_regions *regions
         bps_ibv_qp *qp
-        uint32_t number, peer, epoch, n_slots, max_send, max_receive, n_bound, n_receives, proof, closing, lost, told
+        uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every
+        uint32_t n_bound, n_receives, proof, closing, lost, told
         void *engine
         bps_arrived_fn arrived
         bps_notify_fn notify
@@ -209,8 +210,9 @@ cdef class Lane:
     """One queue pair (its `handle`; in INIT at least) over *rail*; *keep* is held until `close`.
 
     *epoch* is stamped on every write and checked on every arrival. At most *max_send* writes are in the queue pair,
-    others wait in a ring of ours; at most *max_receive* slots may be bound. One receive request is posted at once, for
-    the peer's `prove`. `bind`, `aim` and `post` from any thread once it is connected.
+    others wait in a ring of ours; at most *max_receive* slots may be bound. Writes up to *inline_nbytes* travel
+    inside the request; of writes that wait in a row, every *signal_every*-th asks for a completion. One receive request
+    is posted at once, for the peer's `prove`. `bind`, `aim` and `post` from any thread once it is connected.
 
     Raises
     ------
@@ -226,7 +228,10 @@ cdef class Lane:
     cdef bint is_open
 
     def __cinit__(self, Rail rail not None, uintptr_t queue_pair, *, uint32_t epoch, uint32_t n_slots,
-                  uint32_t max_send, uint32_t max_receive, uint64_t trace_capacity=0, keep=None):
+                  uint32_t max_send, uint32_t max_receive, uint32_t inline_nbytes=0, uint32_t signal_every=1,
+                  uint64_t trace_capacity=0, keep=None):
+        if signal_every < 1:
+            raise ValueError("signal_every=0: nobody would learn that a write is delivered")
         cdef bps_rdma_lane *lane = <bps_rdma_lane *>calloc(1, sizeof(bps_rdma_lane))
         if lane == NULL:
             raise MemoryError("lane")
@@ -234,6 +239,7 @@ cdef class Lane:
         pthread_mutex_init(&lane.lock, NULL)
         lane.regions, lane.qp = &rail._open().regions, <bps_ibv_qp *>queue_pair
         lane.epoch, lane.n_slots, lane.max_send, lane.max_receive = epoch, n_slots, max_send, max_receive
+        lane.inline_nbytes, lane.signal_every = inline_nbytes, signal_every
         lane.capacity = 256
         lane.in_ = <bps_slot_in *>calloc(n_slots, sizeof(bps_slot_in))
         lane.out = <bps_slot_out *>calloc(n_slots, sizeof(bps_slot_out))

@@ -56,7 +56,7 @@ struct bps_failure { /* the first one; a flush gives way to its cause */
 struct bps_rdma_lane {
     struct bps_regions *regions; /* its rail's */
     struct bps_ibv_qp *qp;
-    uint32_t number, peer, epoch, n_slots, max_send, max_receive;
+    uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every;
     void *engine; /* NULL before start */
     bps_arrived_fn arrived;
     bps_notify_fn notify;
@@ -95,6 +95,16 @@ static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure 
 
 /* -- sending ------------------------------------------------------------------------------------------------- */
 
+/* How the next write is posted. It asks for a completion unless another one that does follows in this very pump: the
+ * last of those that wait always does, so nothing stays undelivered for want of more work, and so does the one that
+ * fills the queue pair. */
+static inline unsigned int bps_lane_flags(const struct bps_rdma_lane *lane, uint32_t nbytes)
+{
+    uint64_t next = lane->sent + 1;
+    int signalled = next == lane->posted || next - lane->delivered == lane->max_send || next % lane->signal_every == 0;
+    return (signalled ? BPS_SEND_SIGNALED : 0) | (nbytes && nbytes <= lane->inline_nbytes ? BPS_SEND_INLINE : 0);
+}
+
 /* Hand waiting writes to the queue pair as far as it has room. Under the lane's lock. */
 static inline void bps_lane_pump(struct bps_rdma_lane *lane)
 {
@@ -103,7 +113,8 @@ static inline void bps_lane_pump(struct bps_rdma_lane *lane)
         uint64_t wr_id = (uint64_t)lane->number << 32 | (lane->sent & BPS_WRITE_INDEX);
         int rc = bps_post_write_imm(lane->qp, wr_id, write->address, write->nbytes, write->lkey,
                                     write->remote_address, write->rkey,
-                                    bps_immediate(write->slot, write->round, lane->epoch), BPS_SEND_SIGNALED);
+                                    bps_immediate(write->slot, write->round, lane->epoch),
+                                    bps_lane_flags(lane, write->nbytes));
         if (rc != 0) {
             bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, write->slot, write->round, write->nbytes,
                                                      0});
@@ -239,22 +250,28 @@ static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps
 
 /* -- completions --------------------------------------------------------------------------------------------- */
 
+/* The write with this index is delivered, and with it those before it that asked for no completion. */
 static inline void bps_lane_delivered(struct bps_rdma_lane *lane, uint32_t index)
 {
-    pthread_mutex_lock(&lane->lock);
-    /* completions come in order, one for each write */
-    int expected = lane->delivered < lane->sent && (lane->delivered & BPS_WRITE_INDEX) == index;
-    struct bps_write write = lane->queue[lane->delivered % lane->capacity];
-    if (expected) {
-        lane->delivered++;
-        bps_lane_pump(lane);
+    for (uint64_t n = 1, k = 0; k < n; k++) {
+        pthread_mutex_lock(&lane->lock);
+        if (k == 0) /* completions come in order */
+            n = ((index - (uint32_t)lane->delivered) & BPS_WRITE_INDEX) + 1ul;
+        int expected = k > 0 || n <= lane->sent - lane->delivered;
+        struct bps_write write = lane->queue[lane->delivered % lane->capacity];
+        if (expected)
+            lane->delivered++;
+        if (expected && k + 1 == n)
+            bps_lane_pump(lane);
+        pthread_mutex_unlock(&lane->lock);
+        if (!expected)
+            return;
+        if (lane->engine == NULL)
+            continue;
+        bps_record_add(&lane->records, BPS_WIRE, (int)lane->peer, write.slot, write.round, write.nbytes,
+                       write.posted_ns, bps_now_ns());
+        lane->notify(lane->engine, BPS_EVENT_DELIVERED, lane->peer, write.slot, write.round, 0, write.nbytes);
     }
-    pthread_mutex_unlock(&lane->lock);
-    if (!expected || lane->engine == NULL)
-        return;
-    bps_record_add(&lane->records, BPS_WIRE, (int)lane->peer, write.slot, write.round, write.nbytes, write.posted_ns,
-                   bps_now_ns());
-    lane->notify(lane->engine, BPS_EVENT_DELIVERED, lane->peer, write.slot, write.round, 0, write.nbytes);
 }
 
 static inline void bps_lane_bad_completion(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)

@@ -154,7 +154,8 @@ def _connect(way: Way, rail: RailOffer, pair: PairOffer) -> None:
     way.pair.to_rtr(
         pair.number, pair.psn, gid=rail.gid if on_ethernet else None,
         gid_index=chosen.gid.index if on_ethernet and chosen.gid else 0, lid=rail.lid,
-        mtu=min(rail.mtu, way.rail.port["active_mtu"]), min_rnr_timer=_MIN_RNR_TIMER,
+        mtu=min(rail.mtu, way.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
+        traffic_class=way.rail.settings.rdma_traffic_class, sl=way.rail.settings.rdma_service_level,
     )
     way.pair.to_rts(timeout=_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
 
