@@ -118,8 +118,8 @@ def undo(path: str) -> Change:
     last = entries.pop()
     now = _content(place)
     if now not in (last["after"], last["before"]):  # the latter: `apply` was interrupted between its two files
-        raise ConfigError(f"{place} was changed since {last['date']}, when `{last['reason']}` was applied: --undo would "
-                          f"lose that. What was there before stands in {_undo_file(place)}")
+        raise ConfigError(f"{place} was changed since {last['date']}, when `{last['reason']}` was applied: --undo "
+                          f"would lose that. What was there before stands in {_undo_file(place)}")
     if last["before"] is None:
         place.unlink(missing_ok=True)
     else:

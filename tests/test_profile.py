@@ -52,7 +52,7 @@ def test_undo_does_not_lose_what_somebody_wrote_since(tmp_path):
     file = tmp_path / "job.toml"
     profile.apply(str(file), {"rdma_mtu": 1024}, "tune rdma")
     file.write_text("rdma_mtu = 512\n")
-    with pytest.raises(ConfigError, match="changed since 20.*`tune rdma`"):
+    with pytest.raises(ConfigError, match=r"changed since 20.*`tune rdma`"):
         profile.undo(str(file))
     assert file.read_text() == "rdma_mtu = 512\n"
 
@@ -75,7 +75,7 @@ def test_a_text_that_cannot_be_changed_by_lines_is_refused_and_stays(tmp_path):
 def test_a_broken_undo_file_and_a_place_that_cannot_be_written_are_told(tmp_path):
     file = tmp_path / "job.toml"
     (tmp_path / "job.toml.undo").write_text("{")
-    with pytest.raises(ConfigError, match="job.toml.undo cannot be read"):
+    with pytest.raises(ConfigError, match=r"job\.toml\.undo cannot be read"):
         profile.apply(str(file), {"rdma_mtu": 1024}, "x")
     with pytest.raises(ConfigError, match="no folder that you may write"):
         profile.writable(str(tmp_path / "absent" / "job.toml"))

@@ -86,7 +86,7 @@ def test_a_budget_that_ends_in_the_middle_names_the_knobs_that_were_not_tried():
 
 
 def test_a_budget_too_short_for_anything_is_an_error():
-    with pytest.raises(ConfigError, match=r"--budget 5s is too short: before and after alone, 6 times each for bw, lat"):
+    with pytest.raises(ConfigError, match=r"--budget 5s is too short: .*, 6 times each for bw, lat"):
         Bench({}, 0.02, 3).search(budget_s=5.0).run()
 
 

@@ -5,6 +5,7 @@ pair, hardly see it. Medians, because a machine that is disturbed once must not 
 """
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def spread(values: Sequence[float]) -> float:
 
 def noise_of(values: Sequence[float]) -> float:
     """Return the relative standard deviation of one value, of a series in which nothing was changed; drift left out."""
-    steps = [math.log(new / old) for old, new in zip(values, values[1:])]
+    steps = [math.log(new / old) for old, new in itertools.pairwise(values)]
     if not steps:
         return 0.0
     return max(spread(steps), _PER_MAD * statistics.median(map(abs, steps))) / math.sqrt(2)

@@ -143,8 +143,9 @@ class Search:
         least_s = (self._clock() - self._began) + self._reserve_s + _NOISE_SAMPLES * sum(
             self._cost[load] for load in loads)
         if least_s > self._budget_s:
-            raise ConfigError(f"--budget {self._budget_s:g}s is too short: before and after alone, {_FINAL_PAIRS} times "
-                              f"each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was changed")
+            raise ConfigError(f"--budget {self._budget_s:g}s is too short: before and after alone, {_FINAL_PAIRS} "
+                              f"times each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
+                              "changed")
 
     # -- one knob -----------------------------------------------------------------------------------------------
 
