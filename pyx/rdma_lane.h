@@ -57,6 +57,7 @@ struct bps_rdma_lane {
     struct bps_regions *regions; /* its rail's */
     struct bps_ibv_qp *qp;
     uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every;
+    uint32_t unsignalled; /* writes since the last one that asked for a completion */
     void *engine; /* NULL before start */
     bps_arrived_fn arrived;
     bps_notify_fn notify;
@@ -95,13 +96,15 @@ static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure 
 
 /* -- sending ------------------------------------------------------------------------------------------------- */
 
-/* How the next write is posted. It asks for a completion unless another one that does follows in this very pump: the
- * last of those that wait always does, so nothing stays undelivered for want of more work, and so does the one that
- * fills the queue pair. */
-static inline unsigned int bps_lane_flags(const struct bps_rdma_lane *lane, uint32_t nbytes)
+/* How the next write is posted. It asks for a completion, which retires those before it too, unless another one that
+ * does follows in this very pump: the last of those that wait always does, so nothing stays undelivered for want of more
+ * work, and of max_send in a row one does, so a full queue pair never stays full. */
+static inline unsigned int bps_lane_flags(struct bps_rdma_lane *lane, uint32_t nbytes)
 {
-    uint64_t next = lane->sent + 1;
-    int signalled = next == lane->posted || next - lane->delivered == lane->max_send || next % lane->signal_every == 0;
+    uint32_t in_a_row = lane->signal_every < lane->max_send ? lane->signal_every : lane->max_send;
+    int signalled = lane->sent + 1 == lane->posted || ++lane->unsignalled >= in_a_row;
+    if (signalled)
+        lane->unsignalled = 0;
     return (signalled ? BPS_SEND_SIGNALED : 0) | (nbytes && nbytes <= lane->inline_nbytes ? BPS_SEND_INLINE : 0);
 }
 

@@ -13,7 +13,8 @@ from .host import Host
 def cores_of(host: Host, device: str, text: str) -> frozenset[int]:
     """Return the cores for *device* by the setting's *text*: "3", "4-7", "numa" or "". Empty: any.
 
-    "numa" is empty, too, where the kernel does not say which NUMA node the device is on.
+    "numa" is empty, too, where the kernel does not say which NUMA node the device is on, and where this process may
+    run on none of its cores.
 
     Raises
     ------

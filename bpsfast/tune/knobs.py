@@ -90,7 +90,7 @@ def _cores(sides: Sequence[SideFacts], rails: Sequence[RailFacts]) -> tuple[list
     """Return "numa" where that says something, and one core beside the devices that is no first one: those serve
     interrupts."""
     values = []
-    if all(side.n_numa > 1 for side in sides) and all(rail.numa_node is not None for rail in rails):
+    if all(side.n_numa > 1 for side in sides) and all(rail.numa_node is not None and rail.near for rail in rails):
         values.append("numa")
     common = set.intersection(*(set(side.cores) for side in sides), *(set(rail.near) for rail in rails))
     if len(common) > 1:

@@ -32,15 +32,17 @@ MAX_RECEIVE = 16
 class Side:
     """One device with a rail, one queue pair and its lane, an engine as the lane's mailbox, and registered memory."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **options: int) -> None:
+        self.signal_every = options.get("signal_every", 1)
         self.device = verbs.Device(name)
         self.domain = verbs.ProtectionDomain(self.device)
         self.queue = verbs.CompletionQueue(self.device, 2 * (MAX_SEND + MAX_RECEIVE), events=True)
-        self.pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=MAX_SEND, max_recv=MAX_RECEIVE)
+        self.pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=MAX_SEND, max_recv=MAX_RECEIVE,
+                                    max_inline=options.get("inline_nbytes", 0))
         self.pair.to_init(1)
         self.rail = Rail(self.queue.handle, keep=self.queue)
         self.lane = Lane(self.rail, self.pair.handle, epoch=EPOCH, n_slots=N_SLOTS, max_send=MAX_SEND,
-                         max_receive=MAX_RECEIVE, trace_capacity=100, keep=self.pair)
+                         max_receive=MAX_RECEIVE, trace_capacity=100, keep=self.pair, **options)
         self.board, self.bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
         ring.format_board(self.board)
         ring.format_doorbell(self.bell)
@@ -93,8 +95,8 @@ class Side:
 
 
 @pytest.fixture
-def sides():
-    made = [Side("rxe0"), Side("rxe1")]
+def sides(request):
+    made = [Side(name, **getattr(request, "param", {})) for name in ("rxe0", "rxe1")]
     left, right = made
     left.connect(*right.place)
     right.connect(*left.place)
@@ -140,8 +142,10 @@ def test_a_write_lands_in_the_slot_of_its_round_with_its_immediate(proven):
     assert left.lane.counters()["writes_sent"] == 19 and len(left.lane.trace()) == 19 * 32
 
 
+@pytest.mark.parametrize("sides", [{}, {"signal_every": 3}, {"signal_every": 1000}], indirect=True, ids=str)
 def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
     left, right = proven
+    completions = left.rail.counters()["completions"]
     n = MAX_RECEIVE
     for slot in range(n):
         right.expect(slot, 4096 * slot, 4096 * slot, 4096)
@@ -155,11 +159,32 @@ def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
         wait_for(lambda: right.lane.counters()["writes_received"], n * round_)
         assert (right.bytes[:4096 * n] == round_).all()
     assert left.lane.counters()["writes_pending"] == 0
+    taken = left.rail.counters()["completions"] - completions
+    assert taken == 5 * n if left.signal_every == 1 else 5 <= taken < 5 * n
     with pytest.raises(OSError, match="16 slots are bound, the queue pair was made for 16") as caught:
         right.expect(n, 0, 0, 4096)
     assert caught.value.errno == errno.ENOSPC
     right.lane.unbind(3)
     right.lane.bind(n + 1, right.region.address, right.region.address, 4096)
+
+
+@pytest.mark.parametrize("sides", [{"inline_nbytes": 256}], indirect=True, ids=str)
+def test_a_small_write_that_travels_inline_has_left_its_source_when_it_is_posted(proven):
+    left, right = proven
+    right.expect(1, 0, 0, 256)
+    aim(left, right, 1, 0, 0, 256)
+    for round_ in range(1, 30):
+        left.bytes[:256] = round_
+        left.lane.post(1, round_, 0, left.region.address, 256)
+        left.bytes[:256] = 0
+        left.events(1)
+        wait_for(lambda: right.lane.counters()["writes_received"], round_)
+        assert (right.bytes[:256] == round_).all()
+
+
+def test_a_lane_that_never_asks_for_completions_is_no_lane(sides):
+    with pytest.raises(ValueError, match="signal_every=0"):
+        Lane(sides[0].rail, sides[0].pair.handle, epoch=1, n_slots=1, max_send=1, max_receive=1, signal_every=0)
 
 
 def test_an_empty_contribution_writes_nothing(proven):

@@ -67,17 +67,15 @@ def test_every_load_is_measured_and_counted():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("change", [
-    {"rdma_queue_pairs": 2}, {"rdma_signal_every": 4}, {"rdma_mtu": 1024}, {"rdma_traffic_class": 106},
-    {"rdma_service_level": 3}, {"rdma_relaxed_ordering": True}, {"huge_pages": "off"}, {"rdma_cores": "1"},
-    {"rdma_inline_bytes": 64}, {"rdma_queue_depth": 1},
-], ids=str)
-def test_every_setting_can_be_measured(change):
+def test_every_setting_can_be_measured_and_makes_a_difference():
     with listening(1) as where:
         found = session(where)
-        config = found.start | change
-        assert found.measure(config, LATENCY if "rdma_inline_bytes" in change else ONE_WAY) > 0
-        assert found.effective(config, ONE_WAY) != found.effective(found.start, ONE_WAY) or "huge_pages" in change
+        for change in ({"rdma_queue_pairs": 2}, {"rdma_signal_every": 4}, {"rdma_mtu": 1024}, {"huge_pages": "off"},
+                       {"rdma_traffic_class": 106}, {"rdma_service_level": 3}, {"rdma_relaxed_ordering": True},
+                       {"rdma_cores": "1"}, {"rdma_inline_bytes": 64}, {"rdma_queue_depth": 1}):
+            config = found.start | change
+            assert found.effective(config, ONE_WAY) != found.effective(found.start, ONE_WAY), change
+            assert found.measure(config, LATENCY if "rdma_inline_bytes" in change else ONE_WAY) > 0, change
 
 
 @pytest.mark.timeout(300)
