@@ -43,15 +43,15 @@ class Visit:
     """One run over *control*, from either side. `show` is called with each row as soon as it is known.
 
     *key*: the job's, for data connections. The settings say which device and GID to use. *gather*, of a client: called
-    before each row, when both sides could begin; returns when they shall.
+    before each row, when both sides could begin; returns when they shall. *host*: what is known of this machine.
     """
 
     def __init__(self, control: Control, key: bytes, loaded: Settings, show: Callable[[dict[str, Any]], None],
-                 gather: Callable[[], None] = lambda: None) -> None:
+                 gather: Callable[[], None] = lambda: None, host: Host | None = None) -> None:
         self._control, self._key, self._settings, self._show = control, key, loaded, show
         self._gather = gather
         self._device = ""
-        self._host = Host()
+        self._host = host or Host()
         self.rows: list[dict[str, Any]] = []
         self.places: dict[str, Any] = {}
         self.plan: Plan | None = None

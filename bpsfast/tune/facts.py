@@ -55,15 +55,14 @@ class SideFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.rails
 
 
-def gather(loaded: Settings, peer_host: str | None) -> SideFacts:
-    """Return this machine's facts, seen towards *peer_host* (None: in general).
+def gather(host: Host, loaded: Settings, peer_host: str) -> SideFacts:
+    """Return the facts of this machine, *host*, seen towards *peer_host*.
 
     Raises
     ------
     ConfigError, OSError
         The settings name what is not there; libibverbs or a device cannot be opened.
     """
-    host = Host()
     rails, rejected = reach.rails(host, loaded, peer_host)
     allowed = numa.allowed_cpus(host.tree)
     return SideFacts(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..nic.host import Host
 from ..orchestration.errors import BpsError, PeerLostError
 from ..perf import control as lines
 from ..perf.control import Control
@@ -46,6 +47,8 @@ class Field:
                  timeout_s: float) -> None:
         self._where, self._key, self._settings = list(where), key, loaded
         self._wait_s, self._timeout_s = wait_s, timeout_s
+        #: this machine, read once: that takes longer than many a measurement
+        self.own = Host()
 
     def ask(self, what: str) -> list[SideFacts]:
         """Ask every machine for its "facts", or tell it the "end"; return the answers' facts.
@@ -108,7 +111,7 @@ class Field:
             way = ways[number]
             own = msgspec.structs.replace(self._settings, rdma_devices=f"={way.own.name}")
             try:
-                visit = Visit(controls[number], self._key, own, lambda row: None, meet)
+                visit = Visit(controls[number], self._key, own, lambda row: None, meet, self.own)
                 visit.as_client(plan, lambda: None, way.their.name)
                 rows[number] = visit.rows[0]
             except Exception as exc:  # told below, in the thread that asked

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ..nic.host import Host
 from ..orchestration.errors import BpsError, PeerLostError, StallError
 from ..perf import control as lines
 from ..perf.control import Control
@@ -31,6 +32,7 @@ class Partner:
 
     def __init__(self, listener: socket.socket, key: bytes, loaded: Settings, say: Callable[[str], None]) -> None:
         self._listener, self._key, self._settings, self._say = listener, key, loaded, say
+        self._host = Host()
         self._ended = threading.Event()
         self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._heard_s = time.monotonic()
@@ -93,10 +95,11 @@ class Partner:
     def _answer(self, control: Control) -> None:
         asked = control.receive((Ask, Propose), "a question or a measurement")
         if isinstance(asked, Propose):
-            Visit(control, self._key, self._settings, lambda row: None).serve(asked, {}, lambda: None)
+            visit = Visit(control, self._key, self._settings, lambda row: None, host=self._host)
+            visit.serve(asked, {}, lambda: None)
         elif asked.what == "facts":
             try:
-                fields = msgspec.to_builtins(facts.gather(self._settings, control.peer_host))
+                fields = msgspec.to_builtins(facts.gather(self._host, self._settings, control.peer_host))
             except (BpsError, OSError) as exc:
                 fields = {"error": f"{type(exc).__name__}: {exc}"}
             control.send(Answer(fields))

@@ -241,7 +241,10 @@ class Search:
             outcome.comparisons[load] = compare(outcome.before[load], outcome.after[load],
                                                 self.outcome.noise.get(load, 0.0))
         worse = [load for load, found in outcome.comparisons.items() if found.verdict == "worse"]
-        better = [load for load, found in outcome.comparisons.items() if found.verdict == "better"]
+        # a load for which nothing was changed decides nothing: it may only not become worse
+        changed = describe(self._config, outcome.start)
+        decisive = dict.fromkeys(knob.load for knob in self._knobs if knob.name in changed)
+        better = [load for load in decisive if outcome.comparisons[load].verdict == "better"]
         if worse:
             outcome.words = f"what was found makes {', '.join(worse)} worse"
         elif not better:

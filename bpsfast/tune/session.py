@@ -39,7 +39,7 @@ class Session:
         self.budget_s, self._timeout_s = budget_s, timeout_s
         self.sample_s = min(_LONGEST_S, max(_SHORTEST_S, budget_s / _SHARE))
         self._field = field
-        self.own = facts.gather(loaded, towards)
+        self.own = facts.gather(field.own, loaded, towards)
         self.own.require()
         self.partners = field.ask("facts")
         for partner in self.partners:

@@ -17,7 +17,7 @@ from .facts import RailFacts, SideFacts
 ONE_WAY, TWO_WAY, INCAST, LATENCY = "one-way", "two-way", "incast", "latency"
 #: What is too small for anything but its latency to matter: an empty contribution, a few scalars.
 LATENCY_NBYTES = 64
-_TURNS = 500
+_TURNS = 200
 _RECEIVES = 512
 #: The settings that are tuned; each is read by the transport.
 NAMES = ("partition_bytes", "credit_bytes", "rdma_devices", "rdma_queue_pairs", "rdma_queue_depth", "rdma_signal_every",

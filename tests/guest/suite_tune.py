@@ -132,8 +132,8 @@ def test_a_profile_is_kept_read_by_perf_and_taken_back(tmp_path):
     before = "# of the cellar\nrdma_mtu = 256  # far too small\npartition_bytes = 65536\ncredit_bytes = 262144\n"
     profile.write_text(before)
     listener = on(0, "tune", "rdma", "-d", "rxe0", "--wait", "400")
-    driver = on(1, "tune", "rdma", "10.9.1.1", "-d", "rxe1", "--wait", "90", "--budget", "200s", "--only",
-                "rdma_mtu,rdma_signal_every", "--profile", str(profile), "--set", f"profile={profile}", "--apply",
+    driver = on(1, "tune", "rdma", "10.9.1.1", "-d", "rxe1", "--wait", "90", "--budget", "100s", "--goal",
+                "one-way", "--only", "rdma_mtu", "--profile", str(profile), "--set", f"profile={profile}", "--apply",
                 "--json", "--timeout", "60")
     with ended(listener, driver):
         shown, progress = driver.communicate(timeout=400)
@@ -141,9 +141,10 @@ def test_a_profile_is_kept_read_by_perf_and_taken_back(tmp_path):
         assert listener.wait(60) == 0
     found = json.loads(shown)
     assert found["changed"] and found["changes"]["rdma_mtu"] != 256, found["steps"]
-    assert found["loads"][TWO_WAY]["verdict"] == "better" and found["seconds"] <= 200 + 10
+    assert found["loads"][ONE_WAY]["verdict"] == "better" and found["seconds"] <= 100 + 10
     assert found["loads"][ONE_WAY]["after"]["median"] > found["loads"][ONE_WAY]["before"]["median"]
-    ports = {port["port"] for port in found["loads"][TWO_WAY]["counters"]["before"]}
+    assert set(found["loads"]) == {ONE_WAY, TWO_WAY, LATENCY}
+    ports = {port["port"] for port in found["loads"][ONE_WAY]["counters"]["before"]}
     assert ports == {"h1 rxe1/1", "h0 rxe0/1"}
     after = msgspec.toml.decode(profile.read_text())
     assert after == {"partition_bytes": 65536, "credit_bytes": 262144, "rdma_mtu": 256} | found["changes"]
@@ -167,8 +168,9 @@ def test_a_profile_is_kept_read_by_perf_and_taken_back(tmp_path):
 def test_a_machine_that_dies_is_an_error_in_words_and_changes_nothing(tmp_path):
     profile = tmp_path / "job.toml"
     listener = on(0, "tune", "rdma", "-d", "rxe0")
-    driver = on(1, "tune", "rdma", "10.9.1.1", "-d", "rxe1", "--wait", "90", "--budget", "300s", "--profile",
-                str(profile), "--apply")
+    driver = on(1, "tune", "rdma", "10.9.1.1", "-d", "rxe1", "--wait", "90", "--budget", "300s", "--goal",
+                "one-way", "--only", "rdma_mtu,rdma_queue_pairs", "--profile", str(profile), "--apply", "--set",
+                "partition_bytes=65536", "--set", "credit_bytes=262144")
     with ended(listener, driver):
         for line in iter(driver.stdout.readline, ""):
             if line.startswith("  ") and ": " in line and "->" in line and "rxe1:1 ->" not in line:
