@@ -164,8 +164,11 @@ def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
     """Return what somebody has set for jobs, in a profile say, by the plan's names; a latency has one queue pair."""
     from ..perf import plan as plans
 
-    return {field: getattr(loaded, name) for name, field in plans.SETTINGS.items()
-            if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
+    found = {field: getattr(loaded, name) for name, field in plans.SETTINGS.items()
+             if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
+    if "moderation" in found:
+        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport takes it
+    return found
 
 
 def _device(options: dict[str, Any]) -> str | None:

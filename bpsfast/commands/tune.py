@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -62,7 +63,8 @@ class _Numbers(click.ParamType):
               help="Traffic classes (DSCP * 4) that the switches know, to be tried.")
 @click.option("--service-level", "service_levels", type=_Numbers(15), default=(), metavar="N,...",
               help="Service levels to be tried.")
-@click.option("--profile", metavar="FILE", help="The profile to change [default: the setting profile].")
+@click.option("--profile", metavar="FILE", help="The profile to start from and to change [default: the setting "
+              "profile].")
 @click.option("--apply", "applies", is_flag=True, help="Write what was found to be better into the profile.")
 @click.option("--undo", "undoes", is_flag=True, help="Put the profile back to what it was before the last --apply.")
 @click.option("--seed", type=int, default=0, help="Of the order in which things are tried [default: 0].")
@@ -95,7 +97,8 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"))
     device = options.pop("device")
     chosen = overrides(options.pop("assignments"), rdma_devices=f"={device}" if device else None,
-                       rdma_gid_index=options.pop("gid_index"))
+                       rdma_gid_index=options.pop("gid_index"),
+                       profile=profile if profile and Path(profile).exists() else None)
     loaded, origins = settings.load(chosen), settings.load_with_origins(chosen)[1]
     file = profile or loaded.profile
     if (applies or undoes) and not file:
@@ -137,6 +140,7 @@ def _listen(port: int, key: bytes, loaded: Any, wait_s: float | None) -> None:
 
 def _drive(form: output.Form, where: list[tuple[str, int]], key: bytes, loaded: Any, origins: dict[str, str],
            file: str, options: dict[str, Any]) -> None:
+    from ..orchestration.errors import BpsError
     from ..tune import report
     from ..tune.field import Field
     from ..tune.session import Session, network
@@ -151,7 +155,10 @@ def _drive(form: output.Form, where: list[tuple[str, int]], key: bytes, loaded: 
                           options["traffic_classes"], options["service_levels"], _names(options["only"]))
         say(report.head(session))
         outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
-        field.ask("end")
+        try:
+            field.ask("end")
+        except BpsError as exc:  # what was measured stands
+            click.echo(f"bpsfast: {exc}: end the other side there", err=True)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; nothing was changed", err=True)
         sys.exit(130)

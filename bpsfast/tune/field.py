@@ -6,13 +6,14 @@ together. Nothing is kept between measurements, so a machine that died is found 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..nic.host import Host
-from ..orchestration.errors import BpsError, PeerLostError
+from ..orchestration.errors import BpsError, PeerLostError, StallError
 from ..perf import control as lines
 from ..perf.control import Control
 from ..perf.messages import Answer, Ask
@@ -27,6 +28,8 @@ DEFAULT_PORT = 18530
 _AGAIN_S = 10.0
 _LOOK_S = 0.2
 _LAST_WORDS_S = 10.0
+#: A visit has so many waits of its own, at most, each with the deadline of silence.
+_STEPS = 6
 
 
 class Way(NamedTuple):
@@ -122,13 +125,19 @@ class Field:
                    for number in range(len(ways))]
         for thread in threads:
             thread.start()
+        limit_s = plan.duration_s + _STEPS * self._timeout_s
+        deadline = time.monotonic() + limit_s
         try:
             for thread in threads:
                 while thread.is_alive():
                     thread.join(_LOOK_S)
-        except BaseException:
+                    if time.monotonic() > deadline:
+                        hosts = ", ".join(host for host, _ in self._where)
+                        raise StallError(f"a measurement with {hosts} did not end within {limit_s:g} s. Nothing "
+                                         "was changed")
+        except BaseException as exc:
             for control in controls:
-                control.cut("it was interrupted (Ctrl-C)")
+                control.cut(f"it was interrupted ({exc})" if str(exc) else "it was interrupted (Ctrl-C)")
             for thread in threads:
                 thread.join(_LAST_WORDS_S)
             raise

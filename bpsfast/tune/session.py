@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..doctor import congestion
+from ..doctor.examination import examine
 from ..doctor.facts import Facts
 from ..doctor.finding import Outcome as Reading
 from ..nic.counters import Delta
@@ -93,8 +94,9 @@ class Session:
     def effective(self, config: Config, load: str) -> tuple[Plan, tuple[Way, ...]]:
         """Return what is measured with these settings: the same for different ones means that they do not differ."""
         ways = self.ways(config, load)
-        per_peer = [way for way in ways if way.partner == 0]
-        plan = plan_of(config, load, [(way.own, way.their) for way in per_peer], self.sample_s, self._timeout_s)
+        rails = [rail for way in ways for rail in (way.own, way.their)]
+        n_rails = sum(way.partner == 0 for way in ways)
+        plan = plan_of(config, load, rails, n_rails, self.sample_s, self._timeout_s)
         return plan, tuple(ways)
 
     def measure(self, config: Config, load: str) -> float:
@@ -135,4 +137,4 @@ class Session:
 
 def network(loaded: Settings, origins: dict[str, str]) -> Reading:
     """Return the doctor's reading of this machine's flow control: PFC, ECN, DCQCN, and what to do (check RD09)."""
-    return congestion.loss(Facts(Host(), loaded, origins))
+    return examine(Facts(Host(), loaded, origins), congestion.CHECKS)[0].outcome

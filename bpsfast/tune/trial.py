@@ -42,13 +42,12 @@ def rails_of(side: SideFacts, devices: str) -> list[RailFacts]:
     return found
 
 
-def plan_of(config: dict[str, Any], load: str, ways: Sequence[tuple[RailFacts, RailFacts]], duration_s: float,
+def plan_of(config: dict[str, Any], load: str, rails: Sequence[RailFacts], n_rails: int, duration_s: float,
             timeout_s: float) -> Plan:
-    """Return the plan for each of *ways*, the pairs of rails between two machines.
+    """Return the plan for one of *n_rails* pairs of rails between two machines.
 
-    With several ways all have the same plan, so the MTU is that of the narrowest.
+    All that are measured at once have the same plan, so what limits any of *rails*, all that take part, limits it.
     """
-    rails = [rail for way in ways for rail in way]
     mtu = min(rail.mtu for rail in rails)
     most = min(rail.max_qp_wr for rail in rails)
     shared: dict[str, Any] = {
@@ -62,7 +61,7 @@ def plan_of(config: dict[str, Any], load: str, ways: Sequence[tuple[RailFacts, R
         return Plan(verb="lat", sizes=(LATENCY_NBYTES,), iterations=_TURNS, depth=min(config["rdma_queue_depth"], most),
                     **shared)
     nbytes = config["partition_bytes"]
-    on_the_way = max(1, config["credit_bytes"] // nbytes // len(ways))
+    on_the_way = max(1, config["credit_bytes"] // nbytes // n_rails)
     pairs = min(config["rdma_queue_pairs"], on_the_way)
     depth = min(config["rdma_queue_depth"], most, max(1, on_the_way // pairs))
     return Plan(verb="bw", sizes=(nbytes,), duration_s=duration_s, pairs=pairs, depth=depth,

@@ -133,7 +133,7 @@ def test_a_profile_is_kept_read_by_perf_and_taken_back(tmp_path):
     profile.write_text(before)
     listener = on(0, "tune", "rdma", "-d", "rxe0", "--wait", "400")
     driver = on(1, "tune", "rdma", "10.9.1.1", "-d", "rxe1", "--wait", "90", "--budget", "100s", "--goal",
-                "one-way", "--only", "rdma_mtu", "--profile", str(profile), "--set", f"profile={profile}", "--apply",
+                "one-way", "--only", "rdma_mtu", "--profile", str(profile), "--apply",
                 "--json", "--timeout", "60")
     with ended(listener, driver):
         shown, progress = driver.communicate(timeout=400)
