@@ -93,7 +93,7 @@ def test_every_setting_that_can_be_tuned_is_followed(wire, tuned):
                 push(end, part, round_, end.allocate(nbytes), bytes([round_]) * nbytes)
         for end in tuned:
             for part, nbytes in enumerate(SIZES * 2):
-                assert end.port.wait(part, round_, 1, 20.0) == DONE
+                assert end.port.wait(part, 1, round_, 20.0) == DONE
                 assert end.result(part, round_) == bytes([2 * round_]) * nbytes
     for end in tuned:
         [link] = end.vertex.links.values()
