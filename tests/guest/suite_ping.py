@@ -91,10 +91,10 @@ def on():
 
 
 def test_two_hosts_ping_each_other_by_command(on):
-    for host in (0, 1):
-        listener = on(host, "ping", "--listen", "-d", f"rxe{host}")
+    listeners = [on(host, "ping", "--listen", "-d", f"rxe{host}") for host in (0, 1)]
+    one_way = on(1, "ping", "10.9.1.1", "-d", "rxe1", "--json", "--wait", "60")
+    for listener in listeners:
         assert "listening on port 18520" in listener.stderr.readline()
-    one_way = on(1, "ping", "10.9.1.1", "-d", "rxe1", "--json")
     shown, complaint = one_way.communicate(timeout=100)
     assert one_way.returncode == 0, shown + complaint
     [found] = json.loads(shown)
