@@ -157,7 +157,7 @@ def test_two_rails_of_two_queue_pairs_give_the_same_until_a_node_dies_in_the_mid
             assert found["after"]["rdma_rails"] == 2 and found["after"][f"wire_{1 - index}_queue_pairs"] == 4
         sent = packets("rxe1")
         job.begin(push_until_it_fails, 10_000)
-        until(lambda: packets("rxe1") > sent + 500)
+        until(lambda: packets("rxe1") > sent + 500, 200)
         job.kill_daemon("node 1")
         outcome = job.outcomes(timeout_s=100, only=(0,))[0]
         assert outcome.error == "PeerLostError" and "node 1" in outcome.text, outcome
@@ -171,7 +171,7 @@ def test_a_card_that_is_pulled_out_under_writes_ends_the_job_in_words():
             running(more, ranks=(1, 1), transport="auto") as job:
         assert [found[f"transport_{1 - index}"] for index, found in enumerate(job.call("stats"))] == [3, 3]
         job.begin(push_until_it_fails, 10_000)
-        until(lambda: packets(name) > 500)
+        until(lambda: packets(name) > 500, 200)  # the first push loads the kernels
         pulled = subprocess.Popen(spare_device.PULL_OUT)  # the kernel lets it end when nobody uses the device
         outcomes = job.outcomes(timeout_s=100)
         assert {outcome.error for outcome in outcomes} == {"PeerLostError"}, outcomes
