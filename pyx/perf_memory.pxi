@@ -46,6 +46,7 @@ cdef class MemoryLoop:
         cdef uint64_t goal = <uint64_t>-1 if n_send is None else n_send
         cdef uint64_t duration_ns = _nanoseconds(duration_s)
         cdef int rc
+        self._check_open()
         if n_receive is not None or memory.receive_goal == 0:
             BPS_SET64(memory.receive_goal, <uint64_t>-1 if n_receive is None else <uint64_t>n_receive)
         with nogil:
@@ -58,6 +59,7 @@ cdef class MemoryLoop:
         """Take *n* turns; the side that is *first* begins. Return the nanoseconds of each, as uint64."""
         cdef _Samples samples = _Samples(n)
         cdef int rc
+        self._check_open()
         with nogil:
             rc = bps_perf_memory_latency(&self.memory, n, first, samples.values)
         if rc:
@@ -72,6 +74,19 @@ cdef class MemoryLoop:
         """End the loop, soon."""
         bps_store(&self.memory.cancel, 1)
 
-    def __dealloc__(self):
+    def close(self):
+        """Let go of the memory, whoever still holds the loop; nobody runs it any more. Idempotent."""
+        self._release()
+
+    cdef int _check_open(self) except -1:
+        if not self.n_views:
+            raise ValueError("the loop is closed")
+        return 0
+
+    cdef void _release(self) noexcept:
         for i in range(self.n_views):
             PyBuffer_Release(&self.views[i])
+        self.n_views = 0
+
+    def __dealloc__(self):
+        self._release()

@@ -1,6 +1,7 @@
 """Both sides of perf, over tcp and shared memory: numbers that fit together, and an end when the other side ends."""
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -89,43 +90,84 @@ def test_without_a_device_both_sides_hear_so():
         measure("bw", {})
 
 
-def start(*arguments):
-    return subprocess.Popen([sys.executable, "-m", "bpsfast", "perf", *arguments], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start():
+    """Start ``bpsfast perf`` with the arguments. It ends with the test, and so do the pipes, whatever happens."""
+    with contextlib.ExitStack() as undo:
+
+        def start(*arguments):
+            process = undo.enter_context(subprocess.Popen([sys.executable, "-m", "bpsfast", "perf", *arguments],
+                                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            undo.callback(process.kill)
+            return process
+
+        yield start
 
 
-def test_ctrl_c_ends_both_sides():
+@pytest.fixture
+def heeds_ctrl_c():
+    """Processes started by the test heed SIGINT, even where a shell started these tests with ``&``: it ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("point", ["before", "in there"])
+def test_ctrl_c_while_a_loop_starts(point, monkeypatch):
+    """Whether the thread exists already or not: it ends, and what it uses is closed afterwards."""
+    plan = plans.make("bw", {"transport": "tcp", "duration_s": 60.0, "timeout_s": 20.0})
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if thread.name == "bpsfast-perf" and threading.current_thread() is threading.main_thread():
+            if point == "in there":
+                start(thread)
+            raise KeyboardInterrupt
+        start(thread)
+
+    told = []
+
+    def serve():
+        with lines.accept(listener, KEY, 10.0, 20.0) as connection, pytest.raises(BpsError) as caught:
+            Visit(connection, KEY, settings.load({}, {}), lambda row: None).as_server({}, lambda: None)
+        told.append(str(caught.value))
+
+    with lines.listen(0, "127.0.0.1") as listener:
+        served = threading.Thread(target=serve)
+        start(served)
+        with lines.connect("127.0.0.1", listener.getsockname()[1], KEY, 10.0, 20.0) as connection:
+            client = Visit(connection, KEY, settings.load({}, {}), lambda row: None)
+            with pytest.raises(KeyboardInterrupt):
+                client.as_client(plan, lambda: monkeypatch.setattr(threading.Thread, "start", interrupted))
+        served.join(20)
+        assert not served.is_alive()
+    assert "it was interrupted (Ctrl-C)" in told[0]
+    assert not [thread for thread in threading.enumerate() if thread.name == "bpsfast-perf"]
+
+
+def both_running(start, *arguments):
+    """Return a client and a server between which a run of a minute has begun."""
     with lines.listen(0, "127.0.0.1") as free:
         port = str(free.getsockname()[1])
-    server = start("bw", "-p", port, "--transport", "tcp")
-    client = start("bw", "127.0.0.1", "-p", port, "--transport", "tcp", "-D", "60", "--wait", "30")
-    try:
-        while "BW average" not in client.stdout.readline():
-            assert client.poll() is None, client.stderr.read()
-        client.send_signal(signal.SIGINT)
-        _, complaint = client.communicate(timeout=20)
-        _, told = server.communicate(timeout=20)
-    finally:
-        for process in (client, server):
-            process.kill()
-            process.wait()
+    server = start("bw", "-p", port, *arguments)
+    client = start("bw", "127.0.0.1", "-p", port, "-D", "60", "--wait", "30", *arguments)
+    while "BW average" not in client.stdout.readline():
+        assert client.poll() is None, client.stderr.read()
+    return client, server
+
+
+def test_ctrl_c_ends_both_sides(start, heeds_ctrl_c):
+    client, server = both_running(start, "--transport", "tcp")
+    client.send_signal(signal.SIGINT)
+    _, complaint = client.communicate(timeout=20)
+    _, told = server.communicate(timeout=20)
     assert client.returncode == 130 and "the other side was told" in complaint
     assert server.returncode == 1 and "it was interrupted (Ctrl-C)" in told
 
 
-def test_a_killed_client_ends_the_server():
-    with lines.listen(0, "127.0.0.1") as free:
-        port = str(free.getsockname()[1])
-    server = start("bw", "-p", port, "--transport", "shm")
-    client = start("bw", "127.0.0.1", "-p", port, "--transport", "shm", "-D", "60", "--wait", "30")
-    try:
-        while "BW average" not in client.stdout.readline():
-            assert client.poll() is None, client.stderr.read()
-        client.kill()
-        client.communicate(timeout=20)
-        _, told = server.communicate(timeout=20)
-    finally:
-        for process in (client, server):
-            process.kill()
-            process.wait()
+def test_a_killed_client_ends_the_server(start):
+    client, server = both_running(start, "--transport", "shm")
+    client.kill()
+    client.communicate(timeout=20)
+    _, told = server.communicate(timeout=20)
     assert server.returncode == 1 and "closed the connection" in told

@@ -26,6 +26,8 @@ _LARGEST_NBYTES = 16 << 20
 _HANDSHAKE_S = 5.0
 #: Pause between two tries to connect to a server that does not listen yet.
 _RETRY_S = 0.1
+#: How long the words of a peer that is gone may be under way.
+_REASON_S = 1.0
 
 
 _DECODER = msgspec.msgpack.Decoder(Message)
@@ -56,7 +58,7 @@ class Control:
         except TimeoutError as exc:
             raise StallError(f"{self.peer} takes no message: nothing was read there for {self.timeout_s:g} s") from exc
         except OSError as exc:
-            raise self._told() or self._gone(exc) from exc
+            raise self.reason(_REASON_S) or self._gone(exc) from exc
 
     def receive(self, kind: type | tuple[type, ...], what: str, fd: int | None = None,
                 pulse_s: float | None = None) -> Any:
@@ -127,20 +129,19 @@ class Control:
             raise self._gone(None)
         self._buffer += data
 
-    def _told(self) -> BpsError | None:
-        """Return why the peer said it stopped, when the connection is gone with that still unread."""
+    def reason(self, wait_s: float) -> BpsError | None:
+        """Return why the peer said it stopped, if it does within *wait_s*, for a side that cannot go on anyway."""
+        deadline = time.monotonic() + wait_s
         try:
             while True:
+                while (message := self._next()) is not None:
+                    if isinstance(message, Stop) and message.reason:
+                        return BpsError(f"{self.peer} stopped: {message.reason}")
+                if not select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    return None
                 self._read()
         except (BpsError, OSError):
-            pass
-        try:
-            while (message := self._next()) is not None:
-                if isinstance(message, Stop):
-                    return BpsError(f"{self.peer} stopped: {message.reason}")
-        except ProtocolError:
-            pass
-        return None
+            return None
 
     def _gone(self, exc: OSError | None) -> PeerLostError:
         return PeerLostError(f"{self.peer} closed the connection{f' ({exc})' if exc else ''}: its process ended or was "

@@ -78,6 +78,7 @@ class ShmEnd:
 
     def prepare(self, nbytes: int, receives: bool) -> None:
         """Make the loop for messages of *nbytes*."""
+        self._end_loop()
         self._loop = MemoryLoop(self._lane, self._peer_lane, self._bell, self._peer_bell, self._peer_data, self._sink,
                                 nbytes=nbytes, depth=self.plan.depth, awake_s=self._awake_s,
                                 stall_s=self.plan.timeout_s, stream_nbytes=self._stream_nbytes)
@@ -116,5 +117,11 @@ class ShmEnd:
 
     def close(self) -> None:
         """Unmap and free. Idempotent."""
-        self._loop = None
+        self._end_loop()
         self._undo.close()
+
+    def _end_loop(self) -> None:
+        """Let go of the memory here and now: an error that a run ended with may hold the loop for long."""
+        if self._loop is not None:
+            self._loop.close()
+        self._loop = None

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..nic.host import Host
 from ..nic.route import choose, peer_address
-from ..orchestration.errors import BpsError, ProtocolError
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 from ..settings import Settings
 from . import plan as plans, samples
 from .control import Control
@@ -37,6 +37,8 @@ from .tcp import TcpEnd
 
 _ALIVE_S = 1.0
 _POLL_S = 0.05
+#: How long the words of a peer that closed a data connection may be under way.
+_REASON_S = 1.0
 
 
 class Visit:
@@ -55,6 +57,7 @@ class Visit:
         self.rows: list[dict[str, Any]] = []
         self.places: dict[str, Any] = {}
         self.plan: Plan | None = None
+        self._told: BaseException | None = None
 
     # -- the two sides ----------------------------------------------------------------------------------------
 
@@ -93,14 +96,14 @@ class Visit:
 
     @contextlib.contextmanager
     def _telling(self) -> Any:
-        """Tell the peer why, if this side fails."""
+        """Tell the peer why, if this side fails: once, and before it sees what it measures over end."""
         try:
             yield
-        except KeyboardInterrupt:
-            self._control.stop("it was interrupted (Ctrl-C)")
-            raise
-        except (BpsError, OSError, ValueError) as exc:
-            self._control.stop(f"{type(exc).__name__}: {exc}")
+        except (KeyboardInterrupt, BpsError, OSError, ValueError) as exc:
+            if exc is not self._told:
+                self._told = exc
+                interrupted = isinstance(exc, KeyboardInterrupt)
+                self._control.stop("it was interrupted (Ctrl-C)" if interrupted else f"{type(exc).__name__}: {exc}")
             raise
 
     # -- steps ------------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class Visit:
     def _each_provider(self, peer_place: dict[str, Any], is_client: bool, began: Callable[[], None]) -> None:
         assert self.plan is not None
         for provider in self.plan.providers if self.plan.transport == "rdma" else ("",):
-            with contextlib.closing(self._end(provider, is_client)) as end:
+            with contextlib.closing(self._end(provider, is_client)) as end, self._telling():
                 self._control.send(Offer(end.offer()))
                 end.connect(self._control.receive(Offer, "the address of its end").fields)
                 own = {"host": os.uname().nodename, **end.place()}
@@ -191,11 +194,12 @@ class Visit:
         # by time and both ways, neither loop ends before it knows how much the other one sent
         asked = self.plan is not None and self.plan.both_ways and self.plan.duration_s > 0
         with _Beside(run, end.cancel) as beside:
+            beside.start()
             while not (beside.ended and theirs is not None):
                 # a side that only lets it happen has counted everything when the other one is done
                 if beside.ended and not beside.told and (run is not None or theirs is not None):
                     beside.told = True
-                    control.send(self._done(end, beside.value(), sends, before))
+                    control.send(self._done(end, self._measured(beside), sends, before))
                 if asked and not beside.ended and end.all_sent is not None:
                     asked = False
                     control.send(Sent(end.all_sent))
@@ -207,9 +211,20 @@ class Visit:
                     theirs = message
                     if theirs.sent:
                         end.expect(theirs.sent)
+            measured = self._measured(beside)
             if not beside.told:
-                control.send(self._done(end, beside.value(), sends, before))
-            return beside.value(), theirs
+                control.send(self._done(end, measured, sends, before))
+            return measured, theirs
+
+    def _measured(self, beside: _Beside) -> Any:
+        """Return what the loop measured. Raises what ended it, or why the peer says that it ended: that comes first."""
+        try:
+            return beside.value()
+        except (BpsError, OSError) as exc:
+            said = self._control.reason(_REASON_S if isinstance(exc, PeerLostError) else 0.0)
+            if said is not None:
+                raise said from exc
+            raise
 
     def _done(self, end: Any, measured: Any, sends: bool, before: list[Any]) -> Done:
         self._counted = [{"device": delta.device, "port": delta.port, "seconds": delta.seconds,
@@ -222,18 +237,33 @@ class Visit:
 
 
 class _Beside:
-    """A function in a thread, and a descriptor that is readable once it ended; None ends at once."""
+    """A function in a thread, and a descriptor that is readable once it ended; None ends at once.
+
+    `start` in the body of the `with`: Ctrl-C may interrupt it before it knows that there is a thread, which has to end
+    all the same.
+    """
 
     def __init__(self, run: Callable[[], Any] | None, cancel: Callable[[], None]) -> None:
         self._run, self._cancel = run, cancel
         self._value: Any = None
         self._error: BaseException | None = None
         self._event = os.eventfd(0, os.EFD_CLOEXEC)
+        self._gate = threading.Lock()
+        self._runs = self._closed = False
         self._thread = threading.Thread(target=self._main, name="bpsfast-perf") if run is not None else None
         self.told, self.ended = False, run is None
 
+    def start(self) -> None:
+        """Let the function begin."""
+        if self._thread is not None:
+            self._thread.start()
+
     def _main(self) -> None:
         assert self._run is not None
+        with self._gate:
+            if self._closed:
+                return
+            self._runs = True
         try:
             self._value = self._run()
         except BaseException as exc:
@@ -242,12 +272,13 @@ class _Beside:
         os.eventfd_write(self._event, 1)
 
     def __enter__(self) -> _Beside:
-        if self._thread is not None:
-            self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._thread is not None:
+        with self._gate:
+            self._closed = True
+        if self._runs:
+            assert self._thread is not None
             if not self.ended:
                 self._cancel()
             self._thread.join()

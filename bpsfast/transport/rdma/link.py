@@ -49,7 +49,8 @@ class Way:
 
     def describe(self, who: str) -> str:
         """Return what ended the lane, in words."""
-        return failure.describe(self.lane.failure(), who, self.rail.name, self.rail.native.event)
+        return failure.describe(self.lane.failure(), who, self.rail.name, self.rail.native.event,
+                                self.rail.state())
 
     def close(self) -> None:
         """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory. Idempotent."""

@@ -79,6 +79,13 @@ class Rail:
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
                          mtu=min(self.port["active_mtu"], self.settings.rdma_mtu or self.port["active_mtu"]))
 
+    def state(self) -> str:
+        """Return the port's state as it is now ("ACTIVE", "DOWN"), or that the device is gone."""
+        try:
+            return str(self.device.port(self.chosen.port)["state"])
+        except (OSError, ValueError):
+            return "gone with its device"
+
     def queue_pair(self) -> Any:
         """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
         inline_nbytes = self.settings.rdma_inline_bytes
