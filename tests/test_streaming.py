@@ -66,7 +66,7 @@ def stream_alone():
     unit = current.current().tensors.unit("streamed alone")
     with pytest.raises(StallError, match="rank"):
         unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 0.5)
-    with pytest.raises(BusyError, match="cannot be pushed again: its round 2 ended with an error .* waited 0.5 s"):
+    with pytest.raises(BusyError, match=r"cannot be pushed again: its round 2 ended with an error .* waited 0\.5 s"):
         bpsfast.push_pull(x, False, "streamed alone")
     return bool((x == kept).all())
 
