@@ -3,6 +3,8 @@
 Every message is one MessagePack map with a ``type`` tag, encoded and validated by msgspec.
 `VERSION` is checked once per connection (`Join`, `Attach`): two versions never talk past each other.
 
+Longer than other files on purpose: one protocol with one `VERSION` is read, and changed, as a whole.
+
     rank  <-> node       a Unix stream socket, one length-prefixed message after another (`LocalMessage`)
     node  <-> scheduler  ZeroMQ DEALER/ROUTER under CURVE, one message a frame (`NodeMessage`, `SchedulerMessage`)
 """
@@ -13,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 1
+VERSION = 2
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,9 +151,13 @@ class RankLeft(Message):
 
 
 class Stalled(Message):
-    """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?"""
+    """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?
+
+    `question` is the rank's own number for it, which the answer repeats.
+    """
 
     rank: int
+    question: int
     part: int
     round: int
     name: str
@@ -240,8 +246,7 @@ class StallAnswer(Message):
     """To the node of the rank that asked: who is missing, in words. `hopeless`: waiting on cannot help."""
 
     rank: int
-    part: int
-    round: int
+    question: int
     missing: str
     hopeless: bool = False
 

@@ -4,9 +4,8 @@ Runs in the guest.
 """
 from __future__ import annotations
 
-import re
-
 import os
+import re
 import socket
 
 import pytest
