@@ -7,6 +7,7 @@ caches do not read what they overwrite, so a store is one stream.
 from __future__ import annotations
 
 from bpsfast.settings import Settings
+from bpsfast.trainer.unit import window_parts
 
 #: The `memory` operation of `ranks.Ranks` reads and writes each byte once.
 COPY_STREAMS = 2
@@ -18,7 +19,8 @@ def streams(variant: str, n_local: int, nbytes: int) -> int:
         return n_local + 1  # every input read, the result written
     if variant == "in place":  # the least an all-reduce of private memory can do: every buffer read, and written
         return 2 * n_local
-    streamed = nbytes > 3 * Settings().partition_bytes  # through a window that stays in the cache (`Unit.stream`)
+    n_parts = -(-nbytes // Settings().partition_bytes)
+    streamed = n_parts >= 2 * window_parts(n_local)  # through a window that stays in the cache
     copied_in, copied_out = n_local if streamed else 3 * n_local, 2 * n_local
     return copied_in + 1 + copied_out
 

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from . import logs, sizes
+from . import logs, profile as profiles, sizes
 from .byteps_variables import ALIASES, report, translate
-from .nic import selection
+from .nic import numa, selection
+from .nic.devices import PATH_MTUS
 from .orchestration.errors import ConfigError
 from .orchestration.placement import check_policy
 
@@ -71,6 +72,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                           ge=-1)] = -1
     rdma_queue_pairs: Annotated[int, _about("queue pairs to each peer on each RDMA device; more hold more partitions",
                                             ge=1, le=64)] = 1
+    rdma_queue_depth: Annotated[int, _about("writes in a queue pair at a time; more wait in memory", ge=1,
+                                            le=16_384)] = 128
+    rdma_inline_bytes: Annotated[int, _about("writes up to this size travel inside the work request", "bytes", ge=0,
+                                             le=4096)] = 0
+    rdma_signal_every: Annotated[int, _about("of writes that wait in a row, every how manieth asks for a completion",
+                                             ge=1, le=1024)] = 1
+    rdma_mtu: Annotated[int, _about("largest RDMA path MTU; 0: the smaller of both ports'", "bytes", ge=0)] = 0
+    rdma_traffic_class: Annotated[int, _about("traffic class of RoCE v2 packets: DSCP * 4", ge=0, le=255)] = 0
+    rdma_service_level: Annotated[int, _about("service level (InfiniBand), priority of RoCE", ge=0, le=15)] = 0
+    rdma_relaxed_ordering: Annotated[bool, _about("may PCIe reorder what RDMA devices write")] = False
+    rdma_cores: Annotated[str, _about("cores of each RDMA device's thread: 3 or 4-7; numa: those beside the device; "
+                                      "empty: any")] = ""
     nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
     nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
@@ -157,7 +170,9 @@ def load_with_origins(
     for variable in variables:
         _known(variable.removeprefix(PREFIX).lower(), variable, "the environment")
     profile_path = str(given.get("profile", variables.get(PREFIX + "PROFILE", "")))
-    profile = _read_profile(profile_path) if profile_path else {}
+    profile = profiles.read(profile_path) if profile_path else {}
+    for name in profile:
+        _known(name, name, f"the profile {profile_path}")
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -253,6 +268,12 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
         raise ConfigError(
             f"BPSFAST_RDMA_DEVICES = {settings.rdma_devices!r} ({origins['rdma_devices']}): {exc}"
         ) from exc
+    if settings.rdma_mtu not in (0, *PATH_MTUS):
+        raise ConfigError(f"BPSFAST_RDMA_MTU = {settings.rdma_mtu} ({origins['rdma_mtu']}): a path MTU is one of "
+                          f"{', '.join(map(str, sorted(PATH_MTUS)))}; 0: the smaller of both ports'")
+    if settings.rdma_cores not in ("", "numa") and not numa.parse_cpus(settings.rdma_cores):
+        raise ConfigError(f"BPSFAST_RDMA_CORES = {settings.rdma_cores!r} ({origins['rdma_cores']}): expected cores "
+                          "such as 3 or 4-7, numa, or nothing")
     if settings.scheduler:
         parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
     if settings.transport == "shm" and not settings.allow_shm:
@@ -260,21 +281,6 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
             f"BPSFAST_TRANSPORT = shm ({origins['transport']}) contradicts BPSFAST_ALLOW_SHM = 0 "
             f"({origins['allow_shm']})"
         )
-
-
-def _read_profile(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            content = msgspec.toml.decode(file.read())
-    except OSError as exc:
-        raise ConfigError(f"BPSFAST_PROFILE = {path!r} cannot be read: {exc.strerror}") from exc
-    except ImportError as exc:
-        raise ConfigError(f"BPSFAST_PROFILE = {path!r}: TOML needs Python 3.11, or `pip install tomli`") from exc
-    except msgspec.DecodeError as exc:
-        raise ConfigError(f"BPSFAST_PROFILE = {path!r} is no TOML: {exc}") from exc
-    for name in content:
-        _known(name, name, f"the profile {path}")
-    return content
 
 
 def _text(value: Any) -> str:

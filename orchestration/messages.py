@@ -151,9 +151,13 @@ class RankLeft(Message):
 
 
 class Stalled(Message):
-    """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?"""
+    """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?
+
+    `question` is the rank's own number for it, which the answer repeats.
+    """
 
     rank: int
+    question: int
     part: int
     round: int
     name: str
@@ -242,8 +246,7 @@ class StallAnswer(Message):
     """To the node of the rank that asked: who is missing, in words. `hopeless`: waiting on cannot help."""
 
     rank: int
-    part: int
-    round: int
+    question: int
     missing: str
     hopeless: bool = False
 

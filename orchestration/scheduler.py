@@ -82,10 +82,11 @@ class Scheduler:
         try:
             router.bind(address)
         except zmq.ZMQError as exc:
+            why = "Another program has that port: set" if exc.errno == zmq.EADDRINUSE else "Set"
             raise ConfigError(
-                f"the scheduler cannot listen on {address}: {exc}. Another program has that port: set another "
-                "MASTER_PORT (under torchrun the scheduler's port follows from it), or BPSFAST_SCHEDULER to host:port "
-                "of a free one, on all roles") from exc
+                f"the scheduler cannot listen on {address}: {exc}. {why} another MASTER_PORT (under torchrun the "
+                "scheduler's port follows from it), or BPSFAST_SCHEDULER to host:port of a free one, on all roles"
+            ) from exc
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def run(self) -> int:

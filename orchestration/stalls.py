@@ -62,7 +62,7 @@ class Stalls:
     @staticmethod
     def answer(question: Stalled, words: str, hopeless: bool) -> StallAnswer:
         """Return the answer to *question*, with what to do if it is *hopeless*."""
-        return StallAnswer(rank=question.rank, part=question.part, round=question.round, hopeless=hopeless,
+        return StallAnswer(rank=question.rank, question=question.question, hopeless=hopeless,
                            missing=words + _ADVICE if hopeless else words)
 
     def _words(self, inquiry: _Inquiry) -> str:

@@ -19,6 +19,8 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from array import array as _array
+
 from pyx.core cimport (
     BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_core, bps_core_free,
     bps_core_make, bps_drain, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input,
@@ -81,7 +83,7 @@ cdef class Engine:
     *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores.
     *awake_us*: how long an idle thread waits for work before it sleeps (one at a time does).
     *trace_capacity*: records kept for `trace` (0: tracing is off). All methods may be called from any thread,
-    `events` and `close` from one. Addresses given to `add_owned`, `add_member` and `map_segment` stay valid
+    `events` and `close` from one; after `close` they raise ValueError. Addresses given to `add_owned`, `add_member` and `map_segment` stay valid
     until `close`: the engine does not own them.
     """
 
@@ -127,8 +129,13 @@ cdef class Engine:
         """The generation committed last (0: none)."""
         return self.core.generation
 
+    cdef bps_core *_open(self) except NULL:
+        if self.core.stopping:
+            raise ValueError("the engine is closed")
+        return self.core
+
     cdef uint32_t _add_source(self, int kind, _Held incoming, _Held outgoing, _Held doorbell) except? 0xffffffff:
-        cdef bps_core *core = self.core
+        cdef bps_core *core = self._open()
         cdef bps_source source
         memset(&source, 0, sizeof(source))
         source.kind = kind
@@ -162,7 +169,7 @@ cdef class Engine:
 
     def map_segment(self, uint32_t source, uint32_t segment, uint64_t address, uint64_t nbytes):
         """Say where *segment* of *source* is mapped in this process; parts that waited for it go on."""
-        cdef bps_core *core = self.core
+        cdef bps_core *core = self._open()
         cdef uint32_t i, n_parked
         cdef int rc
         if source >= core.n_sources or segment >= BPS_MAX_SEGMENTS:
@@ -211,7 +218,7 @@ cdef class Engine:
         self._install(part, fresh, kernel, [(source, 0) for source in local], ())
 
     cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers) except -1:
-        cdef bps_core *core = self.core
+        cdef bps_core *core = self._open()
         cdef bint is_free
         if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
             raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
@@ -264,44 +271,58 @@ cdef class Engine:
         """
         cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
         cdef int running
+        cdef bps_core *core = self._open()
         with nogil:
-            running = bps_freeze(self.core, timeout_ns)
+            running = bps_freeze(core, timeout_ns)
         if running:
             raise TimeoutError(f"{running} kernels still run {timeout_s} s after freeze")
 
     def report(self):
         """Return (part, last consumed round, inputs missing for the next) of every part: what a commit decides on."""
-        cdef bps_core *core = self.core
-        cdef uint32_t i
-        found = []
-        pthread_mutex_lock(&core.lock)
-        for i in range(core.n_parts):
+        cdef bps_core *core = self._open()
+        cdef uint32_t i, n = 0, room = core.n_parts
+        cdef uint32_t *rows = <uint32_t *>calloc(3 * <size_t>room + 1, sizeof(uint32_t))
+        if rows == NULL:
+            raise MemoryError(f"a report of {room} parts")
+        pthread_mutex_lock(&core.lock)  # no objects are made under it: that may run the collector, and that anything
+        for i in range(min(room, core.n_parts)):
             if core.parts[i].inputs != NULL:
-                found.append((i, core.parts[i].round, core.parts[i].n_missing))
+                rows[3 * n], rows[3 * n + 1], rows[3 * n + 2] = i, core.parts[i].round, core.parts[i].n_missing
+                n += 1
         pthread_mutex_unlock(&core.lock)
-        return found
+        try:
+            return [(rows[3 * i], rows[3 * i + 1], rows[3 * i + 2]) for i in range(n)]
+        finally:
+            free(rows)
 
     def missing(self, uint32_t part):
         """Return (round, sources that have not delivered it); a member that lacks only the result names the owner.
 
         What ranks announced before the call counts.
         """
-        cdef bps_core *core = self.core
+        cdef bps_core *core = self._open()
         cdef bps_part *found
-        cdef uint32_t i
-        if part >= core.n_parts or core.parts[part].inputs == NULL:
-            raise ValueError(f"there is no part {part}")
+        cdef uint32_t i, n = 0, round = 0
+        cdef uint32_t sources[BPS_MAX_SOURCES]
+        cdef bint is_there
         pthread_mutex_lock(&core.lock)
         bps_drain(core)
-        found = &core.parts[part]
-        round = found.round + 1
-        sources = [found.inputs[i].source for i in range(found.n_inputs) if not found.inputs[i].arrived]
-        if not found.owned and found.n_missing == found.n_inputs:
-            if bps_load(bps_board_word(core.board, part)) != found.round:
-                round, sources = found.round, [found.owner]
+        is_there = part < core.n_parts and core.parts[part].inputs != NULL
+        if is_there:
+            found = &core.parts[part]
+            round = found.round + 1
+            for i in range(found.n_inputs):
+                if not found.inputs[i].arrived:
+                    sources[n] = found.inputs[i].source
+                    n += 1
+            if not found.owned and found.n_missing == found.n_inputs:
+                if bps_load(bps_board_word(core.board, part)) != found.round:
+                    round, sources[0], n = found.round, found.owner, 1
         pthread_mutex_unlock(&core.lock)
         bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
-        return round, sources
+        if not is_there:
+            raise ValueError(f"there is no part {part}")
+        return round, [sources[i] for i in range(n)]
 
     def commit(self, uint32_t generation, order):
         """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.
@@ -311,22 +332,26 @@ cdef class Engine:
         ValueError
             If the engine is not frozen, the generation is not the next, or a part has no rank.
         """
-        cdef bps_core *core = self.core
-        cdef uint32_t i
-        ranks = list(order)
-        if not core.frozen or generation != core.generation + 1 or len(ranks) < core.n_parts:
-            raise ValueError(f"commit({generation}) after {core.generation}, frozen: {bool(core.frozen)}, "
-                             f"{len(ranks)} ranks for {core.n_parts} parts")
+        cdef bps_core *core = self._open()
+        cdef bint is_next
+        ranks = _array("I", order)
+        cdef uint32_t[::1] rank_of = ranks if ranks else _array("I", [0])
+        cdef uint32_t i, n = len(ranks)
         pthread_mutex_lock(&core.lock)
-        core.generation = generation
-        for i in range(core.n_parts):
-            core.parts[i].order = ranks[i]
-        core.heap.used = core.n_parked = 0
-        for i in range(core.n_parts):
-            if core.parts[i].inputs != NULL and core.parts[i].n_missing == 0:
-                bps_ready(core, i)
-        core.frozen = False
+        is_next = core.frozen and generation == core.generation + 1 and n >= core.n_parts
+        if is_next:
+            core.generation = generation
+            for i in range(core.n_parts):
+                core.parts[i].order = rank_of[i]
+            core.heap.used = core.n_parked = 0
+            for i in range(core.n_parts):
+                if core.parts[i].inputs != NULL and core.parts[i].n_missing == 0:
+                    bps_ready(core, i)
+            core.frozen = False
         pthread_mutex_unlock(&core.lock)
+        if not is_next:
+            raise ValueError(f"commit({generation}) after {core.generation}, frozen: {bool(core.frozen)}, "
+                             f"{n} ranks for {core.n_parts} parts")
         bps_ring_doorbell(core.doorbell, WAKE_ALL)
 
     def arrived(self, uint32_t source, uint32_t part, uint32_t round, uint32_t flags):
@@ -357,11 +382,16 @@ cdef class Engine:
         bps_events_wake(&self.core.events)
 
     def abort(self, str reason):
-        """Write *reason* on the board and wake every rank: all waits end with it. The first reason stays."""
+        """Write *reason* on the board and wake every rank: all waits end with it. The first reason stays.
+
+        Nothing happens after `close`, which has let go of the board.
+        """
         cdef bps_core *core = self.core
         cdef bytes text = reason.encode()[:BPS_REASON_NBYTES - 1] + b"\0"
         cdef char *source = text
         cdef uint32_t i
+        if core.stopping:
+            return
         bps_abort(core, source, len(text))
         for i in range(core.n_parts):
             bps_wake(bps_board_word(core.board, i), WAKE_ALL)

@@ -1,7 +1,7 @@
 # cython: language_level=3, binding=True, freethreading_compatible=False
 """Exchange: the loops of ``bpsfast bench ladder``: partitions go to a service and come back, step by step.
 
-    WriteExchange    over queue pairs and a completion queue of `bpsfast.pyx.verbs`     exchange.h
+    WriteExchange    over queue pairs and a completion queue of `bpsfast.pyx.verbs`     exchange.h, exchange_step.h
     StreamExchange   over connected stream sockets                                      stream_exchange.h
 
 Both serve several ends: a worker's, which pushes all its partitions at once and waits for their results, and a
@@ -22,7 +22,7 @@ from pyx.ibverbs cimport BPS_VERBS_LIBRARY, bps_ibv_cq, bps_ibv_qp, bps_verbs_op
 from pyx.words cimport bps_now_ns
 
 
-cdef extern from "exchange.h" nogil:
+cdef extern from "exchange_step.h" nogil:
     enum:
         BPS_SWITCH_REGISTER, BPS_SWITCH_RENDEZVOUS, BPS_SWITCH_COPY, BPS_SWITCH_TWO_SGES, BPS_SWITCH_HALF_DUPLEX
         BPS_MESSAGE_NBYTES, BPS_MESSAGES_PER_PART

@@ -84,8 +84,8 @@ cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
 cdef class Segment:
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
-    Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if it holds
-    enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where shmem_enabled in
+    Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if *pool* is
+    set and it holds enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where shmem_enabled in
     /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
     The memory is zero. Any thread; the object owns descriptor and mapping.
 
@@ -106,13 +106,13 @@ cdef class Segment:
     def __cinit__(self):
         self.fd = -1
 
-    def __init__(self, nbytes, *, name="bpsfast", huge=True, populate=True):
+    def __init__(self, nbytes, *, name="bpsfast", huge=True, pool=True, populate=True):
         if self.fd >= 0:
             raise ValueError("a Segment is initialised once")
         if nbytes <= 0:
             raise ValueError(f"a segment needs nbytes > 0, got {nbytes}")
         self.writable = True
-        if huge and nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE:
+        if huge and pool and nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE:
             if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, huge, populate) == 0:
                 return
         rc = self._create(nbytes, name, PAGE, 0, huge, populate)

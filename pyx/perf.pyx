@@ -114,8 +114,9 @@ cdef class VerbsLoop:
     data lands and the lkey, of the peer's the address and the rkey. *operation*: write, write_imm, send or read.
     *moderation*: every how manieth send is signalled; at most *depth*, the sends in flight. *receive_depth*: receives
     of *receive_nbytes* that are kept posted, if *receives*: `post_receives` posts them, once for all loops over the
-    same pairs, as each loop leaves as many as it found. *idle_s*: sleep on the queues' event channels after so long without a completion (None:
-    never); with *nap_s* by the clock instead, so long at most, once messages come. *keep* is held: the queue pairs and the memory live as long as the loop.
+    same pairs, as each loop leaves as many as it found. *idle_s*: sleep on the queues' event channels after so long
+    without a completion (None: never); with *nap_s* by the clock instead, so long at most, once messages come. *keep*
+    is held: the queue pairs and the memory live as long as the loop.
     """
 
     cdef bps_perf perf

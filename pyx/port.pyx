@@ -9,6 +9,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EINTR
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -326,13 +327,14 @@ cdef class Port:
                 return _TIMED_OUT
             bps_add(&self.lane.sleepers, 1)
             seen = bps_load(word)
+            status = 0
             if not bps_reached(seen, round):
-                bps_wait(word, seen, min(<uint64_t>SLICE_NS, deadline_ns - now_ns))
+                status = bps_wait(word, seen, min(<uint64_t>SLICE_NS, deadline_ns - now_ns))
             bps_add(&self.lane.sleepers, <uint32_t>-1)
             if bps_reached(bps_load(word), round):
                 bps_record_add(&self.records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns())
                 return _DONE
-            if bps_now_ns() - now_ns >= SLICE_NS // 2:
+            if status == EINTR or bps_now_ns() - now_ns >= SLICE_NS // 2:
                 status = self._trouble(True)
                 return _INTERRUPTED if status == _DONE else status
 

@@ -9,7 +9,8 @@
 
 #include <sys/eventfd.h>
 
-#include "rdma_lane.h"
+#include "rdma_arrivals.h"
+#include "rdma_writes.h"
 
 #define BPS_RAIL_BATCH 32
 #define BPS_RAIL_SLEEP_S 1
@@ -30,6 +31,39 @@ struct bps_rail {
     int event; /* the last asynchronous event, -1: none */
     uint64_t completions, batches, sleeps;
 };
+
+static inline void bps_lane_bad_completion(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
+{
+    uint32_t low = (uint32_t)wc->wr_id;
+    struct bps_failure failure = {BPS_FAILED_COMPLETION, wc->status, wc->vendor_err, BPS_PROOF_SLOT, 0, 0,
+                                  (low & BPS_WRITE_RECEIVE) != 0};
+    pthread_mutex_lock(&lane->lock);
+    if (!(low & (BPS_WRITE_RECEIVE | BPS_WRITE_PROOF))) {
+        uint64_t at = lane->delivered + ((low - lane->delivered) & BPS_WRITE_INDEX);
+        if (at < lane->sent) {
+            struct bps_write *write = &lane->queue[at % lane->capacity];
+            failure.slot = write->slot;
+            failure.round = write->round;
+            failure.nbytes = write->nbytes;
+        }
+    }
+    bps_lane_fail(lane, failure);
+    pthread_mutex_unlock(&lane->lock);
+}
+
+static inline void bps_lane_complete(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
+{
+    uint32_t low = (uint32_t)wc->wr_id;
+    if (wc->status != BPS_WC_SUCCESS) {
+        bps_lane_bad_completion(lane, wc);
+    } else if (low & BPS_WRITE_RECEIVE) {
+        bps_lane_arrived(lane, wc);
+    } else if (low & BPS_WRITE_PROOF) {
+        __atomic_fetch_or(&lane->proof, BPS_PROOF_SENT, __ATOMIC_SEQ_CST);
+        bps_wake(&lane->proof, INT_MAX);
+    } else
+        bps_lane_delivered(lane, low & BPS_WRITE_INDEX);
+}
 
 /* All lanes, or the one with this queue pair, have failed. Under `lanes_lock`. */
 static inline void bps_rail_fail(struct bps_rail *rail, const struct bps_ibv_qp *qp, struct bps_failure failure)

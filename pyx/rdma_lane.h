@@ -1,11 +1,7 @@
 /* Lane: one queue pair to one peer, and the slots that are written over it in both directions.
  *
- *   post -> ring of writes -> WRITE_WITH_IMM -> send completion -> EVENT_DELIVERED (credit; source is reusable)
- *   receive completion -> immediate checked against the bound slot -> a new receive request -> arrived hook
- *
- * The receive request is posted again before the arrival is told: whatever the peer writes next follows from that,
- * so a lane with one request for each bound slot never runs out of them. Slots are bound after the proof has come,
- * which takes a request of its own.
+ *   rdma_writes.h      what it sends
+ *   rdma_arrivals.h    what it receives
  *
  * wr_id: lane number << 32 | kind | index of the write. It is valid in bad completions too, which say little else.
  * `lock` guards queue, slots, failure and every post; the arrived hook is called without it. Completions are the rail's
@@ -56,7 +52,8 @@ struct bps_failure { /* the first one; a flush gives way to its cause */
 struct bps_rdma_lane {
     struct bps_regions *regions; /* its rail's */
     struct bps_ibv_qp *qp;
-    uint32_t number, peer, epoch, n_slots, max_send, max_receive;
+    uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every;
+    uint32_t unsignalled; /* writes since the last one that asked for a completion */
     void *engine; /* NULL before start */
     bps_arrived_fn arrived;
     bps_notify_fn notify;
@@ -71,8 +68,6 @@ struct bps_rdma_lane {
     uint64_t writes_received, bytes_sent, bytes_received, waited;
     struct bps_trace records;
 };
-
-/* -- the end of a lane --------------------------------------------------------------------------------------- */
 
 /* Remember why, and say once that the peer is lost. Under the lane's lock. */
 static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure failure)
@@ -91,203 +86,6 @@ static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure 
         uint32_t code = failure.kind == BPS_FAILED_ARRIVAL ? EPROTO : EIO;
         lane->notify(lane->engine, BPS_EVENT_LOST, lane->peer, 0, 0, code, 0);
     }
-}
-
-/* -- sending ------------------------------------------------------------------------------------------------- */
-
-/* Hand waiting writes to the queue pair as far as it has room. Under the lane's lock. */
-static inline void bps_lane_pump(struct bps_rdma_lane *lane)
-{
-    while (!lane->lost && !lane->closing && lane->sent < lane->posted && lane->sent - lane->delivered < lane->max_send) {
-        struct bps_write *write = &lane->queue[lane->sent % lane->capacity];
-        uint64_t wr_id = (uint64_t)lane->number << 32 | (lane->sent & BPS_WRITE_INDEX);
-        int rc = bps_post_write_imm(lane->qp, wr_id, write->address, write->nbytes, write->lkey,
-                                    write->remote_address, write->rkey,
-                                    bps_immediate(write->slot, write->round, lane->epoch), BPS_SEND_SIGNALED);
-        if (rc != 0) {
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, write->slot, write->round, write->nbytes,
-                                                     0});
-            return;
-        }
-        lane->sent++;
-        lane->bytes_sent += write->nbytes;
-    }
-}
-
-/* Queue one write and send it if there is room. 0; ENOMEM; ESHUTDOWN when the lane is closed, EDESTADDRREQ when the
- * peer has not said where the slot lies, EMSGSIZE when it has another size, EFAULT when the source is not registered. */
-static inline int bps_lane_post(struct bps_rdma_lane *lane, uint32_t slot, uint32_t round, uint32_t flags,
-                                uint64_t address, uint64_t nbytes)
-{
-    struct bps_write write = {address, 0, bps_now_ns(), (uint32_t)nbytes, 0, 0, slot, round};
-    pthread_mutex_lock(&lane->lock);
-    struct bps_slot_out *out = &lane->out[slot];
-    int rc = lane->closing ? ESHUTDOWN : out->nbytes == 0 ? EDESTADDRREQ : 0;
-    if (rc == 0 && (flags & BPS_EMPTY))
-        write.nbytes = 0;
-    else if (rc == 0)
-        rc = nbytes != out->nbytes ? EMSGSIZE : bps_region_lkey(lane->regions, address, nbytes, &write.lkey);
-    if (rc == 0 && lane->posted - lane->delivered == lane->capacity) {
-        struct bps_write *grown = (struct bps_write *)calloc(2 * lane->capacity, sizeof *grown);
-        if (grown != NULL) {
-            for (uint64_t i = lane->delivered; i < lane->posted; i++)
-                grown[i % (2 * lane->capacity)] = lane->queue[i % lane->capacity];
-            free(lane->queue);
-            lane->queue = grown;
-            lane->capacity *= 2;
-        } else
-            rc = ENOMEM;
-    }
-    if (rc == 0) {
-        write.remote_address = out->addresses[round & 1];
-        write.rkey = out->rkey;
-        lane->queue[lane->posted++ % lane->capacity] = write;
-        bps_lane_pump(lane);
-        lane->waited += lane->sent < lane->posted;
-    }
-    pthread_mutex_unlock(&lane->lock);
-    return rc;
-}
-
-/* Write nothing, with an immediate that is no slot's. 0, ESHUTDOWN, or an errno of the provider. */
-static inline int bps_lane_prove(struct bps_rdma_lane *lane)
-{
-    pthread_mutex_lock(&lane->lock);
-    int rc = ESHUTDOWN;
-    if (!lane->closing)
-        rc = bps_post_write_imm(lane->qp, (uint64_t)lane->number << 32 | BPS_WRITE_PROOF, 0, 0, 0, 0, 0,
-                                bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch), BPS_SEND_SIGNALED);
-    pthread_mutex_unlock(&lane->lock);
-    return rc;
-}
-
-/* -- receiving ----------------------------------------------------------------------------------------------- */
-
-/* Post receive requests until there are `wanted`. 0 or an errno. Under the lane's lock. */
-static inline int bps_lane_receive(struct bps_rdma_lane *lane, uint32_t wanted)
-{
-    while (lane->n_receives < wanted) {
-        int rc = bps_post_recv_one(lane->qp, (uint64_t)lane->number << 32 | BPS_WRITE_RECEIVE, 0, 0, 0);
-        if (rc != 0)
-            return rc;
-        lane->n_receives++;
-    }
-    return 0;
-}
-
-/* Let the peer write `nbytes` of `slot`, from round 1 on. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
- * request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the provider. */
-static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t nbytes)
-{
-    pthread_mutex_lock(&lane->lock);
-    struct bps_slot_in *in = &lane->in[slot];
-    uint32_t wanted = lane->n_bound + !in->bound;
-    int proven = bps_load(&lane->proof) & BPS_PROOF_RECEIVED;
-    int rc = lane->closing ? ESHUTDOWN : !proven ? EAGAIN : wanted > lane->max_receive ? ENOSPC : 0;
-    if (rc == 0 && !lane->lost) /* a lost lane takes no more requests, and its end is told already */
-        rc = bps_lane_receive(lane, wanted);
-    if (rc == 0) {
-        *in = (struct bps_slot_in){nbytes, 1, 1};
-        lane->n_bound = wanted;
-    }
-    pthread_mutex_unlock(&lane->lock);
-    return rc;
-}
-
-/* Forget a slot that nothing was written into; its receive request serves the next one. */
-static inline void bps_lane_unbind(struct bps_rdma_lane *lane, uint32_t slot)
-{
-    pthread_mutex_lock(&lane->lock);
-    lane->n_bound -= lane->in[slot].bound;
-    lane->in[slot].bound = 0;
-    pthread_mutex_unlock(&lane->lock);
-}
-
-/* A write of the peer has arrived: whole, if it is what the slot waits for. */
-static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
-{
-    uint32_t immediate = bps_wc_immediate(wc), slot = immediate & 0xfffffu, round = 0, flags = 0;
-    int fits = 0, rc = 0;
-    pthread_mutex_lock(&lane->lock);
-    lane->n_receives--;
-    if (immediate == bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch) && wc->byte_len == 0) {
-        __atomic_fetch_or(&lane->proof, BPS_PROOF_RECEIVED, __ATOMIC_SEQ_CST);
-        bps_wake(&lane->proof, INT_MAX);
-    } else if (!lane->lost && !lane->closing) {
-        struct bps_slot_in *in = &lane->in[slot < lane->n_slots ? slot : 0];
-        round = in->next_round;
-        fits = slot < lane->n_slots && in->bound && lane->engine != NULL
-               && immediate == bps_immediate(slot, round, lane->epoch)
-               && (wc->byte_len == in->nbytes || wc->byte_len == 0);
-        if (fits) {
-            in->next_round++;
-            flags = wc->byte_len == 0 ? BPS_EMPTY : 0;
-            lane->writes_received++;
-            lane->bytes_received += wc->byte_len;
-            rc = bps_lane_receive(lane, lane->n_bound);
-        }
-        if (!fits)
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_ARRIVAL, (int)(immediate >> 24), 0, slot,
-                                                     immediate >> 20 & 15, wc->byte_len, 1});
-        else if (rc != 0)
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1});
-    }
-    pthread_mutex_unlock(&lane->lock);
-    if (fits)
-        lane->arrived(lane->engine, lane->peer, slot, round, flags);
-}
-
-/* -- completions --------------------------------------------------------------------------------------------- */
-
-static inline void bps_lane_delivered(struct bps_rdma_lane *lane, uint32_t index)
-{
-    pthread_mutex_lock(&lane->lock);
-    /* completions come in order, one for each write */
-    int expected = lane->delivered < lane->sent && (lane->delivered & BPS_WRITE_INDEX) == index;
-    struct bps_write write = lane->queue[lane->delivered % lane->capacity];
-    if (expected) {
-        lane->delivered++;
-        bps_lane_pump(lane);
-    }
-    pthread_mutex_unlock(&lane->lock);
-    if (!expected || lane->engine == NULL)
-        return;
-    bps_record_add(&lane->records, BPS_WIRE, (int)lane->peer, write.slot, write.round, write.nbytes, write.posted_ns,
-                   bps_now_ns());
-    lane->notify(lane->engine, BPS_EVENT_DELIVERED, lane->peer, write.slot, write.round, 0, write.nbytes);
-}
-
-static inline void bps_lane_bad_completion(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
-{
-    uint32_t low = (uint32_t)wc->wr_id;
-    struct bps_failure failure = {BPS_FAILED_COMPLETION, wc->status, wc->vendor_err, BPS_PROOF_SLOT, 0, 0,
-                                  (low & BPS_WRITE_RECEIVE) != 0};
-    pthread_mutex_lock(&lane->lock);
-    if (!(low & (BPS_WRITE_RECEIVE | BPS_WRITE_PROOF))) {
-        uint64_t at = lane->delivered + ((low - lane->delivered) & BPS_WRITE_INDEX);
-        if (at < lane->sent) {
-            struct bps_write *write = &lane->queue[at % lane->capacity];
-            failure.slot = write->slot;
-            failure.round = write->round;
-            failure.nbytes = write->nbytes;
-        }
-    }
-    bps_lane_fail(lane, failure);
-    pthread_mutex_unlock(&lane->lock);
-}
-
-static inline void bps_lane_complete(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
-{
-    uint32_t low = (uint32_t)wc->wr_id;
-    if (wc->status != BPS_WC_SUCCESS) {
-        bps_lane_bad_completion(lane, wc);
-    } else if (low & BPS_WRITE_RECEIVE) {
-        bps_lane_arrived(lane, wc);
-    } else if (low & BPS_WRITE_PROOF) {
-        __atomic_fetch_or(&lane->proof, BPS_PROOF_SENT, __ATOMIC_SEQ_CST);
-        bps_wake(&lane->proof, INT_MAX);
-    } else
-        bps_lane_delivered(lane, low & BPS_WRITE_INDEX);
 }
 
 /* Stop: no call of ours touches the queue pair after this, and a `prove` that waits gives up. */

@@ -387,6 +387,10 @@ cdef class Stream:
         link.fd = -1
         self.keep = None
 
+    def __del__(self):
+        if self.link != NULL:
+            self.close()  # in a garbage cycle: before the collector takes away `keep`, which the threads use
+
     def __dealloc__(self):
         cdef Link *link = self.link
         if link != NULL:

@@ -429,3 +429,64 @@ for _ in range(20):
 def test_an_engine_that_is_garbage_ends_its_threads_before_its_memory_goes():
     done = subprocess.run([sys.executable, "-c", _DROPPED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize(("method", "arguments"), [
+    ("add_wire_peer", ()), ("map_segment", (0, 0, 4096, 4096)), ("freeze", (1.0,)), ("report", ()), ("missing", (0,)),
+    ("commit", (1, [0] * 4)),
+])
+def test_a_closed_engine_refuses(vertex, method, arguments):
+    v = vertex()
+    v.own(0)
+    v.close()
+    v.bell.close()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        getattr(v.engine, method)(*arguments)
+    v.engine.abort("PeerLostError: too late to be read")
+
+
+def test_a_refused_order_leaves_the_engine_as_it_was(vertex):
+    v = vertex(n_parts=2)
+    for part in range(2):
+        v.own(part)
+    v.engine.freeze(5)
+    for order in ([0, -1], [0, "x"], [0]):
+        with pytest.raises((ValueError, OverflowError, TypeError)):
+            v.engine.commit(1, order)
+    v.engine.commit(1, [1, 0])
+    assert v.engine.generation == 1
+
+
+def test_a_report_lets_other_threads_in_while_it_makes_objects(vertex):
+    """The collector runs what it likes when objects are made; here a finaliser that waits for another thread."""
+    v = vertex(n_parts=4)
+    for part in range(4):
+        v.own(part)
+    helped, asked = threading.Event(), threading.Event()
+
+    def help():
+        asked.wait(20)
+        v.engine.add_wire_peer()
+        helped.set()
+
+    class Garbage:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            asked.set()
+            assert helped.wait(20), "the engine's lock is held while objects are made"
+
+    helper = threading.Thread(target=help)
+    helper.start()
+    gc.collect()
+    before = gc.get_threshold()
+    Garbage()
+    gc.set_threshold(1)
+    try:
+        while not helped.is_set():
+            assert len(v.engine.report()) == 4
+    finally:
+        gc.set_threshold(*before)
+        helper.join(30)
+    assert helped.is_set()

@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import bpsfast
+from bpsfast.channel import Channel
+from bpsfast.orchestration.messages import StallAnswer, Stalled
 from bpsfast.trainer import current
+from bpsfast.trainer.inquiry import Inquiry
+from bpsfast.trainer.mailbox import Mailbox
 
 
 def total(name="x"):
@@ -78,3 +84,50 @@ def test_what_was_announced_before_leaving_counts(job, ranks):
     assert started.run(leave_with_a_push_under_way) == [3.0] * 3
     started._attached = False
     started.kill()
+
+
+@pytest.fixture
+def asked():
+    """An inquiry, and the channel on which a node reads its questions."""
+    ours, theirs = socket.socketpair()
+    pidfd = os.pidfd_open(os.getpid())
+    mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: inquiry.receive(message), lambda: None,
+                      lambda: bpsfast.PeerLostError("the node is lost"))
+    inquiry = Inquiry(0, lambda: None, lambda: mailbox)
+    with Channel(theirs) as node:
+        yield inquiry, node
+    mailbox.close()
+    os.close(pidfd)
+
+
+def questions(node, n):
+    found = []
+    while len(found) < n:
+        found.append(node.recv(20)[0])
+        assert isinstance(found[-1], Stalled)
+    return found
+
+
+def test_threads_that_ask_the_same_all_get_an_answer(asked):
+    inquiry, node = asked
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for question in questions(node, 3):
+        node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", hopeless=True))
+    for thread in threads:
+        thread.join(20)
+    assert found == [("missing: rank 2", True)] * 3
+
+
+def test_a_late_answer_is_not_taken_for_that_to_the_next_question(asked):
+    inquiry, node = asked
+    node.post(StallAnswer(rank=0, question=0, missing="missing: rank 9, as of long ago"))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w")))
+    thread.start()
+    [question] = questions(node, 1)
+    node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2"))
+    thread.join(20)
+    assert found == [("missing: rank 2", False)]

@@ -87,7 +87,7 @@ def test_nothing_but_joins_before_the_welcome():
 # -- who is missing? --------------------------------------------------------------------------------------
 
 def stalled(rank=0, part=0, name="a"):
-    return m.Stalled(rank=rank, part=part, round=5 if part >= 0 else -1, name=name)
+    return m.Stalled(rank=rank, question=3, part=part, round=5 if part >= 0 else -1, name=name)
 
 
 def report(ranks=(), nodes=(), part=0):
@@ -104,7 +104,7 @@ def test_reports_become_words():
     assert not table.got(b"A", m.StallAnswer)
     table.say(b"B", report(ranks=(3, 2)))
     answers = table.got(b"A", m.StallAnswer)
-    assert [(answer.rank, answer.part, answer.round) for answer in answers] == [(0, 0, 5), (1, 0, 5)]
+    assert [(answer.rank, answer.question) for answer in answers] == [(0, 3), (1, 3)]
     assert {answer.missing for answer in answers} == {
         "missing: rank 2 (node 1, host b): has called shutdown; rank 3 (node 1, host b): has not pushed"}
 
@@ -140,7 +140,7 @@ def test_who_has_not_declared():
     table = welcomed()
     table.say(b"A", m.Declare(rank=0, tensors=(spec("a"),)), stalled(part=-1))
     (answer,) = table.got(b"A", m.StallAnswer)
-    assert (answer.rank, answer.part, answer.round) == (0, -1, -1)
+    assert (answer.rank, answer.question) == (0, 3)
     assert answer.missing.startswith("missing: rank 1 (node 0, host a): has not declared 'a'; rank 2 (node 1, host b)")
     assert not table.got(b"B", m.StallAsk)
 

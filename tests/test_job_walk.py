@@ -128,7 +128,7 @@ class Walk(RuleBasedStateMachine):
     def stall(self, sender, number, part):
         rank = self.rank_of(sender, number)
         if rank is not None:
-            self.say(sender, m.Stalled(rank=rank, part=part, round=1, name="w"))
+            self.say(sender, m.Stalled(rank=rank, question=1, part=part, round=1, name="w"))
 
     @rule()
     def second_passes(self):

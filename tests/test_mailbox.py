@@ -115,3 +115,16 @@ def test_what_was_said_before_the_end_counts_first(node):
         with pytest.raises(PeerLostError, match="a consequence"):
             mailbox.wait(lambda: told.get(2), 10.0)
     mailbox.close()
+
+
+def test_what_the_job_was_aborted_with_comes_before_a_node_that_has_left(node):
+    ours, theirs = socket.socketpair()
+
+    def check():
+        raise PeerLostError("rank 2 died")
+
+    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: None, check, lambda: PeerLostError("lost"))
+    theirs.close()
+    with pytest.raises(PeerLostError, match="rank 2 died"):
+        mailbox.send(Ask(request=1))
+    mailbox.close()

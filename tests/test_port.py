@@ -153,6 +153,33 @@ def test_a_signal_handler_runs_while_waiting(node):
         signal.signal(signal.SIGALRM, before)
 
 
+def test_signals_that_come_faster_than_the_slices_hide_no_death(node):
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(process.pid)
+    port = node.port(pidfd)
+    n_handled = 0
+
+    def handler(number, frame):
+        nonlocal n_handled
+        n_handled += 1
+        if n_handled == 3:
+            process.kill()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        assert port.wait(0, 1, 1, 20) == NODE_DIED
+        assert n_handled >= 3
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        port.close()
+        process.kill()
+        process.wait(10)
+        process.stdin.close()
+        os.close(pidfd)
+
+
 def test_copy_in_announces_each_partition_after_its_bytes(node):
     with Segment(3 * 4096) as segment:
         source = np.arange(2 * 4096 + 100, dtype=np.uint8)

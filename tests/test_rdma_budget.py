@@ -20,18 +20,22 @@ RXE = {"max_qp": 1048560, "max_qp_wr": 1048576, "max_cqe": 32767, "max_mr": 5242
     (MLX5 | {"max_qp_wr": 100}, 1, 1, (100, 100, 200)),
 ])
 def test_depths_fill_what_the_device_has(attributes, n_peers, n_pairs, expected):
-    found = budget.depths("mlx5_0", attributes, n_peers, n_pairs)
+    found = budget.depths("mlx5_0", attributes, n_peers, n_pairs, 128)
     assert tuple(found) == expected
     assert found.completions <= attributes["max_cqe"]
 
 
+def test_the_queue_for_sends_is_as_long_as_asked_for_if_the_device_can():
+    assert [budget.depths("mlx5_0", MLX5, 1, 1, n).send for n in (1, 16, 100_000)] == [1, 16, 32768]
+
+
 def test_too_short_queues_are_refused_with_both_numbers():
     with pytest.raises(CapacityError, match=r"200 peers x 1 .* need a completion queue of 38400 .* max_cqe=32767"):
-        budget.depths("rxe0", RXE, 200, 1)
+        budget.depths("rxe0", RXE, 200, 1, 128)
     with pytest.raises(CapacityError, match="8 peers x 2 queue pairs need 16 queue pairs, mlx5_0 has max_qp=15"):
-        budget.depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2)
+        budget.depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2, 128)
     with pytest.raises(CapacityError, match="max_qp_wr=63"):
-        budget.depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1)
+        budget.depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1, 128)
 
 
 def test_locked_memory_counts_once_per_device():

@@ -32,3 +32,8 @@ def test_words(failure, event, words):
 
 def test_a_port_event_is_told_only_where_it_explains_something():
     assert "went down" not in describe(BAD, "node 2", "mlx5_0/1", 9)
+
+
+def test_the_state_of_the_port_explains_what_no_event_told_yet():
+    assert describe(BAD, "node 2", "mlx5_0/1", -1, "DOWN").endswith("; this machine's port is DOWN now")
+    assert "DOWN" not in describe(BAD, "node 2", "mlx5_0/1", 10, "DOWN")

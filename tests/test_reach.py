@@ -21,3 +21,7 @@ def test_nobody_is_named_with_the_address_and_what_to_check():
         port = bound.getsockname()[1]
         text = nobody_at("127.0.0.1", port)
     assert f"address 127.0.0.1:{port} (Connection refused)" in text and "BPSFAST_SCHEDULER" in text
+
+
+def test_a_port_that_this_process_does_not_know_is_nobodys_fault():
+    assert nobody_at("127.0.0.1", 0) == ""

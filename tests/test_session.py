@@ -291,3 +291,36 @@ def test_ctrl_c_ends_a_wait(job):
     outcomes = started.outcomes()
     assert 0 < outcomes[0].value < 2, outcomes
     started.kill()
+
+
+_NO_ADDRESS_SPACE = """
+import os, resource
+import numpy as np
+import bpsfast
+bpsfast.init(timeout_s=20)
+def limit(nbytes):
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+def attempt(call):
+    try:
+        call()
+        print("nothing")
+    except bpsfast.BpsError as exc:
+        print(type(exc).__name__, exc)
+n_fds = len(os.listdir("/proc/self/fd"))
+limit(int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (1 << 20))
+attempt(lambda: bpsfast.empty(1000))
+attempt(lambda: bpsfast.push_pull(np.ones(1000)))
+limit(resource.RLIM_INFINITY)
+assert len(os.listdir("/proc/self/fd")) == n_fds, "descriptors are left"
+attempt(lambda: bpsfast.empty(1 << 45))
+bpsfast.barrier()
+"""
+
+
+def test_a_segment_that_cannot_be_mapped_is_an_error_where_it_is_needed():
+    code, output = one_process(_NO_ADDRESS_SPACE)
+    assert code == 0, output
+    first, second, third = output.splitlines()
+    assert first.startswith("CapacityError rank 0 cannot map a segment of ")
+    assert second.startswith("CapacityError rank 0 cannot map a segment of ")
+    assert third.startswith("CapacityError") and "map" not in third, "that is the node's own answer"

@@ -19,7 +19,7 @@ def stalls():
 
 
 def asked(rank, part=7, round_number=2):
-    return Stalled(rank=rank, part=part, round=round_number, name="w")
+    return Stalled(rank=rank, question=7, part=part, round=round_number, name="w")
 
 
 def report(part=7, ranks=(), nodes=(), gone=()):
@@ -42,7 +42,7 @@ def test_inquiries_do_not_mix(stalls):
     for node in range(3):
         stalls.report(node, report(part=8, ranks=(1,)) if node == 1 else report(part=7))
     (seven,) = stalls.expire(REPORT_TIMEOUT_S)
-    assert (seven.part, seven.missing) == (7, "missing: node 1 (host b, ranks 1, 2): does not answer")
+    assert (seven.question, seven.missing) == (7, "missing: node 1 (host b, ranks 1, 2): does not answer")
     (eight,) = stalls.expire(1.0 + REPORT_TIMEOUT_S)
     assert eight.missing.startswith("missing: rank 1 (node 1, host b): has called shutdown; node 0")
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.orchestration.errors import StallError
+from bpsfast.orchestration.errors import BusyError, StallError
 from bpsfast.trainer import current
 
 
@@ -66,6 +66,8 @@ def stream_alone():
     unit = current.current().tensors.unit("streamed alone")
     with pytest.raises(StallError, match="rank"):
         unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 0.5)
+    with pytest.raises(BusyError, match=r"cannot be pushed again: its round 2 ended with an error .* waited 0\.5 s"):
+        bpsfast.push_pull(x, False, "streamed alone")
     return bool((x == kept).all())
 
 

@@ -4,6 +4,8 @@ import gc
 import os
 import socket
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -230,3 +232,34 @@ def test_threads_and_descriptors_end_with_the_stream(engine, sockets):
     assert len(os.listdir("/proc/self/fd")) == n_descriptors - 1
     while threads() & fresh:  # joined, but the kernel may take a moment to forget them
         os.sched_yield()
+
+
+#: Nobody closes the stream, whose engine only the stream keeps; the collector finds both in a cycle.
+_DROPPED = """
+import gc, socket
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.pyx.tcp import Stream
+for _ in range(20):
+    board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+    ring.format_board(board)
+    ring.format_doorbell(bell)
+    engine = Engine(board, bell, n_threads=1)
+    left, right = socket.socketpair()
+    keep = [engine]
+    stream = Stream(left.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
+                    notify=engine.notify_address, epoch=1, n_slots=8, keep=keep)
+    stream.start()
+    keep.append(stream)
+    del engine, keep, stream, board, bell
+    gc.collect()
+    right.settimeout(20)
+    assert right.recv(1) == b"", "the stream was not closed"
+    right.close()
+"""
+
+
+def test_a_stream_that_is_garbage_ends_its_threads_before_its_engine_goes():
+    done = subprocess.run([sys.executable, "-c", _DROPPED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -21,6 +21,7 @@ COMMANDS = {
     "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
     "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
+    "tune": ("tune", "Find better settings by measuring, within a budget of time."),
 }
 
 

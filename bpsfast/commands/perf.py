@@ -72,6 +72,7 @@ def _options(function: Callable) -> Callable:
               help="Measure so long instead of -n.")
 @click.option("-q", "--qp", "pairs", type=click.IntRange(1), help="Queue pairs, or tcp streams [default: 1].")
 @click.option("-b", "--bidirectional", "both_ways", is_flag=True, help="Both ways at once; the sum is shown.")
+@click.option("--reversed", is_flag=True, help="The server sends.")
 @click.option("-Q", "--cq-mod", "moderation", type=click.IntRange(1), help="Ask for a completion every so many sends "
               "[default: 100 below 8 KiB, else 1].")
 @_options
@@ -99,11 +100,12 @@ def _run(verb: str, options: dict[str, Any]) -> None:
     host, wait_s = options.pop("host"), options.pop("wait_s")
     form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"), options.pop("as_csv"))
     control_port = options.pop("control_port") or control.DEFAULT_PORT
-    loaded = settings.load(overrides(options.pop("assignments"), rdma_devices=_device(options),
-                                     rdma_gid_index=options.pop("gid_index")))
+    chosen = overrides(options.pop("assignments"), rdma_devices=_device(options),
+                       rdma_gid_index=options.pop("gid_index"))
+    loaded = settings.load(chosen)
     given = _given(options)
     if host is not None and given.get("transport", "rdma") == "rdma":
-        given.setdefault("providers", (loaded.verbs,))
+        given = {"providers": (loaded.verbs,), **_set(verb, loaded, settings.load_with_origins(chosen)[1]), **given}
     streams = not (form.as_json or form.as_csv or form.path)
 
     def say(text: str) -> None:
@@ -156,6 +158,17 @@ def _run(verb: str, options: dict[str, Any]) -> None:
                                              *(report.line(final, row) for row in visit.rows),
                                              *report.counted(visit.rows)]),
                     report.data(final, visit.places, visit.rows), report.table(final, visit.rows))
+
+
+def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
+    """Return what somebody has set for jobs, in a profile say, by the plan's names; a latency has one queue pair."""
+    from ..perf import plan as plans
+
+    found = {field: getattr(loaded, name) for name, field in plans.SETTINGS.items()
+             if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
+    if "moderation" in found:
+        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport takes it
+    return found
 
 
 def _device(options: dict[str, Any]) -> str | None:

@@ -11,8 +11,10 @@ _TIMEOUT_S = 2.0
 def nobody_at(host: str, port: int) -> str:
     """Return a sentence, with a space before it, if no connection to *host*:*port* can be made; else nothing.
 
-    Blocks for at most two seconds.
+    Port 0: this process does not know it; nothing is said. Blocks for at most two seconds.
     """
+    if port == 0:
+        return ""
     try:
         with socket.create_connection((host, port), _TIMEOUT_S):
             return ""

@@ -165,15 +165,15 @@ class Household:
     def _died(self, rank: LocalRank) -> None:
         """The rank's process has ended: harmless if it said goodbye, even in its very last message."""
         self._loop.forget(rank.pidfd)
-        if not rank.gone:
+        if not rank.left:
             self._read(rank)
         self._loop.forget(rank.channel.fileno())
-        if not rank.gone:
+        if not rank.left:
             self._lose(rank, "died without leaving")
         rank.dead = True
 
     def _cut(self, rank: LocalRank) -> None:
-        if not rank.gone:
+        if not rank.left:
             self._lose(rank, "closed its channel without leaving")
 
     def _lose(self, rank: LocalRank, reason: str) -> None:

@@ -65,11 +65,11 @@ class Chunk:
 class Arena:
     """Memory of one kind. Made by `Regions.arena`; not thread-safe: the control loop's own."""
 
-    def __init__(self, regions: Regions, kind: str, huge: bool) -> None:
+    def __init__(self, regions: Regions, kind: str, pool: bool) -> None:
         self.kind = kind
         self.chunks: list[Chunk] = []
         self._regions = regions
-        self._huge = huge
+        self._pool = pool
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,7 @@ class Arena:
         for chunk in self.chunks:
             if chunk.room >= rounded:
                 return self._take(chunk, rounded), None
-        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._huge)
+        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._pool)
         self.chunks.append(chunk)
         return self._take(chunk, rounded), chunk
 
@@ -110,8 +110,8 @@ class Regions:
     max_bytes
         Upper bound of all segments together; 0: only the machine's limits count.
     huge_pages
-        Try 2 MiB pages for inputs, partials and slots. Results stay on ordinary pages: ranks map runs of them
-        side by side at page granularity.
+        Try 2 MiB pages. For results not those of a pool: ranks map runs of them side by side at the granularity of
+        ordinary pages.
     """
 
     def __init__(self, max_bytes: int = 0, huge_pages: bool = False) -> None:
@@ -122,13 +122,13 @@ class Regions:
         self._arenas: list[Arena] = []
         self._kinds: list[str] = []
         self._registrar: Registrar | None = None
-        self.partials = self.arena("partial", huge_pages)
-        self.slots = self.arena("slot", huge_pages)
-        self.results = self.arena("result", False)
+        self.partials = self.arena("partial")
+        self.slots = self.arena("slot")
+        self.results = self.arena("result", pool=False)
 
-    def arena(self, kind: str, huge: bool | None = None) -> Arena:
-        """Return a new arena of *kind*."""
-        made = Arena(self, kind, self._huge_pages if huge is None else huge)
+    def arena(self, kind: str, pool: bool = True) -> Arena:
+        """Return a new arena of *kind*; *pool*: its huge pages may be those of the pool."""
+        made = Arena(self, kind, pool)
         self._arenas.append(made)
         return made
 
@@ -174,14 +174,14 @@ class Regions:
         if needed:
             self._require(needed, purpose)
 
-    def grow(self, kind: str, nbytes: int, huge: bool) -> Chunk:
+    def grow(self, kind: str, nbytes: int, pool: bool) -> Chunk:
         """Make a segment of at least *nbytes*, faulted in; raises `CapacityError` before it touches a page."""
         self._require(nbytes, f"a segment for {kind}s")
         if len(self._chunks) >= MAX_SEGMENTS:
             raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
                                 "declare fewer, larger tensors (or groups)")
         try:
-            segment = Segment(nbytes, name=f"bpsfast-{kind}", huge=huge)
+            segment = Segment(nbytes, name=f"bpsfast-{kind}", huge=self._huge_pages, pool=pool)
         except OSError as exc:  # somebody else took the memory since we looked
             free = min(limit.free_nbytes for limit in headroom.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "

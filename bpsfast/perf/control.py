@@ -5,6 +5,7 @@ Both sides hold the job's key if one is set (``BPSFAST_JOB_KEY``); without, the 
 """
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -154,6 +155,12 @@ class Control:
             self._sock.sendall(_LENGTH.pack(len(data)) + data)
         except OSError:
             pass
+
+    def cut(self, reason: str) -> None:
+        """Any thread: tell the peer why, and end the connection under whoever uses it here."""
+        self.stop(reason)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

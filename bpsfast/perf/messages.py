@@ -8,14 +8,15 @@ import msgspec
 from .plan import Plan
 
 #: Of the messages and their order; both sides have to have the same.
-VERSION = 1
+VERSION = 2
 
 
 class Propose(msgspec.Struct, tag=True, frozen=True):
-    """Client: what to measure. `place`: whose side this is, for people."""
+    """Client: what to measure. `place`: whose side this is, for people. `device`: the server's, "" as it likes."""
 
     plan: Plan
     place: dict[str, Any]
+    device: str = ""
 
 
 class Agree(msgspec.Struct, tag=True, frozen=True):

@@ -27,7 +27,14 @@ _UNMODERATED_NBYTES = 8192
 OPTIONS = {"operation": "--op", "transport": "--transport", "providers": "--verbs", "sizes": "-s/-a",
            "iterations": "-n", "duration_s": "-D", "depth": "-t", "receive_depth": "-r", "pairs": "-q",
            "both_ways": "-b", "mtu": "-m", "moderation": "-Q", "inline_nbytes": "-I", "events": "-e",
-           "ack_timeout": "-u"}
+           "ack_timeout": "-u", "reversed": "--reversed", "traffic_class": "rdma_traffic_class",
+           "service_level": "rdma_service_level", "relaxed_ordering": "rdma_relaxed_ordering",
+           "huge_pages": "huge_pages", "cores": "rdma_cores"}
+#: setting -> the field that follows it where somebody has set it and no option says otherwise
+SETTINGS = {"rdma_queue_pairs": "pairs", "rdma_queue_depth": "depth", "rdma_mtu": "mtu",
+            "rdma_signal_every": "moderation", "rdma_inline_bytes": "inline_nbytes",
+            "rdma_traffic_class": "traffic_class", "rdma_service_level": "service_level",
+            "rdma_relaxed_ordering": "relaxed_ordering", "rdma_cores": "cores"}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +42,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `duration_s` 0: by iterations. `mtu` 0: the smaller of both ports'. `moderation` 0: by message size.
     `inline_nbytes` -1: what pays for latency, if the device can. `ack_timeout`: a packet that nobody
-    acknowledged within 4.096 us * 2**ack_timeout is sent again.
+    acknowledged within 4.096 us * 2**ack_timeout is sent again. `reversed`: the server sends. The last ones as the
+    settings of the same names, on both sides.
     """
 
     verb: str
@@ -55,6 +63,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     events: bool = False
     ack_timeout: int = 14
     timeout_s: float = 30.0
+    reversed: bool = False
+    traffic_class: int = 0
+    service_level: int = 0
+    relaxed_ordering: bool = False
+    huge_pages: bool = False
+    cores: str = ""
 
     @property
     def largest_nbytes(self) -> int:
@@ -121,7 +135,8 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
     need(bool(plan.providers) and set(plan.providers) <= set(PROVIDERS),
          f"--verbs {','.join(plan.providers)}: expected one of {', '.join(PROVIDERS)}, or several with commas")
     if plan.transport != "rdma":
-        verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers", "ack_timeout")
+        verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers", "ack_timeout",
+                      "reversed", "traffic_class", "service_level", "relaxed_ordering", "huge_pages", "cores")
         names = [OPTIONS[name] for name in verbs_only if name in given]
         need(not names, f"{', '.join(names)}: for --transport rdma only, this is {plan.transport}")
         need(plan.operation == "write_imm", f"--op {plan.operation}: {plan.transport} has one operation, write_imm")
@@ -131,6 +146,8 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
         need(not (plan.events and plan.operation == "write"),
              "-e with --op write: the peer polls its memory for a write, there is no event to wait for; "
              "use --op write_imm")
+    need(not (plan.reversed and (plan.both_ways or plan.verb == "lat")),
+         "--reversed: with -b, and for a latency, both sides send anyway")
     need(not (plan.both_ways and plan.transport == "shm"), "-b: shared memory is measured in one direction at a time")
 
 

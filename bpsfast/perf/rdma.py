@@ -10,6 +10,7 @@ import contextlib
 import errno
 from typing import Any
 
+from ..nic.cores import cores_of, on_cores
 from ..nic.counters import Delta, Snapshot, difference, snapshot
 from ..nic.host import Host
 from ..nic.route import Rail
@@ -34,6 +35,7 @@ class RdmaEnd:
     def __init__(self, plan: Plan, rail: Rail, provider_name: str, host: Host) -> None:
         self.plan, self.rail, self.host = plan, rail, host
         self._is_native = provider_name == "native"
+        self._cores = cores_of(host, rail.device, plan.cores)
         self._undo = contextlib.ExitStack()
         self._loop: Any = None
         try:
@@ -51,8 +53,9 @@ class RdmaEnd:
         self._max_reads = max(1, min(limits["max_qp_rd_atom"], limits["max_qp_init_rd_atom"], 255))
         self.domain = keep(verbs.ProtectionDomain(self.device))
         self._stride = -(-plan.largest_nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._memory = keep(Segment(2 * self._stride * plan.pairs, huge=False))
-        self._region = keep(verbs.MemoryRegion(self.domain, self._memory, remote_read=plan.operation == "read"))
+        self._memory = keep(Segment(2 * self._stride * plan.pairs, huge=plan.huge_pages))
+        self._region = keep(verbs.MemoryRegion(self.domain, self._memory, remote_read=plan.operation == "read",
+                                              relaxed_ordering=plan.relaxed_ordering))
         depth, receive_depth = plan.depth * plan.pairs, plan.receive_depth * plan.pairs
         events = plan.events or plan.verb == "bw"
         self._send_cq = keep(verbs.CompletionQueue(self.device, depth, events=plan.events))
@@ -115,7 +118,8 @@ class RdmaEnd:
         reads = min(self._max_reads, peer["reads"])
         for pair, number, psn in zip(self.pairs, peer["numbers"], peer["psns"]):
             pair.to_init(self.rail.port, remote_write=True, remote_read=self.plan.operation == "read")
-            pair.to_rtr(number, psn, mtu=self.mtu, max_dest_rd_atomic=reads, **where)
+            pair.to_rtr(number, psn, mtu=self.mtu, max_dest_rd_atomic=reads, traffic_class=self.plan.traffic_class,
+                        sl=self.plan.service_level, **where)
             pair.to_rts(timeout=self.plan.ack_timeout, max_rd_atomic=reads)
 
     def place(self) -> dict[str, Any]:
@@ -151,7 +155,7 @@ class RdmaEnd:
             self._loop.post_receives()
 
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
-        """Run the loop; see `VerbsLoop.bandwidth`. Errors in words."""
+        """Run the loop; see `VerbsLoop.bandwidth`. In the plan's cores, errors in words."""
         return self._in_words(lambda: self._loop.bandwidth(n_send, n_receive, duration_s))
 
     def latency(self, n: int, first: bool) -> bytes:
@@ -160,7 +164,8 @@ class RdmaEnd:
 
     def _in_words(self, run: Any) -> Any:
         try:
-            return run()
+            with on_cores(self._cores):
+                return run()
         except OSError as exc:
             what = f"{self.plan.operation} over {self.rail.name} to {self.pairs[0].peer}"
             if exc.errno == errno.ETIMEDOUT:

@@ -44,12 +44,16 @@ _REASON_S = 1.0
 class Visit:
     """One run over *control*, from either side. `show` is called with each row as soon as it is known.
 
-    *key*: the job's, for data connections. The settings say which device and GID to use.
+    *key*: the job's, for data connections. The settings say which device and GID to use. *gather*, of a client: called
+    before each row, when both sides could begin; returns when they shall. *host*: what is known of this machine.
     """
 
-    def __init__(self, control: Control, key: bytes, loaded: Settings, show: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, control: Control, key: bytes, loaded: Settings, show: Callable[[dict[str, Any]], None],
+                 gather: Callable[[], None] = lambda: None, host: Host | None = None) -> None:
         self._control, self._key, self._settings, self._show = control, key, loaded, show
-        self._host = Host()
+        self._gather = gather
+        self._device = ""
+        self._host = host or Host()
         self.rows: list[dict[str, Any]] = []
         self.places: dict[str, Any] = {}
         self.plan: Plan | None = None
@@ -57,8 +61,10 @@ class Visit:
 
     # -- the two sides ----------------------------------------------------------------------------------------
 
-    def as_client(self, plan: Plan, began: Callable[[], None]) -> None:
+    def as_client(self, plan: Plan, began: Callable[[], None], device: str = "") -> None:
         """Measure what *plan* says; *began* is called when both sides agree and are connected.
+
+        *device*: the server's port as "device:port"; else it chooses.
 
         Raises
         ------
@@ -67,7 +73,7 @@ class Visit:
         """
         with self._telling():
             self.plan = plan
-            self._control.send(Propose(plan, {"host": os.uname().nodename}))
+            self._control.send(Propose(plan, {"host": os.uname().nodename}, device))
             answer = self._control.receive(Agree, "the server's consent")
             self._each_provider(answer.place, is_client=True, began=began)
             self._control.stop()
@@ -75,10 +81,14 @@ class Visit:
     def as_server(self, given: dict[str, Any], began: Callable[[], None]) -> None:
         """Be measured as the client proposes, unless that contradicts *given*, this side's own options."""
         with self._telling():
-            proposed = self._control.receive(Propose, "what to measure")
+            self.serve(self._control.receive(Propose, "what to measure"), given, began)
+
+    def serve(self, proposed: Propose, given: dict[str, Any], began: Callable[[], None]) -> None:
+        """Be measured as was *proposed*; the rest is as for `as_server`."""
+        with self._telling():
             plans.check(proposed.plan)
             plans.agree(proposed.plan, given)
-            self.plan = proposed.plan
+            self.plan, self._device = proposed.plan, proposed.device
             self._control.timeout_s = proposed.plan.timeout_s
             self._control.send(Agree({"host": os.uname().nodename}))
             self._each_provider(proposed.place, is_client=False, began=began)
@@ -121,18 +131,19 @@ class Visit:
             return TcpEnd(plan, self._control, self._key, not is_client, loaded.awake_us / 1e6)
         if plan.transport == "shm":
             return ShmEnd(plan, loaded.awake_us / 1e6, loaded.nontemporal_bytes)
-        choice = choose(self._host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
+        devices = f"={self._device}" if self._device and not is_client else loaded.rdma_devices
+        choice = choose(self._host, devices=devices, gid_index=loaded.rdma_gid_index,
                         peer=peer_address(self._host, self._control.peer_host))
         return RdmaEnd(plan, choice.require()[0], provider, self._host)
 
     def _measure(self, end: Any, provider: str, nbytes: int, is_client: bool) -> None:
         plan, control = self.plan, self._control
         assert plan is not None
-        sends = is_client or plan.both_ways
-        receives = plan.two_sided and (not is_client or plan.both_ways or plan.verb == "lat")
+        sends = is_client != plan.reversed or plan.both_ways
+        receives = plan.two_sided and (not sends or plan.both_ways or plan.verb == "lat")
         end.prepare(nbytes, receives)
         before = end.counters()
-        self._meet(f"{nbytes} bytes")
+        self._meet(f"{nbytes} bytes", is_client)
         if plan.verb == "lat":
             n = plan.n_warmup + plan.iterations
             answers = is_client or plan.operation != "read"
@@ -152,9 +163,9 @@ class Visit:
                 row["samples_s"] = [ns / (1e9 if plan.operation == "read" else 2e9)
                                     for ns in memoryview(measured).cast("q")[plan.n_warmup:]]
             else:
-                own = self._direction(nbytes, measured)
-                row |= own if not plan.both_ways else samples.both(
-                    own, samples.bandwidth(nbytes, theirs.sent, theirs.seconds, theirs.peak))
+                there = samples.bandwidth(nbytes, theirs.sent, theirs.seconds, theirs.peak)
+                own = there if plan.reversed else self._direction(nbytes, measured)
+                row |= samples.both(own, there) if plan.both_ways else own
             row["counters"] = {"client": self._counted, "server": theirs.counters}
             control.send(Result({name: value for name, value in row.items() if name != "samples_s"}))
         else:
@@ -167,9 +178,13 @@ class Visit:
         sent, _, seconds, posted_ns, completed_ns = measured
         return samples.bandwidth(nbytes, sent, seconds, samples.peak_seconds(posted_ns, completed_ns))
 
-    def _meet(self, step: str) -> None:
-        self._control.send(Ready(step))
+    def _meet(self, step: str, is_client: bool) -> None:
+        if not is_client:
+            self._control.send(Ready(step))
         theirs = self._control.receive(Ready, step).step
+        if is_client:
+            self._gather()
+            self._control.send(Ready(step))
         if theirs != step:
             raise ProtocolError(f"{self._control.peer} is at {theirs!r}, this side at {step!r}")
 
@@ -267,6 +282,8 @@ class _Beside:
             if not self.ended:
                 self._cancel()
             self._thread.join()
+        if exc[1] is not None and exc[1] is not self._error:
+            self._error = None  # cancelled because of the other one; its traceback would keep the loop's memory mapped
         os.close(self._event)
 
     def fileno(self) -> int:

@@ -179,10 +179,10 @@ class GuardedPort:
             deferred = self._start_deferred()
 
     def _ask(self, unit: Unit, part: int, n_parts: int, round: int, waited_s: float, late: bool) -> None:
-        """Ask who is missing; raise that as an error if it is *late*, or hopeless to wait on."""
+        """Ask who is missing; raise that as an error if it is *late*, or hopeless to wait on, and not done by now."""
         first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
         missing, hopeless = self._inquiry.ask(first, round, unit.name)
-        if late or hopeless:
+        if (late or hopeless) and not self.done(part, n_parts, round):
             raise StallError(f"{self._me} waited {waited_s:.3g} s for round {round} of {unit.name!r} (partition "
                              f"{first - unit.first_part} of {unit.n_parts}): {missing}")
 

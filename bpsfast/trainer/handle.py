@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..dtypes import TABLE, wire_name
-from ..orchestration.errors import BpsError, MismatchError, StallError, UnsupportedError
+from ..orchestration.errors import MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
 from . import current as process
 from .repeat import Repeat
@@ -44,7 +44,7 @@ class Handle:
         self._shape, self._dtype = source.shape, source.dtype
         self._unit: Unit | None = None
         self._round = 0
-        self._error: BpsError | None = None
+        self._error: Exception | None = None
         self._started = False
         self._gate = threading.Lock()  # held until it is started: an Event costs twenty times as much to make
         self._gate.acquire()
@@ -71,7 +71,7 @@ class Handle:
         """Push now that the name was committed, or keep why it was not. Raises nothing: the waiter will."""
         try:
             self.start(self._session.tensors.unit(self.name))
-        except BpsError as exc:
+        except Exception as exc:  # whatever it is: the thread that starts this may be waiting for something else
             self._error = exc
             self._open_gate()
 

@@ -30,16 +30,16 @@ class Inquiry:
         self._rank = rank
         self._require_open = require_open
         self._mailbox = mailbox
-        self._answers: dict[tuple[int, int], StallAnswer] = {}
         self._numbers = itertools.count(1)
+        self._answers: dict[int, StallAnswer | None] = {}  # by question, None: not answered yet
         self._departed = False
 
     def receive(self, message: StallAnswer | Departed) -> None:
         """Enter what the node says. Called by the mailbox, one message at a time."""
         if isinstance(message, Departed):
             self._departed = True
-        else:
-            self._answers[message.part, message.round] = message
+        elif message.question in self._answers:  # else it comes too late, and nobody waits for it any more
+            self._answers[message.question] = message
 
     def somebody_left(self) -> bool:
         """Return whether a rank has left, as far as the node's messages say: only then can a wait be hopeless."""
@@ -53,13 +53,17 @@ class Inquiry:
 
         Returns words, and whether waiting on is in vain.
         """
-        mailbox = self._mailbox()
-        mailbox.send(Stalled(rank=self._rank, part=part, round=round, name=name))
-        answer = mailbox.wait(lambda: self._answers.pop((part, round), None), _ANSWER_S)
+        mailbox, number = self._mailbox(), next(self._numbers)
+        self._answers[number] = None
+        try:
+            mailbox.send(Stalled(rank=self._rank, question=number, part=part, round=round, name=name))
+            answer = mailbox.wait(lambda: self._answers[number], _ANSWER_S)
+        finally:
+            del self._answers[number]
         if answer is None:
             return f"no answer to who is missing, from node or scheduler, within {_ANSWER_S:g} s", False
         return answer.missing, answer.hopeless
 
     def ask_about(self, name: str) -> tuple[str, bool]:
         """Ask who has not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
-        return self.ask(_NO_PART, next(self._numbers), name)
+        return self.ask(_NO_PART, 0, name)

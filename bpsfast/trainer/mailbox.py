@@ -54,10 +54,11 @@ class Mailbox:
         self._node_pidfd = node_pidfd
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send *message*; raises what `lost` returns if the node is gone."""
+        """Send *message*; raises what the job was aborted with, or what `lost` returns, if the node is gone."""
         try:
             self._channel.send(message, fds)
         except PeerLostError as exc:
+            self._check()  # what the job was aborted with is why the node has left
             raise self._lost() from exc
 
     def wait(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, ClosedError, PeerLostError, StallError
+from ..orchestration.errors import BpsError, CapacityError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.messages import (
     Allocate,
     Allocated,
@@ -32,6 +32,7 @@ from ..orchestration.messages import (
     SegmentShared,
     StallAnswer,
     Told,
+    UnitReady,
 )
 from ..pyx.pages import Segment
 from ..pyx.port import Port
@@ -85,6 +86,7 @@ class Session:
         self.repeats: dict[str, Repeat] = {}
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
+        self._unmapped: CapacityError | None = None
         self._told: dict[int, dict[str, int]] = {}
         self._requests = 0
         self._barriers_entered = 0
@@ -117,7 +119,10 @@ class Session:
                              f"{self.settings.timeout_s:g} s")
         if isinstance(answer, BpsError):
             raise answer
-        segment = self._segments["rank", answer.segment]
+        segment = self._segments.get(("rank", answer.segment))
+        if segment is None:
+            raise self._unmapped or ProtocolError(f"the node answered with segment {answer.segment}, which it has not "
+                                                  "shared")
         array = np.frombuffer(segment, np.uint8, nbytes, answer.offset)  # type: ignore[call-overload]
         return Region(array, answer.segment, answer.offset, segment.address + answer.offset)
 
@@ -172,16 +177,13 @@ class Session:
         """Enter one message of the node into the tables. Called by the mailbox, one message at a time."""
         match message:
             case SegmentShared():
-                segment = Segment.attach(fds[0], writable=message.owner == "rank")
-                self._segments[message.owner, message.segment] = segment
-                if message.owner == "rank":
-                    self._inputs = [*self._inputs, (message.segment, segment)]
+                self._map(message, fds[0])
             case Allocated():
                 self._asked.remove(message.request)
                 self._allocated[message.request] = message
             case Declared():
                 for ready in message.units:
-                    self.tensors.committed(Unit(self, ready, self._segments))
+                    self._commit(ready)
             case DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
             case Refuse():
@@ -194,6 +196,26 @@ class Session:
                 self._told[message.request] = message.counters
             case Detached():
                 self._released = True
+
+    def _map(self, message: SegmentShared, fd: int) -> None:
+        """Map a segment; if that fails, whoever needs it gets the error, which may be another thread than this."""
+        try:
+            segment = Segment.attach(fd, writable=message.owner == "rank")
+        except OSError as exc:
+            os.close(fd)
+            self._unmapped = CapacityError(f"rank {self.rank} cannot map a segment of {message.nbytes} bytes that its "
+                                           f"node shares with it: {exc}; raise the limit of its address space "
+                                           "(ulimit -v), or push less")
+            return
+        self._segments[message.owner, message.segment] = segment
+        if message.owner == "rank":
+            self._inputs = [*self._inputs, (message.segment, segment)]
+
+    def _commit(self, ready: UnitReady) -> None:
+        try:
+            self.tensors.committed(Unit(self, ready, self._segments))
+        except ProtocolError as exc:
+            self.tensors.refused([member.name for member in ready.plan.members], self._unmapped or exc)
 
     def _node_lost(self) -> PeerLostError:
         """Return in words that the node has ended without having said why."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..dtypes import TABLE
-from ..orchestration.errors import BusyError, ProtocolError
+from ..orchestration.errors import BpsError, BusyError, ProtocolError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..pyx.pages import Segment, Window
 
@@ -69,6 +69,7 @@ class Unit:
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.round = 0
         self.in_flight = False
+        self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
         self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
         self._staging: Region | None = None
@@ -133,7 +134,11 @@ class Unit:
         if place is None or nbytes != self.nbytes:
             return None
         round = self._begin()
-        self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
+        try:
+            self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
+        except BpsError as exc:
+            self._given_up = exc
+            raise
         self.finish(round)
         return round
 
@@ -148,7 +153,7 @@ class Unit:
         the name, is lost to all ranks; *destination* is unchanged, or partly written if that was under way.
         """
         session = self.session
-        n_slots = min(max(_WINDOW_PARTS[0], session.local_size), _WINDOW_PARTS[1])
+        n_slots = window_parts(session.local_size)
         if (self.n_parts < 2 * n_slots or nbytes != self.nbytes or session.n_nodes + session.n_helpers > 1
                 or session.locate(source, nbytes) is not None):
             return False
@@ -158,9 +163,13 @@ class Unit:
                 self._window = self._staging or session.allocate(n_slots * self.stride)
             window = self._window
         round = self._begin()
-        session.port.stream_in(self, window, n_slots, source, round, timeout_s)
-        session.port.wait(self, self.first_part, self.n_parts, round, max(0.0, deadline - time.monotonic()))
-        self.deliver(round, destination, 0, nbytes, max(0.0, deadline - time.monotonic()))
+        try:
+            session.port.stream_in(self, window, n_slots, source, round, timeout_s)
+            session.port.wait(self, self.first_part, self.n_parts, round, max(0.0, deadline - time.monotonic()))
+            self.deliver(round, destination, 0, nbytes, max(0.0, deadline - time.monotonic()))
+        except BpsError as exc:
+            self._given_up = exc
+            raise
         self.finish(round)  # not before: the next but one round overwrites this result
         return True
 
@@ -174,6 +183,10 @@ class Unit:
 
     def _begin(self) -> int:
         with self._lock:
+            if self.in_flight and self._given_up is not None:
+                raise BusyError(
+                    f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the call "
+                    f"that pushed it, which nobody can wait for any more; use another name ({self._given_up})")
             if self.in_flight:
                 raise BusyError(
                     f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize the "
@@ -276,6 +289,11 @@ class Unit:
             self._views.clear()
             self._runs = []
             self._staging = self._window = None
+
+
+def window_parts(local_size: int) -> int:
+    """Return how many partitions the window of `Unit.stream` holds where *local_size* ranks share a machine."""
+    return min(max(_WINDOW_PARTS[0], local_size), _WINDOW_PARTS[1])
 
 
 def _runs(ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> list[_Run]:

@@ -1,4 +1,4 @@
-"""perf and ping on real devices: every operation, both loops, what a wrong option or a dead path looks like.
+"""perf on real devices: every operation, both loops, what a wrong option or a dead path looks like.
 
 Runs in the guest: both sides in this process (rxe1 measures against rxe0), and once as commands of two hosts.
 """
@@ -8,7 +8,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +16,7 @@ from bpsfast import settings
 from bpsfast.nic.host import Host
 from bpsfast.nic.route import choose
 from bpsfast.orchestration.errors import BpsError, ConfigError, PeerLostError
-from bpsfast.perf import control as lines, listener as ping_listener, plan as plans, reach
+from bpsfast.perf import control as lines, plan as plans
 from bpsfast.perf.python_loop import ProviderLoop
 from bpsfast.perf.rdma import RdmaEnd
 from bpsfast.perf.visit import Visit
@@ -105,19 +104,6 @@ def test_an_mtu_above_the_port_s_is_refused():
         subprocess.run(["ip", "link", "set", "roce0", "mtu", "4200"], check=True)
 
 
-@contextlib.contextmanager
-def unplugged(host):
-    """Take the bridge's port of a host's device down."""
-    subprocess.run(["ip", "link", "set", f"p{host}", "down"], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["ip", "link", "set", f"p{host}", "up"], check=True)
-        deadline = threading.Event()
-        while Host().devices[host].ports[0].state != "ACTIVE":
-            assert not deadline.wait(0.05)
-
-
 # -- the loop in Python ------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
@@ -184,51 +170,6 @@ def test_both_implementations_side_by_side(operation):
     for verb in plans.VERBS:
         rows = measure(verb, given).rows
         assert [(row["verbs"], row["nbytes"]) for row in rows] == [("native", 4000), ("pyverbs", 4000)]
-
-
-# -- ping ----------------------------------------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def pinged(devices=""):
-    """Have somebody to ping; yield the port."""
-    loaded = settings.load({"rdma_devices": devices}, {})
-    with lines.listen(0, "127.0.0.1") as sock:
-        thread = threading.Thread(target=ping_listener.serve, args=(sock, KEY, loaded))
-        thread.start()
-        try:
-            yield sock.getsockname()[1]
-        finally:
-            sock.shutdown(2)
-            thread.join(30)
-            assert not thread.is_alive()
-
-
-def test_ping_reaches_every_port_from_every_port():
-    with pinged() as port:
-        found = reach.reach("127.0.0.1", port, KEY, settings.load({}, {}), 10.0)
-    assert found["error"] is None and found["tcp"]["min_s"] > 0
-    pairs = {(pair["own"]["device"], pair["peer"]["device"]): pair for pair in found["pairs"]}
-    assert set(pairs) == {(a, b) for a in ("rxe0", "rxe1") for b in ("rxe0", "rxe1")}
-    assert not [pair["error"] for pair in pairs.values() if pair["error"]]
-    assert all(pair["mtu"] == 4096 and 0 < pair["min_s"] <= pair["median_s"] for pair in pairs.values())
-
-
-def test_ping_shows_a_path_that_is_cut():
-    with pinged("=rxe0") as port, unplugged(0):
-        found = reach.reach("127.0.0.1", port, KEY, settings.load({"rdma_devices": "=rxe1"}, {}), 10.0)
-    [pair] = found["pairs"] or [None]
-    if pair is None:  # the driver noticed: the port is down
-        assert "not ACTIVE" in str(found["rejected"])
-    else:
-        assert pair["error"] and pair["mtu"] in (None, 4096), pair
-
-
-def test_ping_through_a_listener():
-    with pinged("=rxe0") as one, pinged("=rxe1") as other:
-        found = reach.ask_to_reach(("127.0.0.1", one), ("127.0.0.1", other), KEY, 10.0)
-    assert found["error"] is None and found["source"] == f"127.0.0.1:{one}"
-    [pair] = found["pairs"]
-    assert (pair["own"]["device"], pair["peer"]["device"], pair["error"]) == ("rxe0", "rxe1", None)
 
 
 # -- the commands ----------------------------------------------------------------------------------------------------

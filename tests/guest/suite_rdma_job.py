@@ -4,17 +4,22 @@ Runs in the guest: node i and its rank on host i with the device rxe<i>, the sch
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
 from tests.conftest import Job
+from tests.guest import spare_device
 from tests.guest.training import N_STEPS, SHAPES, push_until_it_fails, train
+from tests.guest.verbs_end import until
 
 PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "heartbeat_s": 5}
 
@@ -57,73 +62,124 @@ def compiled() -> None:
                    timeout=300)
 
 
-def run_training(transport: str) -> list[dict[str, Any]]:
-    job = HostedJob(ranks=(1, 1), helpers=1, transport=transport)
+@contextlib.contextmanager
+def running(*arguments: Any, **values: Any) -> Iterator[HostedJob]:
+    job = HostedJob(*arguments, **values)
     try:
-        found = job.run(train, timeout_s=200)
-        job.close()
+        yield job
     finally:
         job.kill()
-    return found
+
+
+@contextlib.contextmanager
+def errors_into(path: Path) -> Iterator[None]:
+    """Have what is started meanwhile write its standard error there, and show it afterwards."""
+    before = os.dup(2)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        sys.stderr.write(path.read_text())
+
+
+class Training(NamedTuple):
+    """What each rank returned, and what all processes said."""
+
+    found: list[dict[str, Any]]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def over_tcp(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training with transport=auto of two nodes, one of which names a device that is not there."""
+    path = tmp_path_factory.mktemp("tcp") / "said"
+    more = {"node 1": {"BPSFAST_RDMA_DEVICES": f"={spare_device.NAME}", "BPSFAST_LOG_LEVEL": "INFO"}}
+    with errors_into(path), running(more, ranks=(1, 1), transport="auto") as job:
+        found = job.run(train, timeout_s=200)
+        job.close()
+    return Training(found, path.read_text())
 
 
 def wires(counters: dict[str, int], name: str) -> int:
     return sum(value for key, value in counters.items() if key.startswith("wire_") and key.endswith("_" + name))
 
 
+def steady(found: dict[str, Any]) -> dict[str, int]:
+    """Check what every training over rdma has in common; return by how much the counters grew."""
+    before, after = found["before"], found["after"]
+    grown = {name: after[name] - before[name] for name in after}
+    # per step and partition a node sends one write: the partial to the owner, or the result to the other rank
+    assert grown["dispatch_partitions"] > 0 and grown["dispatch_partitions"] % N_STEPS == 0
+    assert wires(grown, "writes_sent") == wires(grown, "writes_received") == grown["dispatch_partitions"]
+    nbytes = N_STEPS * sum(4 * int(np.prod(shape)) for shape in SHAPES)
+    assert nbytes <= wires(grown, "bytes_sent") < nbytes * 1.05  # with what pads fused tensors
+    assert grown["rdma_registrations"] == wires(grown, "address_exchanges") == 0
+    assert grown["engine_allocations"] == grown["memory_segments"] == 0
+    return grown
+
+
 @pytest.mark.timeout(900)
-def test_training_over_rdma_is_bit_identical_to_tcp_and_costs_one_write_per_partition_and_hop():
-    over_rdma = run_training("rdma")
-    over_tcp = run_training("tcp")
+def test_auto_goes_by_tcp_where_a_device_is_gone_and_says_so(over_tcp):
+    for index, found in enumerate(over_tcp.found):
+        assert found["after"][f"transport_{1 - index}"] == 2
+    name = spare_device.NAME
+    words = f"is reached by tcp, not by rdma: rdma_devices='={name}': ={name} matches nothing here"
+    assert words in over_tcp.said, over_tcp.said
+
+
+@pytest.mark.timeout(900)
+def test_training_over_rdma_is_bit_identical_to_tcp_and_costs_one_write_per_partition_and_hop(over_tcp):
+    with running(ranks=(1, 1), helpers=1, transport="rdma") as job:
+        over_rdma = job.run(train, timeout_s=200)
+        job.close()
     for rank in (0, 1):
-        assert over_rdma[rank]["parameters"] == over_rdma[0]["parameters"] == over_tcp[rank]["parameters"]
+        assert over_rdma[rank]["parameters"] == over_rdma[0]["parameters"] == over_tcp.found[rank]["parameters"]
     assert any(any(parameter) for parameter in over_rdma[0]["parameters"])
     for index, found in enumerate(over_rdma):
-        before, after = found["before"], found["after"]
-        grown = {name: after[name] - before[name] for name in after}
+        steady(found)
+        after = found["after"]
         assert [after[f"transport_{peer}"] for peer in (1 - index, 2)] == [3, 3]
-        # per step and partition a node sends one write: the partial to the owner, or the result to the other rank
-        assert grown["dispatch_partitions"] > 0 and grown["dispatch_partitions"] % N_STEPS == 0
-        assert wires(grown, "writes_sent") == wires(grown, "writes_received") == grown["dispatch_partitions"]
-        nbytes = N_STEPS * sum(4 * int(np.prod(shape)) for shape in SHAPES)
-        assert nbytes <= wires(grown, "bytes_sent") < nbytes * 1.05  # with what pads fused tensors
-        assert grown["rdma_registrations"] == wires(grown, "address_exchanges") == 0
         # no copy: a lane sends from registered memory only, and that is the segments which ranks and engine use
         assert after["rdma_registrations"] == after["registrations"] and after["rdma_rails"] == 1
         assert after["rdma_locked_nbytes"] == after["memory_segments"]
-        assert grown["engine_allocations"] == grown["memory_segments"] == 0
 
 
-@pytest.mark.timeout(600)
-def test_a_node_that_dies_in_the_middle_of_writes_ends_the_job_in_words():
-    job = HostedJob(ranks=(1, 1), transport="rdma")
-    try:
+@pytest.mark.timeout(900)
+def test_two_rails_of_two_queue_pairs_give_the_same_until_a_node_dies_in_the_middle_of_writes(over_tcp):
+    more = {f"node {index}": {"BPSFAST_RDMA_DEVICES": "rxe0,rxe1"} for index in (0, 1)}
+    with running(more, ranks=(1, 1), transport="rdma", rdma_queue_pairs=2) as job:
+        for index, found in enumerate(job.run(train, timeout_s=200)):
+            assert found["parameters"] == over_tcp.found[0]["parameters"]
+            steady(found)
+            assert found["after"]["rdma_rails"] == 2 and found["after"][f"wire_{1 - index}_queue_pairs"] == 4
+        sent = packets("rxe1")
         job.begin(push_until_it_fails, 10_000)
-        while job.ranks[1].poll() is None and not _writes(job):
-            os.sched_yield()
+        until(lambda: packets("rxe1") > sent + 500, 200)
         job.kill_daemon("node 1")
         outcome = job.outcomes(timeout_s=100, only=(0,))[0]
         assert outcome.error == "PeerLostError" and "node 1" in outcome.text, outcome
         assert job.daemons["node 0"].wait(60) == 1
-    finally:
-        job.kill()
 
 
-@pytest.mark.timeout(900)
-def test_auto_goes_on_by_tcp_where_a_setting_makes_rdma_impossible_and_says_so(capfd):
-    more = {"node 1": {"BPSFAST_RDMA_GID_INDEX": "77", "BPSFAST_LOG_LEVEL": "INFO"}}
-    job = HostedJob(more, ranks=(1, 1), transport="auto")
-    try:
-        for found in job.run(train, timeout_s=200):
-            assert 2 in (found["after"].get("transport_0"), found["after"].get("transport_1"))
-        job.close()
-    finally:
-        job.kill()
-    said = capfd.readouterr().err
-    assert "is reached by tcp, not by rdma: rdma_gid_index=77 is an empty row of the GID table of rxe1/1" in said, said
+@pytest.mark.timeout(600)
+def test_a_card_that_is_pulled_out_under_writes_ends_the_job_in_words():
+    more = {"node 1": {"BPSFAST_RDMA_DEVICES": f"={spare_device.NAME}", "BPSFAST_LOG_LEVEL": "INFO"}}
+    with spare_device.spare_device(mtu=4200, address="10.9.0.9/24") as name, \
+            running(more, ranks=(1, 1), transport="auto") as job:
+        assert [found[f"transport_{1 - index}"] for index, found in enumerate(job.call("stats"))] == [3, 3]
+        job.begin(push_until_it_fails, 10_000)
+        until(lambda: packets(name) > 500, 200)  # the first push loads the kernels
+        pulled = subprocess.Popen(spare_device.PULL_OUT)  # the kernel lets it end when nobody uses the device
+        outcomes = job.outcomes(timeout_s=100)
+        assert {outcome.error for outcome in outcomes} == {"PeerLostError"}, outcomes
+        assert any(f"over {name}/1 failed" in outcome.text for outcome in outcomes), outcomes
+        assert [job.daemons[f"node {index}"].wait(60) for index in (0, 1)] == [1, 1]
+        assert pulled.wait(60) == 0
 
 
-def _writes(job: HostedJob) -> bool:
-    """Whether the node 1's card has sent anything: rxe counts packets."""
-    with open("/sys/class/infiniband/rxe1/ports/1/hw_counters/sent_pkts") as file:
-        return int(file.read()) > 500
+def packets(device: str) -> int:
+    """Return how many packets the device has sent since it was made."""
+    return int(Path(f"/sys/class/infiniband/{device}/ports/1/hw_counters/sent_pkts").read_text())

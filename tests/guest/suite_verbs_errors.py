@@ -1,7 +1,6 @@
 """Trouble with verbs, with either provider: every case is an error that says what was tried, found, and what to do."""
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 from bpsfast.verbs.completion_error import CompletionError, raise_failure
 from tests.guest.hosts import DEVICES, GID_INDEX, HOSTS
+from tests.guest.spare_device import PULL_OUT, REMOVE_DRIVER, spare_device
 from tests.guest.verbs_end import End, connected, until
 
 RETRIES = 12
@@ -35,17 +35,6 @@ def python(verbs, code: str, before: str = "") -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@contextlib.contextmanager
-def spare_device(mtu: int = 1500):
-    """A device that no other test needs: rxe9, alone on its link."""
-    sh("ip link add spare9 type veth peer name spare8; ip link set spare8 up; "
-       f"ip link set spare9 mtu {mtu} up; rdma link add rxe9 type rxe netdev spare9")
-    try:
-        yield "rxe9"
-    finally:
-        subprocess.run("rdma link delete rxe9; ip link delete spare8", shell=True, capture_output=True, timeout=60)
 
 
 # -- what the machine lacks ---------------------------------------------------------------------------------
@@ -204,7 +193,7 @@ def test_a_port_that_goes_down(verbs):
         assert left.completions()[0][1] == 0
 
 
-@pytest.mark.parametrize("removal", ["rdma link delete rxe9", "ip link delete spare9"])
+@pytest.mark.parametrize("removal", [REMOVE_DRIVER, PULL_OUT], ids=" ".join)
 def test_a_device_that_vanishes_under_live_objects(verbs, removal):
     """rxe waits for its users, once it is out of every list; other drivers take the device away from them."""
     before = len(os.listdir("/proc/self/fd"))
@@ -217,7 +206,7 @@ def test_a_device_that_vanishes_under_live_objects(verbs, removal):
         pair = verbs.QueuePair(domain, queue, queue, max_send=2, max_recv=2)
         pair.to_init(1)
         pair.post_recv(1, region.address, 8, region.lkey)
-        process = subprocess.Popen(removal.split())
+        process = subprocess.Popen(removal)
         try:
             until(lambda: name not in verbs.devices())
             with pytest.raises(OSError, match="no RDMA device 'rxe9'") as caught:

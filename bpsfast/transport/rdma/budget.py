@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from ...orchestration.errors import CapacityError
 
-#: Writes in a queue pair at a time; more wait in memory. A credit of partitions is a handful.
-SENDS = 128
 #: Slots that a lane holds if the device's queues are long enough; one receive request each.
 RECEIVES = 4096
 #: Fewer are no use: not even the layers of a small model.
@@ -34,8 +32,8 @@ class Depths(NamedTuple):
     completions: int
 
 
-def depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: int) -> Depths:
-    """Return the queue lengths for *n_pairs* lanes to each of *n_peers* peers over *device*.
+def depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: int, n_sends: int) -> Depths:
+    """Return the queue lengths for *n_pairs* lanes, of *n_sends* writes, to each of *n_peers* peers over *device*.
 
     Raises
     ------
@@ -46,14 +44,14 @@ def depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: in
     if n_lanes > attributes["max_qp"]:
         raise CapacityError(f"{n_peers} peers x {n_pairs} queue pairs need {n_lanes} queue pairs, {device} has "
                             f"max_qp={attributes['max_qp']}: lower BPSFAST_RDMA_QUEUE_PAIRS, or use tcp")
-    send = min(SENDS, attributes["max_qp_wr"])
+    send = min(n_sends, attributes["max_qp_wr"])
     receive = min(RECEIVES, attributes["max_qp_wr"], attributes["max_cqe"] // n_lanes - send)
     if receive < LEAST_RECEIVES:
         raise CapacityError(
             f"{n_peers} peers x {n_pairs} queue pairs, each of {send} sends and at least {LEAST_RECEIVES} receives, "
             f"need a completion queue of {n_lanes * (send + LEAST_RECEIVES)} and queues of {LEAST_RECEIVES}; "
             f"{device} has max_cqe={attributes['max_cqe']} and max_qp_wr={attributes['max_qp_wr']}: lower "
-            "BPSFAST_RDMA_QUEUE_PAIRS, or use tcp")
+            "BPSFAST_RDMA_QUEUE_PAIRS or BPSFAST_RDMA_QUEUE_DEPTH, or use tcp")
     return Depths(send, receive, n_lanes * (send + receive))
 
 

@@ -35,10 +35,11 @@ _PORT_EVENTS = {
 }
 
 
-def describe(failure: Mapping[str, Any] | None, who: str, rail: str, event: int = -1) -> str:
+def describe(failure: Mapping[str, Any] | None, who: str, rail: str, event: int = -1, state: str = "ACTIVE") -> str:
     """Return one sentence about *failure* (`bpsfast.pyx.rdma.Lane.failure`) of the lane to *who* over the port *rail*.
 
-    *event*: the rail's last asynchronous event, -1 for none. No failure: the connection was closed.
+    *event*: the rail's last asynchronous event, -1 for none; *state*: the port's, as it is now (the event that tells of
+    a change may come after the completions that it causes). No failure: the connection was closed.
     """
     if failure is None:
         return "closed"
@@ -46,6 +47,8 @@ def describe(failure: Mapping[str, Any] | None, who: str, rail: str, event: int 
     nbytes, round_ = failure["nbytes"], failure["round"]
     of = "" if slot is None else f" of partition {slot} (round {round_}, {nbytes} bytes)"
     after = f"; {_PORT_EVENTS[event]}" if event in _PORT_EVENTS else ""
+    if not after and state != "ACTIVE":
+        after = f"; this machine's port is {state} now"
     if kind == "completion":
         operation = "a receive request for its writes" if failure["is_receive"] else f"RDMA WRITE{of}"
         return f"{operation} to {who} over {rail} failed: {completions.explain(code, failure['vendor_error'])}{after}"

@@ -39,7 +39,8 @@ class Way:
         pair = rail.queue_pair()
         try:
             lane = native.Lane(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
-                               max_receive=rail.depths.receive, trace_capacity=trace_capacity, keep=pair)
+                               max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
+                               signal_every=rail.settings.rdma_signal_every, trace_capacity=trace_capacity, keep=pair)
         except BaseException:
             pair.close()
             raise
@@ -48,7 +49,8 @@ class Way:
 
     def describe(self, who: str) -> str:
         """Return what ended the lane, in words."""
-        return failure.describe(self.lane.failure(), who, self.rail.name, self.rail.native.event)
+        return failure.describe(self.lane.failure(), who, self.rail.name, self.rail.native.event,
+                                self.rail.state())
 
     def close(self) -> None:
         """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory. Idempotent."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import logging
 import threading
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ...nic import route
+from ...nic.cores import cores_of, on_cores
 from ...nic.host import Host
 from ...orchestration.errors import BpsError, CapacityError
 from ...pyx import rdma as native
@@ -41,15 +43,19 @@ class Registered(NamedTuple):
 class Rail:
     """One port, opened by *verbs* (`bpsfast.verbs`). The `Rails` own it; `users` are the lanes over it.
 
+    Its thread runs on *cores* only, if there are any.
+
     Raises
     ------
     OSError, CapacityError
-        When the device cannot be opened, or its queues are too short for *n_peers* of *n_pairs* lanes each.
+        When the device cannot be opened, or its queues are too short for *n_peers* peers under *settings*.
     """
 
-    def __init__(self, verbs: ModuleType, chosen: route.Rail, n_peers: int, n_pairs: int, awake_us: int) -> None:
+    def __init__(self, verbs: ModuleType, chosen: route.Rail, n_peers: int, settings: Settings,
+                 cores: frozenset[int] = frozenset()) -> None:
         self.verbs = verbs
         self.chosen = chosen
+        self.settings = settings
         self.name = chosen.name
         self.users = 0
         self.registered: list[Registered] = []
@@ -57,10 +63,12 @@ class Rail:
             self.device = undo.enter_context(verbs.Device(chosen.device))
             self.attributes = self.device.attributes
             self.port = self.device.port(chosen.port)
-            self.depths = budget.depths(chosen.device, self.attributes, n_peers, n_pairs)
+            self.depths = budget.depths(chosen.device, self.attributes, n_peers, settings.rdma_queue_pairs,
+                                        settings.rdma_queue_depth)
             self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
             self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
-            self.native = native.Rail(self.queue.handle, awake_us=awake_us, keep=self.queue)
+            with on_cores(cores):  # a thread inherits them from whoever starts it
+                self.native = native.Rail(self.queue.handle, awake_us=settings.awake_us, keep=self.queue)
             undo.callback(self.native.close)
             self._undo = undo.pop_all()
 
@@ -69,12 +77,26 @@ class Rail:
         gid = self.chosen.gid
         return RailOffer(device=self.chosen.device, port=self.chosen.port, link_layer=self.port["link_layer"],
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
-                         mtu=self.port["active_mtu"])
+                         mtu=min(self.port["active_mtu"], self.settings.rdma_mtu or self.port["active_mtu"]))
+
+    def state(self) -> str:
+        """Return the port's state as it is now ("ACTIVE", "DOWN"), or that the device is gone."""
+        try:
+            return str(self.device.port(self.chosen.port)["state"])
+        except (OSError, ValueError):
+            return "gone with its device"
 
     def queue_pair(self) -> Any:
         """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
-        pair = self.verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
-                               max_recv=self.depths.receive)
+        inline_nbytes = self.settings.rdma_inline_bytes
+        try:
+            pair = self.verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
+                                        max_recv=self.depths.receive, max_inline=inline_nbytes)
+        except OSError as exc:
+            if not inline_nbytes or exc.errno not in (errno.EINVAL, errno.ENOMEM):
+                raise
+            raise CapacityError(f"{exc.strerror}; BPSFAST_RDMA_INLINE_BYTES={inline_nbytes} may be more than "
+                                f"{self.chosen.device} carries inline: lower it") from exc
         try:
             pair.to_init(self.chosen.port)
         except BaseException:
@@ -180,7 +202,8 @@ class Rails:
         made: list[Any] = []
         try:
             for rail in self._open.values():
-                made.append(rail.verbs.MemoryRegion(rail.domain, segment, remote_write=kind in _WRITTEN_BY_PEERS))
+                made.append(rail.verbs.MemoryRegion(rail.domain, segment, remote_write=kind in _WRITTEN_BY_PEERS,
+                                                    relaxed_ordering=self._settings.rdma_relaxed_ordering))
         except OSError as exc:
             for region in made:
                 region.close()
@@ -214,6 +237,7 @@ class Rails:
 
     def _opened(self, chosen: route.Rail, n_peers: int) -> Rail:
         if chosen.name not in self._open:
-            self._open[chosen.name] = Rail(provider(self._settings.verbs), chosen, n_peers, self.n_pairs,
-                                           self._settings.awake_us)
+            settings = self._settings
+            self._open[chosen.name] = Rail(provider(settings.verbs), chosen, n_peers, settings,
+                                           cores_of(self._host, chosen.device, settings.rdma_cores))
         return self._open[chosen.name]

@@ -28,7 +28,7 @@ STEP_TIMEOUT_S = 20.0
 PROOF_TIMEOUT_S = 10.0
 #: 0.54 s until a packet is sent again, six times: a peer or path is given up after about four seconds. Not seven:
 #: Soft-RoCE takes that for ever, as the specification does for rnr_retry.
-_TIMEOUT, _RETRY_COUNT = 17, 6
+ACK_TIMEOUT, _RETRY_COUNT = 17, 6
 #: A receive request is always there; a few pauses of 0.64 ms cover what hardware may reorder.
 _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 
@@ -154,9 +154,10 @@ def _connect(way: Way, rail: RailOffer, pair: PairOffer) -> None:
     way.pair.to_rtr(
         pair.number, pair.psn, gid=rail.gid if on_ethernet else None,
         gid_index=chosen.gid.index if on_ethernet and chosen.gid else 0, lid=rail.lid,
-        mtu=min(rail.mtu, way.rail.port["active_mtu"]), min_rnr_timer=_MIN_RNR_TIMER,
+        mtu=min(rail.mtu, way.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
+        traffic_class=way.rail.settings.rdma_traffic_class, sl=way.rail.settings.rdma_service_level,
     )
-    way.pair.to_rts(timeout=_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
+    way.pair.to_rts(timeout=ACK_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
 
 
 def _why_unproven(way: Way, peer: int) -> str:

@@ -1,0 +1,111 @@
+"""The side of ``bpsfast tune rdma`` that listens: says what it has, and is measured as often as the other side wants.
+
+Every measurement has a connection of its own, served by a thread of its own, for several rails are measured at once.
+"""
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ..nic.host import Host
+from ..orchestration.errors import BpsError, PeerLostError, StallError
+from ..perf import control as lines
+from ..perf.control import Control
+from ..perf.messages import Answer, Ask, Propose
+from ..perf.visit import Visit
+from ..settings import Settings
+from . import facts
+
+_log = logging.getLogger("bpsfast")
+_SILENCE_S = 60.0
+_LOOK_S = 0.2
+_MOST_AT_ONCE = 64
+
+
+class Partner:
+    """One listener. `serve` in one thread; *say* is called, from any, with what people should see."""
+
+    def __init__(self, listener: socket.socket, key: bytes, loaded: Settings, say: Callable[[str], None]) -> None:
+        self._listener, self._key, self._settings, self._say = listener, key, loaded, say
+        self._host = Host()
+        self._ended = threading.Event()
+        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._heard_s = time.monotonic()
+        self._driver = ""
+        self._at_work = 0
+        self._lock = threading.Lock()
+
+    def serve(self, wait_s: float) -> None:
+        """Serve until the other side says that it is done; strangers get nothing.
+
+        Raises
+        ------
+        StallError
+            Nobody came within *wait_s* seconds.
+        PeerLostError
+            Somebody came, and then nobody for so long.
+        """
+        self._listener.settimeout(_LOOK_S)
+        self._heard_s = time.monotonic()
+        while not self._ended.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                self._check_silence(wait_s)
+                continue
+            if not self._places.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._client, args=(sock,), name="bpsfast-tune", daemon=True).start()
+
+    def _check_silence(self, wait_s: float) -> None:
+        with self._lock:
+            silent_s = 0.0 if self._at_work else time.monotonic() - self._heard_s
+        if silent_s < wait_s:
+            return
+        if self._driver:
+            raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s and did not say that it is "
+                                "done: its process ended; its own output says why. Nothing was changed here")
+        raise StallError(f"nobody came within {wait_s:g} s to port {self._listener.getsockname()[1]}: start `bpsfast "
+                         "tune rdma` with this host's name on the other one")
+
+    def _client(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._at_work += 1
+        try:
+            with lines.greet(sock, self._key, _SILENCE_S) as control:
+                if not self._driver:
+                    self._say(f"measured from {control.peer_host}")
+                self._driver = control.peer_host
+                self._answer(control)
+        except (BpsError, OSError, ValueError) as exc:
+            # values that cannot be are part of trying, and the other side tells its user
+            _log.info("tune: %s", exc)
+        finally:
+            with self._lock:
+                self._at_work -= 1
+                self._heard_s = time.monotonic()
+            self._places.release()
+
+    def _answer(self, control: Control) -> None:
+        asked = control.receive((Ask, Propose), "a question or a measurement")
+        if isinstance(asked, Propose):
+            visit = Visit(control, self._key, self._settings, lambda row: None, host=self._host)
+            visit.serve(asked, {}, lambda: None)
+        elif asked.what == "facts":
+            try:
+                fields = msgspec.to_builtins(facts.gather(self._host, self._settings, control.peer_host))
+            except (BpsError, OSError) as exc:
+                fields = {"error": f"{type(exc).__name__}: {exc}"}
+            control.send(Answer(fields))
+        elif asked.what == "end":
+            control.send(Answer({}))
+            self._say("the other side is done")
+            self._ended.set()
+        else:
+            control.send(Answer({"error": f"{asked.what!r} is no question that this version knows"}))

@@ -1,0 +1,87 @@
+/* RDMA arrivals: what a lane receives. Receive completion -> immediate checked against the bound slot -> a new request
+ * -> arrived hook.
+ *
+ * The receive request is posted again before the arrival is told: whatever the peer writes next follows from that,
+ * so a lane with one request for each bound slot never runs out of them. Slots are bound after the proof has come,
+ * which takes a request of its own.
+ */
+#ifndef BPS_RDMA_ARRIVALS_H
+#define BPS_RDMA_ARRIVALS_H
+
+#include "rdma_lane.h"
+
+/* Post receive requests until there are `wanted`. 0 or an errno. Under the lane's lock. */
+static inline int bps_lane_receive(struct bps_rdma_lane *lane, uint32_t wanted)
+{
+    while (lane->n_receives < wanted) {
+        int rc = bps_post_recv_one(lane->qp, (uint64_t)lane->number << 32 | BPS_WRITE_RECEIVE, 0, 0, 0);
+        if (rc != 0)
+            return rc;
+        lane->n_receives++;
+    }
+    return 0;
+}
+
+/* Let the peer write `nbytes` of `slot`, from round 1 on. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
+ * request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the provider. */
+static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t nbytes)
+{
+    pthread_mutex_lock(&lane->lock);
+    struct bps_slot_in *in = &lane->in[slot];
+    uint32_t wanted = lane->n_bound + !in->bound;
+    int proven = bps_load(&lane->proof) & BPS_PROOF_RECEIVED;
+    int rc = lane->closing ? ESHUTDOWN : !proven ? EAGAIN : wanted > lane->max_receive ? ENOSPC : 0;
+    if (rc == 0 && !lane->lost) /* a lost lane takes no more requests, and its end is told already */
+        rc = bps_lane_receive(lane, wanted);
+    if (rc == 0) {
+        *in = (struct bps_slot_in){nbytes, 1, 1};
+        lane->n_bound = wanted;
+    }
+    pthread_mutex_unlock(&lane->lock);
+    return rc;
+}
+
+/* Forget a slot that nothing was written into; its receive request serves the next one. */
+static inline void bps_lane_unbind(struct bps_rdma_lane *lane, uint32_t slot)
+{
+    pthread_mutex_lock(&lane->lock);
+    lane->n_bound -= lane->in[slot].bound;
+    lane->in[slot].bound = 0;
+    pthread_mutex_unlock(&lane->lock);
+}
+
+/* A write of the peer has arrived: whole, if it is what the slot waits for. */
+static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
+{
+    uint32_t immediate = bps_wc_immediate(wc), slot = immediate & 0xfffffu, round = 0, flags = 0;
+    int fits = 0, rc = 0;
+    pthread_mutex_lock(&lane->lock);
+    lane->n_receives--;
+    if (immediate == bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch) && wc->byte_len == 0) {
+        __atomic_fetch_or(&lane->proof, BPS_PROOF_RECEIVED, __ATOMIC_SEQ_CST);
+        bps_wake(&lane->proof, INT_MAX);
+    } else if (!lane->lost && !lane->closing) {
+        struct bps_slot_in *in = &lane->in[slot < lane->n_slots ? slot : 0];
+        round = in->next_round;
+        fits = slot < lane->n_slots && in->bound && lane->engine != NULL
+               && immediate == bps_immediate(slot, round, lane->epoch)
+               && (wc->byte_len == in->nbytes || wc->byte_len == 0);
+        if (fits) {
+            in->next_round++;
+            flags = wc->byte_len == 0 ? BPS_EMPTY : 0;
+            lane->writes_received++;
+            lane->bytes_received += wc->byte_len;
+            rc = bps_lane_receive(lane, lane->n_bound);
+        }
+        if (!fits)
+            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_ARRIVAL, (int)(immediate >> 24), 0, slot,
+                                                     immediate >> 20 & 15, wc->byte_len, 1});
+        else if (rc != 0)
+            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1});
+    }
+    pthread_mutex_unlock(&lane->lock);
+    if (fits)
+        lane->arrived(lane->engine, lane->peer, slot, round, flags);
+}
+
+#endif

@@ -1,0 +1,118 @@
+"""What suites of lanes share: one device with all that a lane needs, and two of them connected."""
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from bpsfast.pyx import ring, verbs
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.pyx.rdma import Lane, Rail
+
+EPOCH = 5
+NBYTES = 1 << 16
+N_SLOTS = 64
+MAX_SEND = 8
+MAX_RECEIVE = 16
+
+
+class Side:
+    """One device with a rail, one queue pair and its lane, an engine as the lane's mailbox, and registered memory."""
+
+    def __init__(self, name: str, **options: int) -> None:
+        self.signal_every = options.get("signal_every", 1)
+        self.device = verbs.Device(name)
+        self.domain = verbs.ProtectionDomain(self.device)
+        self.queue = verbs.CompletionQueue(self.device, 2 * (MAX_SEND + MAX_RECEIVE), events=True)
+        self.pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=MAX_SEND, max_recv=MAX_RECEIVE,
+                                    max_inline=options.get("inline_nbytes", 0))
+        self.pair.to_init(1)
+        self.rail = Rail(self.queue.handle, keep=self.queue)
+        self.lane = Lane(self.rail, self.pair.handle, epoch=EPOCH, n_slots=N_SLOTS, max_send=MAX_SEND,
+                         max_receive=MAX_RECEIVE, trace_capacity=100, keep=self.pair, **options)
+        self.board, self.bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+        ring.format_board(self.board)
+        ring.format_doorbell(self.bell)
+        self.engine = Engine(self.board, self.bell, n_threads=1)
+        self.source = self.engine.add_wire_peer()
+        self.memory = Segment(4 * NBYTES, huge=False)
+        self.region = verbs.MemoryRegion(self.domain, self.memory)
+        self.rail.know(self.region.address, self.region.nbytes, self.region.lkey)
+        self.bytes = np.frombuffer(self.memory, np.uint8)
+
+    def connect(self, number: int, psn: int, gid: bytes, rnr_retry: int = 0) -> None:
+        self.pair.to_rtr(number, psn, gid=gid, gid_index=1, mtu=1024)
+        self.pair.to_rts(timeout=10, retry_count=3, rnr_retry=rnr_retry)
+
+    @property
+    def place(self) -> tuple[int, int, bytes]:
+        return self.pair.number, self.pair.psn, self.device.gid(1, 1)
+
+    def start(self) -> None:
+        self.lane.start(peer=self.source, engine=self.engine.handle, arrived=self.engine.arrived_address,
+                        notify=self.engine.notify_address, keep=self.engine)
+
+    def expect(self, slot: int, even: int, odd: int, nbytes: int = NBYTES) -> None:
+        """Bind a slot at two offsets of the memory; the engine takes what arrives for a result."""
+        self.engine.add_member(slot, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[self.source],
+                               owner=self.source, partial=(0, 0, 0))
+        self.lane.bind(slot, self.region.address + even, self.region.address + odd, nbytes)
+
+    def events(self, n: int) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        while len(found) < n:
+            batch = self.engine.events(20)
+            assert batch, f"only {found} of {n} events came"
+            found += batch
+        return found
+
+    def close(self) -> None:
+        del self.bytes
+        self.lane.close()
+        self.pair.close()
+        self.rail.close()
+        self.region.close()
+        self.queue.close()
+        self.domain.close()
+        self.device.close()
+        self.engine.close()
+        self.engine = None
+        for segment in (self.memory, self.board, self.bell):
+            segment.close()
+
+
+@contextlib.contextmanager
+def connected(**options: int) -> Iterator[list[Side]]:
+    """Yield two sides whose queue pairs are connected, their lanes made with *options*; close them afterwards."""
+    made = [Side(name, **options) for name in ("rxe0", "rxe1")]
+    left, right = made
+    left.connect(*right.place)
+    right.connect(*left.place)
+    yield made
+    for side in made:
+        side.close()
+
+
+def prove(sides: list[Side]) -> list[Side]:
+    """Let both sides write to each other, and start; return them."""
+    left, right = sides
+    with ThreadPoolExecutor(1) as executor:
+        other = executor.submit(right.lane.prove, 20)
+        assert left.lane.prove(20) and other.result()
+    for side in sides:
+        side.start()
+    return sides
+
+
+def aim(sender: Side, receiver: Side, slot: int, even: int, odd: int, nbytes: int = NBYTES) -> None:
+    base = receiver.region.address
+    sender.lane.aim(slot, base + even, base + odd, nbytes, receiver.region.rkey)
+
+
+def wait_for(read, value):
+    while read() != value:
+        os.sched_yield()
