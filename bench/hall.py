@@ -29,15 +29,12 @@ class Hall:
     ----------
     n_ranks, n_nodes
         The job's shape; peers have as many ranks.
-    largest_nbytes
-        What each process holds memory for.
     cluster
         Machines node0, node1, ...; None: everything on this machine.
     """
 
-    def __init__(self, n_ranks: int, n_nodes: int, largest_nbytes: int, cluster: Cluster | None = None) -> None:
+    def __init__(self, n_ranks: int, n_nodes: int, cluster: Cluster | None = None) -> None:
         self._shape = launch.shape_of(n_ranks, n_nodes, 0)
-        self._options = {"largest_nbytes": largest_nbytes}
         self._cluster = cluster
         self._groups: list[Group] = []
         self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-bench-")  # only this user may enter it
@@ -102,7 +99,7 @@ class Hall:
 
     def _program(self, kind: str, options: dict[str, Any], folder: Path | None = None) -> tuple[list[str], Path]:
         folder = self._new_folder() if folder is None else folder
-        text = json.dumps(self._options | options)
+        text = json.dumps(options)
         return [sys.executable, "-m", "bpsfast.bench.contestant", kind, str(folder / "socket"), text], folder
 
     def _new_folder(self) -> Path:

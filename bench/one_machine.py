@@ -17,16 +17,15 @@ _MODEL_FROM_NBYTES = 1 << 20
 
 def run(plan: Plan) -> list[dict[str, Any]]:
     """Measure everything, print tables, return the records of the result file."""
-    largest = max(*plan.sizes, _BESIDE_NBYTES, resnet.nbytes())
     records: list[dict[str, Any]] = []
-    with Hall(plan.n_ranks, 1, largest) as hall:
+    with Hall(plan.n_ranks, 1) as hall:
         ours = hall.bpsfast()
         others = {name: getattr(hall, name)() for name in plan.peers}
         records += _by_size(plan, ours, others)
         records += _latency(plan, ours, others)
         records += _beside_python(plan, ours)
         records += _gradient_list(plan, ours)
-    with Hall(plan.n_ranks, 1, resnet.nbytes()) as hall:  # a job of its own: its memory is that of one model
+    with Hall(plan.n_ranks, 1) as hall:  # a job of its own: its memory is that of one model
         records += steady_state.run(plan, hall.bpsfast())
     return records
 

@@ -1,4 +1,7 @@
-"""What we are compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py), in place."""
+"""What we are compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py), in place.
+
+Each size has memory of its own, allocated as a program with a gradient of that size does.
+"""
 from __future__ import annotations
 
 import importlib.util
@@ -27,18 +30,17 @@ def missing(name: str) -> str | None:
 class Gloo:
     """One rank of a torch.distributed gloo group; the rendezvous is in the environment."""
 
-    def __init__(self, largest_nbytes: int) -> None:
+    def __init__(self) -> None:
         import torch
         import torch.distributed as dist
 
         self._torch, self._dist = torch, dist
         dist.init_process_group("gloo")
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._memory = torch.zeros(largest_nbytes // 4, dtype=torch.float32)
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """Sum in place, whole."""
-        tensor = self._memory[: nbytes // 4]
+        tensor = self._torch.zeros(nbytes // 4, dtype=self._torch.float32)
         array = tensor.numpy()
         return Operation(
             run=lambda: self._dist.all_reduce(tensor),
@@ -58,17 +60,17 @@ class Gloo:
 class Mpi:
     """One rank of MPI_COMM_WORLD."""
 
-    def __init__(self, largest_nbytes: int) -> None:
+    def __init__(self) -> None:
         from mpi4py import MPI
 
         self._mpi: Any = MPI
         self._world = MPI.COMM_WORLD
         self.rank, self._size = self._world.rank, self._world.size
-        self._memory = np.zeros(largest_nbytes // 4, np.float32)
+        self._arrays: dict[int, Any] = {}
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """Sum in place: whole, or in pieces of 4 MB, one after another or all under way at once."""
-        array = self._memory[: nbytes // 4]
+        array = self._arrays.setdefault(nbytes, np.zeros(nbytes // 4, np.float32))
         step = array.size if variant == "mpi" else PIECE_NBYTES // 4
         pieces = [array[i : i + step] for i in range(0, array.size, step)]
         run = self._all_at_once if variant == "mpi 4 MB async" else self._one_by_one

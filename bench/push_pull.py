@@ -5,19 +5,18 @@ run mean something, times of two runs beside each other do not.
 """
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bpsfast import sizes
 from bpsfast.bench import machine, one_machine, peers, table, two_nodes
 from bpsfast.bench.plan import Plan
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES = {1: "4K:256M", 2: "64M:64M"}
 _QUICK_SIZES = {1: "4K,64K,1M,16M,64M", 2: "64M:64M"}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
 
 
@@ -41,15 +40,15 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ConfigError(f"bench push_pull measures 2 or more ranks on 1 or 2 nodes, got {n_ranks} on {n_nodes}")
     if given.get("dtype", "float32") != "float32":
         raise ConfigError(f"bench push_pull sums float32, got {given['dtype']} (bench kernels has all dtypes)")
-    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[n_nodes])
+    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[n_nodes])
     operations = _operations(given.get("api", "both"), n_nodes)
     chosen = _peers(given.get("compare") or "")
     start = time.time()
     if n_nodes == 1:
-        records = one_machine.run(Plan(sizes, n_ranks, operations, chosen, quick))
+        records = one_machine.run(Plan(wanted, n_ranks, operations, chosen, quick))
     else:
         rate = {"rate": given["rate"]} if "rate" in given else {}
-        records = two_nodes.run(Plan(sizes, n_ranks, operations, chosen, quick, **rate))
+        records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick, **rate))
     manifest = {"bench": "push_pull", "format": 1, "options": {k: str(v) for k, v in given.items() if k != "json_path"},
                 "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
     records.insert(0, manifest)
@@ -63,19 +62,18 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if ":" not in text:
         return tuple(_size(part) for part in text.split(","))
     low, _, high = text.partition(":")
-    sizes, at, end = [], _size(low), _size(high)
+    found, at, end = [], _size(low), _size(high)
     while at <= end:
-        sizes.append(at)
+        found.append(at)
         at *= 2
-    if not sizes:
+    if not found:
         raise ConfigError(f"sizes {text}: the first is larger than the last")
-    return tuple(sizes)
+    return tuple(found)
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
-    if nbytes <= 0 or nbytes % 4:
+    nbytes = sizes.parse(text)
+    if not nbytes or nbytes % 4:
         raise ConfigError(f"{text!r} is no size: expected bytes (a multiple of 4) with K, M or G, such as 64M")
     return nbytes
 

@@ -32,13 +32,9 @@ class Ranks:
         No communication: each rank streams its share of *nbytes* from one segment to another.
     """
 
-    def __init__(self, largest_nbytes: int) -> None:
+    def __init__(self) -> None:
         bpsfast.init()
         self.rank, self._size = bpsfast.rank(), bpsfast.size()
-        self._largest_nbytes = largest_nbytes
-        self._inside: np.ndarray[Any, Any] | None = None
-        self._other: np.ndarray[Any, Any] | None = None
-        self._private: Any = None
         self._gradients: bpsfast.Gradients | None = None
         self._burning: threading.Event | None = None
 
@@ -59,13 +55,8 @@ class Ranks:
 
     # -- operations ------------------------------------------------------------------------------------------------
 
-    def _segment_array(self) -> np.ndarray[Any, Any]:
-        if self._inside is None:
-            self._inside = bpsfast.empty(self._largest_nbytes // 4, np.float32)
-        return self._inside
-
     def _numpy(self, nbytes: int) -> Operation:
-        array, name = self._segment_array()[: nbytes // 4], f"numpy {nbytes}"
+        array, name = bpsfast.empty(nbytes // 4, np.float32), f"numpy {nbytes}"
         result: list[Any] = [None]
 
         def run() -> None:
@@ -79,9 +70,7 @@ class Ranks:
 
         from bpsfast.torch import push_pull_inplace
 
-        if self._private is None:
-            self._private = torch.zeros(self._largest_nbytes // 4, dtype=torch.float32)
-        tensor, name = self._private[: nbytes // 4], f"torch {nbytes}"
+        tensor, name = torch.zeros(nbytes // 4, dtype=torch.float32), f"torch {nbytes}"
         array = tensor.numpy()
         return Operation(lambda: push_pull_inplace(tensor, average=False, name=name),
                          lambda known: pattern.fill(array, self.rank, known),
@@ -110,14 +99,12 @@ class Ranks:
         return Operation(run, fill, n_wrong)
 
     def _memory(self, nbytes: int) -> Operation:
-        if self._other is None:
-            self._other = bpsfast.empty(self._largest_nbytes // 4, np.float32)
         share = nbytes // self._size
-        source, target = self._segment_array().ctypes.data, self._other.ctypes.data
+        source, target = (bpsfast.empty(share, np.uint8) for _ in range(2))
 
         def run() -> None:
             for at in range(0, share, _PIECE_NBYTES):
-                copy(target + at, source + at, min(_PIECE_NBYTES, share - at))
+                copy(target.ctypes.data + at, source.ctypes.data + at, min(_PIECE_NBYTES, share - at))
 
         return Operation(run, lambda known: None, lambda: 0)
 

@@ -24,12 +24,9 @@ VARIANTS = {"raw 1": slice(0, 1), "raw 2": slice(0, 2), "raw 2 small": slice(2, 
 class RawSockets:
     """One of two ends: rank 1 listens at *host*, *port*, rank 0 connects. Operations: `VARIANTS`."""
 
-    def __init__(self, rank: int, host: str, port: int, largest_nbytes: int) -> None:
+    def __init__(self, rank: int, host: str, port: int) -> None:
         self.rank = rank
-        # Page-aligned and touched, as segments are.
-        self._outgoing, self._incoming = (memoryview(mmap.mmap(-1, largest_nbytes)) for _ in range(2))
-        for memory in (self._outgoing, self._incoming):
-            memory[:] = bytes(largest_nbytes)
+        self._memory: dict[int, tuple[memoryview, ...]] = {}
         self._sockets = _connect(host, port, 4) if rank == 0 else _accept(host, port, 4)
         for sock in self._sockets[VARIANTS["raw 2 small"]]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_NBYTES)
@@ -41,11 +38,16 @@ class RawSockets:
     def operation(self, variant: str, nbytes: int) -> Operation:
         """Exchange *nbytes* each way over the variant's connections."""
         sockets = self._sockets[VARIANTS[variant]]
+        if nbytes not in self._memory:  # page-aligned and touched, as segments are
+            self._memory[nbytes] = tuple(memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
+            for memory in self._memory[nbytes]:
+                memory[:] = bytes(nbytes)
+        outgoing, incoming = self._memory[nbytes]
         share = nbytes // len(sockets)
         tasks: list[tuple[Callable[[socket.socket, memoryview], None], socket.socket, memoryview]] = []
         for i, sock in enumerate(sockets):
             part = slice(i * share, nbytes if i == len(sockets) - 1 else (i + 1) * share)
-            tasks += [(_send, sock, self._outgoing[part]), (_receive, sock, self._incoming[part])]
+            tasks += [(_send, sock, outgoing[part]), (_receive, sock, incoming[part])]
 
         def run() -> None:
             for future in [self._pool.submit(move, sock, memory) for move, sock, memory in tasks]:

@@ -29,7 +29,7 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
     """Take turns over one kind of network. Shaped links are slow: fewer operations, and no job without sums."""
     shaped = cluster is not None
     rows: list[Row] = []
-    with Hall(plan.n_ranks, 2, max(plan.sizes), cluster) as hall:
+    with Hall(plan.n_ranks, 2, cluster) as hall:
         ours, raw = hall.bpsfast(transport="tcp"), hall.raw()
         silent = None if shaped else hall.bpsfast(transport="tcp", sums="off")
         gloo = hall.gloo() if "gloo" in plan.peers else None

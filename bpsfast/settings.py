@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from . import logs
+from . import logs, sizes
 from .byteps_variables import ALIASES, report, translate
 from .nic import selection
 from .orchestration.errors import ConfigError
 from .orchestration.placement import check_policy
 
 PREFIX = "BPSFAST_"
-#: as in `bpsfast bench --sizes`: powers of 1024, also where KB is written
-_SHIFTS = {"K": 10, "M": 20, "G": 30}
 
 
 def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
@@ -230,7 +227,8 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
         text = text.upper()
     row = _row(name)
     if row.unit == "bytes" and isinstance(text, str):
-        text = _without_unit(text)
+        nbytes = sizes.parse(text)
+        text = text if nbytes is None else nbytes
     try:
         return msgspec.convert(text, row_type, strict=False)
     except msgspec.ValidationError as exc:
@@ -240,12 +238,6 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
         raise ConfigError(
             f"{row.variable} = {shown} (from {origin}): {exc}; expected {row.kind}{unit}: {row.doc}"
         ) from exc
-
-
-def _without_unit(text: str) -> str:
-    """Return *text* such as 4M, 4MB or 4MiB as a number of bytes; anything else as it is."""
-    match = re.fullmatch(r"(\d+)\s*([KMG])(?:i?B)?", text, re.IGNORECASE)
-    return str(int(match[1]) << _SHIFTS[match[2].upper()]) if match else text
 
 
 def _check_together(settings: Settings, origins: dict[str, str]) -> None:

@@ -3,6 +3,8 @@
 Every message is one MessagePack map with a ``type`` tag, encoded and validated by msgspec.
 `VERSION` is checked once per connection (`Join`, `Attach`): two versions never talk past each other.
 
+Longer than other files on purpose: one protocol with one `VERSION` is read, and changed, as a whole.
+
     rank  <-> node       a Unix stream socket, one length-prefixed message after another (`LocalMessage`)
     node  <-> scheduler  ZeroMQ DEALER/ROUTER under CURVE, one message a frame (`NodeMessage`, `SchedulerMessage`)
 """
@@ -13,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 1
+VERSION = 2
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):

@@ -302,9 +302,9 @@ static inline void bps_wake_workers(struct bps_core *core, int n)
         if (core->workers[i].seat.cpu >= 0)
             CPU_CLR(core->workers[i].seat.cpu, &empty);
     for (int i = 0; core->cpus.few && CPU_COUNT(&empty) != 0 && i < core->n_workers; i++) {
-        struct bps_seat *seat = &core->workers[i].seat;
-        if (seat->sleeps && !seat->confined)
-            seat->confined = pthread_setaffinity_np(core->workers[i].thread, sizeof empty, &empty) == 0;
+        struct bps_worker *worker = &core->workers[i];
+        if (worker->seat.sleeps)
+            bps_allow(&worker->seat, worker->thread, &empty);
     }
     bps_ring_doorbell(core->doorbell, n);
 }

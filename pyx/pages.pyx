@@ -23,10 +23,7 @@ cdef extern from *:
     #include <sys/mman.h>
     #include <sys/stat.h>
     #include <unistd.h>
-    #ifndef MADV_POPULATE_WRITE
-    #define MADV_POPULATE_READ 22
-    #define MADV_POPULATE_WRITE 23
-    #endif
+    #include "mapping.h"
     #ifndef MFD_HUGE_2MB
     #define MFD_HUGE_2MB (21u << 26)
     #endif
@@ -50,8 +47,11 @@ cdef extern from *:
     int madvise(void *addr, size_t length, int advice) nogil
     int bps_seal(int fd) nogil
     void bps_touch(char *p, size_t n, size_t page) nogil
+    void *bps_reserve(size_t nbytes, size_t remainder) nogil
+    void *bps_map(size_t nbytes, int prot, int fd) nogil
+    void bps_fill_huge(char *address, size_t nbytes, size_t page) nogil
     void *MAP_FAILED
-    int PROT_READ, PROT_WRITE, PROT_NONE, MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_FIXED
+    int PROT_READ, PROT_WRITE, MAP_SHARED, MAP_FIXED
     int MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_HUGEPAGE
     unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_HUGETLB, MFD_HUGE_2MB
 
@@ -84,8 +84,9 @@ cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
 cdef class Segment:
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
-    Huge pages of 2 MiB are used when *huge* is set, the segment fills at least one and the pool holds enough;
-    otherwise ordinary pages, without a word: `page_nbytes` tells. *populate* faults every page in now.
+    Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if it holds
+    enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where shmem_enabled in
+    /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
     The memory is zero. Any thread; the object owns descriptor and mapping.
 
     Raises
@@ -112,13 +113,13 @@ cdef class Segment:
             raise ValueError(f"a segment needs nbytes > 0, got {nbytes}")
         self.writable = True
         if huge and nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE:
-            if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, populate) == 0:
+            if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, huge, populate) == 0:
                 return
-        rc = self._create(nbytes, name, PAGE, 0, populate)
+        rc = self._create(nbytes, name, PAGE, 0, huge, populate)
         if rc:
             raise OSError(rc, f"memfd segment(nbytes={nbytes}, name={name!r}): {strerror(rc).decode()}")
 
-    cdef int _create(self, size_t nbytes, str name, size_t page, unsigned int flags, bint populate):
+    cdef int _create(self, size_t nbytes, str name, size_t page, unsigned int flags, bint huge, bint populate):
         """0, or an errno with nothing left behind."""
         cdef size_t rounded = (nbytes + page - 1) // page * page
         cdef void *address
@@ -132,12 +133,14 @@ cdef class Segment:
             close(fd)
             return rc
         with nogil:
-            address = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+            address = bps_map(rounded, PROT_READ | PROT_WRITE, fd)
             if address == MAP_FAILED:
                 rc = errno
             else:
-                if flags == 0 and rounded >= HUGE:
+                if huge and flags == 0:
                     madvise(address, rounded, MADV_HUGEPAGE)
+                    if populate:
+                        bps_fill_huge(<char *>address, rounded, page)
                 if populate:
                     rc = _populate(address, rounded, page)
                     if rc:
@@ -164,7 +167,7 @@ cdef class Segment:
         status = os.fstat(fd)
         cdef size_t nbytes = status.st_size
         cdef int prot = PROT_READ | PROT_WRITE if writable else PROT_READ
-        cdef void *address = mmap(NULL, nbytes, prot, MAP_SHARED, fd, 0)
+        cdef void *address = bps_map(nbytes, prot, fd)
         if address == MAP_FAILED:
             raise OSError(errno, f"mmap(fd={fd}, nbytes={nbytes}, writable={writable}): {strerror(errno).decode()}")
         cdef int advice = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
@@ -254,7 +257,7 @@ cdef class Window:
             total += (<size_t>nbytes + PAGE - 1) // PAGE * PAGE
         if total == 0:
             raise ValueError("a window needs at least one extent")
-        base = mmap(NULL, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        base = bps_reserve(total, <size_t>extents[0][1])
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap(reserve nbytes={total}): {strerror(errno).decode()}")
         for fd, offset, nbytes in extents:

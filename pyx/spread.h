@@ -17,9 +17,10 @@ struct bps_cpus {
     int few;
 };
 
-struct bps_seat { /* of one thread; under the lock of their core */
-    int cpu;      /* where it works, -1: it does not */
-    int sleeps, confined;
+struct bps_seat {      /* of one thread; under the lock of their core */
+    int cpu;           /* where it works, -1: it does not */
+    int sleeps;        /* since it last worked */
+    cpu_set_t allowed; /* where it may run now */
 };
 
 static inline void bps_look_for_cpus(struct bps_cpus *cpus, int n_threads)
@@ -28,14 +29,19 @@ static inline void bps_look_for_cpus(struct bps_cpus *cpus, int n_threads)
                 && sched_getaffinity(0, sizeof cpus->all, &cpus->all) == 0 && CPU_COUNT(&cpus->all) <= n_threads;
 }
 
-/* The calling thread works here. */
+static inline void bps_allow(struct bps_seat *seat, pthread_t thread, const cpu_set_t *cpus)
+{
+    if (!CPU_EQUAL(&seat->allowed, cpus) && pthread_setaffinity_np(thread, sizeof *cpus, cpus) == 0)
+        seat->allowed = *cpus;
+}
+
+/* The calling thread works here, and stays where it is until the kernel thinks better of it. */
 static inline void bps_take_seat(struct bps_seat *seat, const struct bps_cpus *cpus)
 {
     if (!cpus->few)
         return;
-    if (seat->confined) /* stays where it is, until the kernel thinks better of it */
-        pthread_setaffinity_np(pthread_self(), sizeof cpus->all, &cpus->all);
-    seat->confined = seat->sleeps = 0;
+    bps_allow(seat, pthread_self(), &cpus->all);
+    seat->sleeps = 0;
     seat->cpu = sched_getcpu();
 }
 

@@ -55,7 +55,7 @@ def test_steps(ranks, group_small, average):
 
 def rounds_of_units():
     g = Gradients({f"t{i}": ((100,), "f4") for i in range(50)}, prefix="fused ")
-    return len({id(g._session.unit(f"fused {name}")) for name in g})
+    return len({id(g._session.tensors.unit(f"fused {name}")) for name in g})
 
 
 def test_small_tensors_are_one_round(three):

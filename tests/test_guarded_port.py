@@ -20,15 +20,19 @@ def board():
     return made
 
 
+def asking(ask=lambda part, round, name: ("nobody", False), somebody_left=False):
+    """Return an inquiry that a scheduler would answer so."""
+    return SimpleNamespace(ask=ask, somebody_left=lambda: somebody_left)
+
+
 def guarded_on(board, require_open=lambda: None, calls=None, **options):
     """Return a guarded port of rank 3 with a lane of one entry, of a node that takes nothing."""
     lane, bell = bytearray(256 + 32), bytearray(ring.DOORBELL_NBYTES)
     ring.format_lane(lane)
     ring.format_doorbell(bell)
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
-                       **{"ask_missing": lambda part, round, name: ("nobody", False), "start_deferred": lambda: False,
-                          "somebody_left": lambda: False, "node_lost": lambda: PeerLostError("the node is gone")}
-                       | (calls or {}))
+                       **{"inquiry": asking(), "start_deferred": lambda: False,
+                          "node_lost": lambda: PeerLostError("the node is gone")} | (calls or {}))
 
 
 @pytest.fixture
@@ -117,7 +121,7 @@ def test_a_wait_for_who_has_left_ends_soon_and_only_then(board):
         questions.append((part, round, name))
         return "missing: rank 0: has called shutdown", len(questions) == 2
 
-    guarded = guarded_on(board, calls={"ask_missing": ask, "somebody_left": lambda: True})
+    guarded = guarded_on(board, calls={"inquiry": asking(ask, somebody_left=True)})
     with pytest.raises(StallError, match=r"^rank 3 waited [\d.]+ s for round 1 of 'x' \(.*\): missing: rank 0"):
         guarded.wait(SimpleNamespace(name="x", first_part=0, n_parts=1), 0, 1, 1, 60.0)
     assert questions == [(0, 1, "x")] * 2, "the first answer was that it may still come"
@@ -126,7 +130,7 @@ def test_a_wait_for_who_has_left_ends_soon_and_only_then(board):
 
 def test_while_nobody_has_left_nobody_is_asked_before_the_end(board):
     questions = []
-    guarded = guarded_on(board, calls={"ask_missing": lambda *asked: (questions.append(asked) or "nobody", False)})
+    guarded = guarded_on(board, calls={"inquiry": asking(lambda *asked: (questions.append(asked) or "nobody", False))})
     with pytest.raises(StallError, match=r"waited 1\.2 s"):
         guarded.wait(SimpleNamespace(name="x", first_part=0, n_parts=1), 0, 1, 1, 1.2)
     assert len(questions) == 1

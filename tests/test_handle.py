@@ -12,7 +12,6 @@ import pytest
 
 import bpsfast
 from bpsfast.dtypes import NAMES, TABLE
-from bpsfast.orchestration.errors import StallError
 from bpsfast.reference import reduce
 from bpsfast.trainer import current
 
@@ -25,11 +24,6 @@ def ranks(request, shared_job):
     started = shared_job(ranks=shape, transport=transport)
     started.shape = shape
     return started
-
-
-@pytest.fixture
-def one_node(shared_job):
-    return shared_job(ranks=(3,), transport="auto")
 
 
 @pytest.fixture
@@ -81,66 +75,6 @@ def test_many_rounds_with_views_and_out(ranks):
     assert ranks.run(many_rounds, 50) == [None] * 3
 
 
-def same_name_in_two_threads():
-    """The second thread must not get a round ahead of the first, whose result is still being copied out."""
-    x = np.full(8_000_000, bpsfast.rank() + 1, "f4")
-    bpsfast.push_pull(x, False, "two threads")
-    unit, seen = current.current().unit("two threads"), []
-    deliver = unit.deliver
-
-    def watched(*arguments):
-        seen.append(unit.in_flight)
-        deliver(*arguments)
-
-    unit.deliver = watched
-    bpsfast.push_pull(x, False, "two threads")
-    return seen, unit.in_flight
-
-
-def test_a_round_ends_only_once_its_result_was_copied_out(one_node):
-    assert one_node.run(same_name_in_two_threads) == [([True], False)] * 3
-
-
-def streamed():
-    """Sums of many partitions from and to private memory, beside an asynchronous push of the same name."""
-    generator = np.random.default_rng(bpsfast.rank())
-    wrong = []
-    for step in range(4):
-        x = generator.integers(-100, 100, 5_000_001).astype("f4")
-        kept = x.copy()
-        if step == 2:
-            y = bpsfast.synchronize(bpsfast.push_pull_async(x, False, "streamed"))
-        else:
-            y = bpsfast.push_pull(x, False, "streamed", out=x if step == 3 else None)
-        wrong.append((step, kept, y.copy(), x is y or bool((x == kept).all())))
-    return wrong
-
-
-def test_a_large_private_tensor_is_streamed_through_a_small_window(one_node):
-    for rounds in zip(*one_node.run(streamed)):
-        expected = sum(kept for _, kept, _, _ in rounds)
-        for _, _, y, input_intact in rounds:
-            assert (y == expected).all() and input_intact
-
-
-def stream_alone():
-    """Rank 0 sums in place what the others never push: the input must survive the error."""
-    x = np.full(5_000_000, bpsfast.rank() + 1, "f4")
-    bpsfast.push_pull(x, False, "streamed alone")
-    kept = x.copy()
-    if bpsfast.rank():
-        return None
-    unit = current.current().unit("streamed alone")
-    with pytest.raises(StallError, match="rank"):
-        unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 0.5)
-    return bool((x == kept).all())
-
-
-def test_a_streamed_input_survives_a_stall(job):
-    started = job(ranks=(2,))
-    assert started.run(stream_alone) == [True, None]
-
-
 def views_last():
     x = bpsfast.empty((1000, 4), "f4")
     views = []
@@ -155,81 +89,6 @@ def views_last():
 def test_a_view_lives_until_the_second_next_push(ranks):
     for kept, inside, is_view in ranks.run(views_last):
         assert kept == [1, 2] and inside and is_view
-
-
-def orders():
-    names = [f"order {i}" for i in range(6)]
-    if bpsfast.rank() % 2:
-        names.reverse()
-    handles = {name: bpsfast.push_pull_async(np.full(100, int(name[-1]), "f4"), True, name) for name in names}
-    return [float(bpsfast.synchronize(handles[name])[0]) for name in sorted(names)]
-
-
-def test_ranks_may_push_in_different_orders(ranks):
-    assert ranks.run(orders) == [[0, 1, 2, 3, 4, 5]] * 3
-
-
-def deferred_beside_a_wait():
-    """Rank 0 waits for "known" while its first push of "new" is deferred; rank 1 waits for "new" before "known"."""
-    one = np.ones(10, "f4")
-    bpsfast.push_pull(one, True, "known")
-    if bpsfast.rank() == 0:
-        handle = bpsfast.push_pull_async(one, False, "new")
-        bpsfast.push_pull(one, True, "known")
-        return float(handle.wait()[0])
-    total = bpsfast.push_pull(one, False, "new")
-    bpsfast.push_pull(one, True, "known")
-    return float(total[0])
-
-
-def test_a_deferred_push_goes_out_beside_another_wait(ranks):
-    assert ranks.run(deferred_beside_a_wait) == [3, 3, 3]
-
-
-def deferred_beside(other):
-    """Rank 0's first push of a name is deferred while it waits for what the others only do once they have its sum."""
-    one, name = np.ones(10, "f4"), f"beside {other}"
-    if bpsfast.rank() == 0:
-        handle = bpsfast.push_pull_async(one, False, name)
-        if other == "declaration":
-            bpsfast.push_pull(one, False, f"{name} 2")
-        elif other == "barrier":
-            bpsfast.barrier()
-        return float(handle.wait()[0])
-    time.sleep(0.3)
-    total = bpsfast.push_pull(one, False, name)
-    if other == "declaration":
-        bpsfast.push_pull(one, False, f"{name} 2")
-    elif other == "barrier":
-        bpsfast.barrier()
-    return float(total[0])
-
-
-@pytest.mark.parametrize("other", ["declaration", "barrier"])
-def test_a_deferred_push_goes_out_beside_any_wait(ranks, other):
-    assert ranks.run(deferred_beside, other) == [3, 3, 3]
-
-
-def commit_read_by(reader, how):
-    """Another request's wait reads the commit of a name whose push was deferred: the push goes out all the same."""
-    name = f"read by {reader} {how}"
-    handle = bpsfast.push_pull_async(np.ones(10, "f4"), False, name)
-    session = current.current()
-    deadline = time.monotonic() + 20
-    while name not in session._units and time.monotonic() < deadline:
-        bpsfast.stats() if reader == "stats" else bpsfast.empty(10)
-        time.sleep(0.01)
-    if how == "poll":
-        while not bpsfast.poll(handle):
-            assert time.monotonic() < deadline, "never done"
-            time.sleep(0.01)
-    return float(handle.wait(20)[0])
-
-
-@pytest.mark.parametrize("how", ["poll", "wait"])
-@pytest.mark.parametrize("reader", ["stats", "empty"])
-def test_a_commit_that_another_request_reads_starts_the_push(ranks, reader, how):
-    assert ranks.run(commit_read_by, reader, how) == [3, 3, 3]
 
 
 def from_threads():
@@ -305,21 +164,12 @@ def test_ranks_import_neither_numba_nor_a_framework(job):
     assert [names for names in started.run(sum_and_imports)] == [[]]
 
 
-def declared_before():
-    bpsfast.declare("declared", (3, 2), np.int64, average=False)
-    return bpsfast.push_pull(np.ones((3, 2), np.int64), False, "declared").tolist()
-
-
-def test_declare(pair):
-    assert pair.run(declared_before) == [[[3, 3]] * 3] * 3
-
-
 def many_unnamed():
     import warnings
 
     from bpsfast.trainer import handle
 
-    handle._MANY_UNNAMED = int(current.current().unnamed("auto").split(".")[1]) + 2
+    handle._MANY_UNNAMED = int(current.current().tensors.unnamed("auto").split(".")[1]) + 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -366,37 +216,6 @@ def test_the_same_name_twice_in_flight(pair):
     assert pair.run(busy) == [(1.0, True)] * 3
 
 
-def differently(field):
-    bpsfast.push_pull(np.ones(3, "f4"), True, "once")
-    x = {"shape": np.ones(4, "f4"), "dtype": np.ones(3, "f8"), "average": np.ones(3, "f4")}[field]
-    bpsfast.push_pull(x, field != "average", "once")
-
-
-@pytest.mark.parametrize("field", ["shape", "dtype", "average"])
-def test_one_name_used_differently_on_one_rank(pair, field):
-    for outcome in pair.attempt(differently, field):
-        assert outcome.error == "MismatchError" and field in outcome.text and "once" in outcome.text
-
-
-def ranks_differ(field):
-    odd = bpsfast.rank() == 1
-    x = np.ones(4 if odd and field == "shape" else 3, "f8" if odd and field == "dtype" else "f4")
-    return bpsfast.push_pull(x, not (odd and field == "average"), f"ranks differ in {field}")
-
-
-@pytest.mark.parametrize("field", ["shape", "dtype", "average"])
-def test_ranks_that_differ_all_get_the_error(pair, field):
-    for outcome in pair.attempt(ranks_differ, field):
-        assert outcome.error == "MismatchError" and field in outcome.text and "rank 1" in outcome.text
-
-
-def test_a_name_the_ranks_differed_in_stays_refused(pair):
-    pair.attempt(ranks_differ, "shape")
-    for outcome in pair.attempt(ranks_differ, "shape"):
-        assert outcome.error == "MismatchError" and "shape" in outcome.text
-    assert pair.run(unnamed) == [([1, 1, 1], [2, 2, 2, 2])] * 3
-
-
 def refused(kind):
     good = np.ones(4, "f4")
     bad = {"strides": lambda: bpsfast.push_pull(np.ones((4, 4), "f4").T, name="x"),
@@ -434,18 +253,6 @@ def test_a_stall_names_who_is_missing(job):
     assert [outcome.error for outcome in outcomes] == ["StallError", "StallError", ""]
     for outcome in outcomes[:2]:
         assert "rank 2" in outcome.text and "stalled" in outcome.text and "0.5 s" in outcome.text
-    started.kill()
-
-
-def undeclared():
-    return bpsfast.synchronize(bpsfast.push_pull_async(np.ones(4), name="only here"), timeout_s=0.3)
-
-
-def test_a_name_that_others_never_declare(job):
-    started = job(ranks=(2,))
-    started.begin(undeclared, only=(0,))
-    [outcome] = started.outcomes(only=(0,))
-    assert outcome.error == "StallError" and "only here" in outcome.text and "declared" in outcome.text
     started.kill()
 
 

@@ -182,7 +182,7 @@ def test_the_variables_of_another_launcher_do_not_reach_the_ranks():
 @pytest.mark.root
 def test_a_job_in_network_namespaces_sees_its_own_interface():
     if os.geteuid() != 0:
-        pytest.skip("needs root")
+        pytest.skip("network namespaces need root")
     text = (
         "import os; print(os.environ['BPSFAST_NODE_HOST'], open('/proc/net/dev').read().count('eth0:'))\n"
         "raise SystemExit(9)"

@@ -126,7 +126,7 @@ def _start(cluster: Cluster, roles: list[str], n_servers: int, program: str) -> 
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.parametrize(
     "roles, n_helpers",
     [

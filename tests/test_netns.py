@@ -12,7 +12,7 @@ import pytest
 from bpsfast.cluster import netns
 from bpsfast.orchestration.errors import ConfigError
 
-root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 _OWNER = """
 import sys

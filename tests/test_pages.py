@@ -122,6 +122,33 @@ def test_a_window_of_a_bad_descriptor_leaves_nothing():
     assert mappings() <= before
 
 
+def huge_nbytes(address):
+    """Return how many bytes of the mapping at *address* are mapped by huge pages, as the kernel tells."""
+    with open("/proc/self/smaps") as file:
+        sections = file.read().split(f"{address:x}-", 1)[1]
+    return int(sections.split("ShmemPmdMapped:", 1)[1].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("nbytes", [2 << 20, (5 << 20) + 4096, 64 << 20])
+def test_huge_pages_are_made_without_a_pool(nbytes):
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1):
+        pytest.skip("huge pages on request (MADV_COLLAPSE) need Linux 6.1")
+    with open("/sys/kernel/mm/transparent_hugepage/shmem_enabled") as file:
+        mode = file.read()
+    if "[deny]" in mode:
+        pytest.skip("shmem_enabled is deny: no huge pages for shared memory")
+    with Segment(nbytes) as segment:
+        whole = nbytes // (2 << 20) * (2 << 20)
+        assert huge_nbytes(segment.address) == whole
+        assert resident_nbytes(segment) >= segment.nbytes
+        assert not np.frombuffer(segment, np.uint8).any()
+        memoryview(segment)[-1] = 9
+        with Segment.attach(os.dup(segment.fileno())) as seen:
+            assert huge_nbytes(seen.address) == whole and memoryview(seen)[-1] == 9
+    with Segment(nbytes, huge=False) as segment:
+        assert huge_nbytes(segment.address) == 0 or not ("[never]" in mode or "[advise]" in mode)
+
+
 @contextlib.contextmanager
 def pool_of_huge_pages(n):
     path = "/proc/sys/vm/nr_hugepages"

@@ -1,13 +1,8 @@
-"""Joining, leaving, forking, failing: the life of a session on real ranks.
-
-Longer than 400 lines: one source file, one suite; each test is a function and what its ranks run.
-"""
+"""Joining, waiting, leaving: the life of a session on real ranks."""
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -73,6 +68,21 @@ def test_one_process_is_a_job():
     code, output = one_process("import bpsfast, numpy as np; bpsfast.init()\n"
                                "print(bpsfast.size(), bpsfast.push_pull(np.arange(3.), name='x').tolist())")
     assert (code, output.strip()) == (0, "1 [0.0, 1.0, 2.0]")
+
+
+KILLS_ITS_NODE = """
+import os, bpsfast, numpy as np
+from bpsfast.trainer import current
+bpsfast.init()
+os.kill(current._watch._started.node.pid, 9)
+while True:
+    bpsfast.push_pull(np.ones(9), name="x")
+"""
+
+
+def test_who_started_the_node_says_how_it_ended():
+    code, output = one_process(KILLS_ITS_NODE)
+    assert code == 1 and "is lost: the node (pid" in output and "was killed by SIGKILL" in output
 
 
 CYCLES = """
@@ -233,7 +243,7 @@ def wait_while_closing():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not current.current()._deferred:
+    while not current.current().tensors._deferred:
         os.sched_yield()
     bpsfast.shutdown()
     thread.join(10)
@@ -242,105 +252,6 @@ def wait_while_closing():
 
 def test_shutdown_beside_a_waiting_thread(job):
     assert job(ranks=(2,)).run(wait_while_closing) == [(False, 1)] * 2
-
-
-# -- forking -------------------------------------------------------------------------------------------------------
-
-
-def fork():
-    """Use the session in a forked child, then go on in the parent."""
-    total("before")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            bpsfast.push_pull(np.ones(1000), False, "before")
-            text = "no error"
-        except bpsfast.ClosedError as exc:
-            text = str(exc)
-        os.write(writer, text.encode())
-        bpsfast.shutdown()
-        os._exit(0)
-    os.waitpid(child, 0)
-    text = os.read(reader, 4096).decode()
-    os.close(reader)
-    os.close(writer)
-    return text, total("before")
-
-
-def test_a_forked_child_has_no_session(pair):
-    for text, after in pair.run(fork):
-        assert "fork" in text and after == 3
-
-
-def attempt(call):
-    try:
-        return f"no error, but {call()!r}"
-    except bpsfast.ClosedError as exc:
-        return str(exc)
-
-
-def fork_beside_waits():
-    """Fork while a thread waits in the port, a push is deferred and others hold the locks; what the child is told."""
-    total("beside")
-    if bpsfast.rank():
-        bpsfast.barrier()
-        return total("beside"), bpsfast.synchronize(bpsfast.push_pull_async(np.ones(9), False, "other"))[0]
-    session = current.current()
-    handle = bpsfast.push_pull_async(np.ones(1000), False, "beside")
-    found = []
-    waiter = threading.Thread(target=lambda: found.append(float(handle.wait()[0])))
-    deferred = bpsfast.push_pull_async(np.ones(9), False, "other")
-    waiter.start()
-    while not session.port._n_inside:
-        os.sched_yield()
-    reader, writer = os.pipe()
-    unit = session._units["beside"]
-    with session._mailbox._condition, session._lock, session.port._lock:
-        child = os.fork()
-        if child == 0:
-            calls = (deferred.wait, deferred.done, lambda: unit.wait(unit.round, 40), lambda: total("beside"),
-                     bpsfast.barrier, bpsfast.rank)
-            os.write(writer, "|".join(map(attempt, calls)).encode())
-            bpsfast.shutdown()
-            os._exit(0)
-    os.close(writer)
-    in_time = select.select([reader], [], [], 20.0)[0]
-    if not in_time:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    answers = os.read(reader, 1 << 16).decode().split("|")
-    os.close(reader)
-    bpsfast.barrier()
-    waiter.join(20)
-    return found[0], deferred.wait()[0], answers
-
-
-def test_a_child_forked_beside_waits_is_refused_at_once(pair):
-    first, *others = pair.run(fork_beside_waits)
-    assert [tuple(each) for each in others] == [first[:2]] * 2 == [(3.0, 3.0)] * 2
-    assert len(first[2]) == 6 and all("is a fork of rank 0" in answer for answer in first[2]), first[2]
-
-
-def child_work(queue):
-    queue.put(sum(range(100)))
-
-
-def multiprocessing_children():
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    children = [context.Process(target=child_work, args=(queue,)) for _ in range(2)]
-    for child in children:
-        child.start()
-    during = total("during")
-    found = [queue.get(timeout=20) for _ in children]
-    for child in children:
-        child.join(20)
-    return during, found, [child.exitcode for child in children]
-
-
-def test_children_that_fork_while_connected(pair):
-    assert pair.run(multiprocessing_children) == [(3.0, [4950, 4950], [0, 0])] * 3
 
 
 # -- waiting -------------------------------------------------------------------------------------------------------
@@ -358,71 +269,6 @@ def test_barriers(pair):
     stamps = pair.run(barriers)
     for number in range(2):
         assert max(each[number] for each in stamps) <= min(each[number + 1] for each in stamps)
-
-
-def short_barrier():
-    bpsfast.barrier(timeout_s=0.3)
-
-
-def lone_declaration():
-    bpsfast.push_pull(np.ones(4, np.float32), name="only mine")
-
-
-def test_what_not_all_enter_or_declare_names_who_is_missing(job):
-    started = job(ranks=(1, 1), timeout_s=1)
-    started.begin(short_barrier, only=(0,))
-    [outcome] = started.outcomes(only=(0,))
-    assert outcome.error == "StallError" and "barrier 1: missing: rank 1" in outcome.text
-    started.begin(lone_declaration, only=(0,))
-    [outcome] = started.outcomes(only=(0,))
-    assert outcome.error == "StallError" and "'only mine'" in outcome.text and "missing: rank 1" in outcome.text
-    started.kill()
-
-
-def uneven(then):
-    """Push twice; rank 0 leaves, the others "push", "declare" or enter a "barrier": how long that took, the error."""
-    total("uneven")
-    total("uneven")
-    begin = time.monotonic()
-    if bpsfast.rank() == 0:
-        bpsfast.shutdown()
-        return 0.0, ""
-    calls = {"push": lambda: total("uneven"), "declare": lambda: total("mine"), "barrier": bpsfast.barrier}
-    try:
-        calls[then]()
-    except bpsfast.StallError as exc:
-        return time.monotonic() - begin, str(exc)
-    return 0.0, "no error"
-
-
-@pytest.mark.parametrize(("ranks", "then"), [((2,), "push"), ((1, 1), "push"), ((2,), "declare"), ((2,), "barrier")])
-def test_a_rank_that_left_is_not_waited_for(job, ranks, then):
-    started = job(ranks=ranks, transport="tcp", timeout_s=50)
-    values = started.run(uneven, then, timeout_s=45)
-    waited_s, text = values[1]
-    assert "missing: rank 0" in text and "has called shutdown. Waiting on cannot help" in text, text
-    assert waited_s < 20, "soon, and not after timeout_s"
-    started.kill()
-
-
-def leave_with_a_push_under_way():
-    """Rank 0 announces its part and leaves; the others push only when they know that it has."""
-    total("announced")
-    if bpsfast.rank() == 0:
-        bpsfast.push_pull_async(np.ones(1000), False, "announced")
-        bpsfast.shutdown()
-        return 3.0
-    while not current.current()._somebody_left():
-        time.sleep(0.01)
-    return total("announced")
-
-
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-def test_what_was_announced_before_leaving_counts(job, ranks):
-    started = job(ranks=ranks, transport="tcp")
-    assert started.run(leave_with_a_push_under_way) == [3.0] * 3
-    started._attached = False
-    started.kill()
 
 
 def interrupted():
@@ -444,120 +290,4 @@ def test_ctrl_c_ends_a_wait(job):
     started.begin(interrupted, only=(0,))
     outcomes = started.outcomes()
     assert 0 < outcomes[0].value < 2, outcomes
-    started.kill()
-
-
-# -- failing -------------------------------------------------------------------------------------------------------
-
-
-class Uncaught(BaseException):
-    """Not caught by the process that runs the ranks' functions."""
-
-
-def push_until_it_ends(who):
-    total("failing")
-    if bpsfast.rank() == who:
-        raise Uncaught("a bug in the trainer")
-    total("failing")
-
-
-def test_an_uncaught_exception_ends_the_others_in_words(job):
-    started = job(ranks=(2, 1), transport="tcp")
-    begin = time.monotonic()
-    outcomes = started.attempt(push_until_it_ends, 1)
-    assert outcomes[1].error == "died"
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error == "PeerLostError" and "rank 1" in outcome.text and "a bug in the trainer" in outcome.text
-    assert time.monotonic() - begin < 15
-    started.kill()
-
-
-def disagree():
-    """Rank 0 ends by the disagreement; rank 1 looks only when the job was aborted for that."""
-    if bpsfast.rank() == 0:
-        try:
-            bpsfast.push_pull(np.ones(4), True, "average or not")
-        except bpsfast.MismatchError as exc:
-            raise Uncaught(str(exc)) from exc
-    bpsfast.declare("average or not", (4,), "float64", average=False)
-    while not current.current().port._port.state()[0]:
-        time.sleep(0.01)
-    bpsfast.push_pull(np.ones(4), False, "average or not")
-
-
-@pytest.mark.parametrize("ranks", [(2,), (1, 1)])
-def test_a_mismatch_is_not_hidden_by_the_loss_that_follows(job, ranks):
-    started = job(ranks=ranks, transport="tcp")
-    outcomes = started.attempt(disagree)
-    assert outcomes[0].error == "died"
-    assert outcomes[1].error == "MismatchError" and "average differs" in outcomes[1].text, outcomes
-    started.kill()
-
-
-KILLS_ITS_NODE = """
-import os, bpsfast, numpy as np
-from bpsfast.trainer import current
-bpsfast.init()
-os.kill(current._watch._started.node.pid, 9)
-while True:
-    bpsfast.push_pull(np.ones(9), name="x")
-"""
-
-
-def test_who_started_the_node_says_how_it_ended():
-    code, output = one_process(KILLS_ITS_NODE)
-    assert code == 1 and "is lost: the node (pid" in output and "was killed by SIGKILL" in output
-
-
-def push_for_ever():
-    while True:
-        total("for ever")
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", ["rank 1", "node 0", "node 1", "helper 0", "scheduler"])
-def test_kill_9_while_pushing(job, victim):
-    started = job(ranks=(2, 1), helpers=1, transport="tcp")  # its end is noticed, not its silence: no short lease
-    started.run(total, "for ever")
-    started.begin(push_for_ever)
-    if victim.startswith("rank"):
-        started.kill_rank(1)
-    else:
-        started.kill_daemon(victim)
-    outcomes = started.outcomes(timeout_s=100)
-    for rank, outcome in enumerate(outcomes):
-        if victim == f"rank {rank}":
-            assert outcome.error == "died"
-        else:
-            assert outcome.error == "PeerLostError", outcome
-            assert victim.split()[0].replace("helper", "node") in outcome.text
-            if victim == "node 0" and rank < 2:
-                assert f"node 0 (pid {started.daemons[victim].pid} on this machine) is lost" in outcome.text
-                assert "SIGKILL" in outcome.text
-    started.kill()
-
-
-def fork_a_child():
-    """Fork a child that holds every descriptor; return its process id."""
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-        os._exit(0)
-    return child
-
-
-def test_kill_9_of_a_rank_whose_children_live_on(job):
-    started = job(ranks=(2,))
-    started.run(total, "for ever")
-    children = started.run(fork_a_child)
-    try:
-        started.begin(push_for_ever)
-        begin = time.monotonic()
-        started.kill_rank(1)
-        [outcome] = started.outcomes(only=(0,))
-    finally:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-    assert outcome.error == "PeerLostError" and "rank 1" in outcome.text
-    assert time.monotonic() - begin < 10
     started.kill()

@@ -91,7 +91,7 @@ class _PushPull(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, average: bool, name: str | None, version: int,
                 priority: int) -> torch.Tensor:
         # Forward and backward share the name, so it must be chosen here.
-        ctx.arguments = (average, name or process.current().unnamed("auto"), version, priority)
+        ctx.arguments = (average, name or process.current().tensors.unnamed("auto"), version, priority)
         return _push_pull(tensor, *ctx.arguments)
 
     @staticmethod

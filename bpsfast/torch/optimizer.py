@@ -267,7 +267,7 @@ def _named(optimizer: torch.optim.Optimizer,
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         session = process.current()
-        return [(session.unnamed("push_pull.noname"), p) for p in own if p.requires_grad]
+        return [(session.tensors.unnamed("push_pull.noname"), p) for p in own if p.requires_grad]
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ConfigError("named_parameters must be (name, tensor) pairs, as model.named_parameters() gives them")

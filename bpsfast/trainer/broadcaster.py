@@ -128,8 +128,8 @@ class Broadcaster:
         if self._broken is not None:
             self._session.port.check()
             raise self._broken
-        self._session.declare([_CHANNEL])
-        unit = self._session.unit(_CHANNEL.name)
+        self._session.tensors.declare([_CHANNEL])
+        unit = self._session.tensors.unit(_CHANNEL.name)
         self._sequence += 1
         try:
             yield unit

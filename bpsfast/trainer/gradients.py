@@ -52,7 +52,7 @@ class Gradients:
         # Groups of one job have different names: two models may be trained beside each other.
         names = list(self._names.values())
         group = f"{names[0]} to {names[-1]}, {len(names)} tensors" if group_small and names else None
-        self._session.declare([
+        self._session.tensors.declare([
             TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average, group=group,
                        priority=-position)
             for position, (name, (shape, dtype)) in enumerate(tensors.items())
@@ -195,7 +195,7 @@ class Gradients:
                 self._lay_out()
 
     def _lay_out(self) -> None:
-        units = {name: self._session.unit(wire) for name, wire in self._names.items()}
+        units = {name: self._session.tensors.unit(wire) for name, wire in self._names.items()}
         distinct = list({id(unit): unit for unit in units.values() if not unit.has_staging}.values())
         rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in distinct]
         if distinct:  # one request for all: one segment

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..orchestration.errors import BpsError, StallError
 from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
+from .inquiry import DOUBT_S, Inquiry
 
 if TYPE_CHECKING:
     from .unit import Region, Unit
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 _SLICE_S = 0.5
 #: The same while pushes are deferred: their commits arrive by socket, which no futex announces.
 _DEFERRED_SLICE_S = 0.002
-#: Once somebody has left, how often a wait asks whether it is in vain.
-_DOUBT_S = 0.5
 
 
 class GuardedPort:
@@ -35,26 +34,22 @@ class GuardedPort:
         How errors call this rank and its node: "rank 3", "node 1 (pid 77 on this machine)".
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
-    ask_missing
-        Returns in words who is missing for (partition, round, name), and whether it is hopeless to wait on.
+    inquiry
+        Knows who is missing, and whether it is hopeless to wait on.
     start_deferred
         Starts deferred pushes that can be; returns whether some are left.
-    somebody_left
-        Returns whether a rank has left the job: only then can a wait be hopeless.
     node_lost
         Returns what to raise when the node has ended and no abort says why.
     """
 
-    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None],
-                 ask_missing: Callable[[int, int, str], tuple[str, bool]], start_deferred: Callable[[], bool],
-                 somebody_left: Callable[[], bool], node_lost: Callable[[], BpsError]) -> None:
+    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], inquiry: Inquiry,
+                 start_deferred: Callable[[], bool], node_lost: Callable[[], BpsError]) -> None:
         self._port = port
         self._me = me
         self._node = node
         self._require_open = require_open
-        self._ask_missing = ask_missing
+        self._inquiry = inquiry
         self._start_deferred = start_deferred
-        self._somebody_left = somebody_left
         self._node_lost = node_lost
         self._lock = threading.Lock()
         self._n_inside = 0
@@ -164,7 +159,7 @@ class GuardedPort:
     def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
                    timeout_s: float, spent_s: float = 0.0) -> None:
         begin = time.monotonic() - spent_s
-        deadline, doubt = begin + timeout_s, begin + _DOUBT_S
+        deadline, doubt = begin + timeout_s, begin + DOUBT_S
         deferred = self._start_deferred()
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -178,15 +173,15 @@ class GuardedPort:
             now = time.monotonic()
             if now >= deadline:
                 self._ask(unit, part, n_parts, round, timeout_s, late=True)
-            if now >= doubt and self._somebody_left():
+            if now >= doubt and self._inquiry.somebody_left():
                 self._ask(unit, part, n_parts, round, now - begin, late=False)
-            doubt = max(doubt, now + _DOUBT_S)
+            doubt = max(doubt, now + DOUBT_S)
             deferred = self._start_deferred()
 
     def _ask(self, unit: Unit, part: int, n_parts: int, round: int, waited_s: float, late: bool) -> None:
         """Ask who is missing; raise that as an error if it is *late*, or hopeless to wait on."""
         first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
-        missing, hopeless = self._ask_missing(first, round, unit.name)
+        missing, hopeless = self._inquiry.ask(first, round, unit.name)
         if late or hopeless:
             raise StallError(f"{self._me} waited {waited_s:.3g} s for round {round} of {unit.name!r} (partition "
                              f"{first - unit.first_part} of {unit.n_parts}): {missing}")

@@ -70,7 +70,7 @@ class Handle:
     def start_deferred(self) -> None:
         """Push now that the name was committed, or keep why it was not. Raises nothing: the waiter will."""
         try:
-            self.start(self._session.unit(self.name))
+            self.start(self._session.tensors.unit(self.name))
         except BpsError as exc:
             self._error = exc
             self._open_gate()
@@ -83,7 +83,7 @@ class Handle:
         """Return whether `wait` will not block."""
         if self._finished or self._error is not None:
             return True
-        if not self._started and self._session.unit_nowait(self.name) is None:
+        if not self._started and self._session.tensors.unit_nowait(self.name) is None:
             return False
         return self._started and (self._unit is None or self._unit.done(self._round))
 
@@ -121,7 +121,7 @@ class Handle:
 
     def _await_start(self, deadline: float, timeout_s: float) -> Unit:
         if not self._started:
-            self._session.unit(self.name, _until(deadline))
+            self._session.tensors.unit(self.name, _until(deadline))
             # Committed: some thread, maybe this one just now, starts everything that was deferred.
             if not self._gate.acquire(timeout=_until(deadline)):
                 raise StallError(f"push_pull of {self.name!r} was not started within {timeout_s:g} s: the thread that "
@@ -140,38 +140,43 @@ def _until(deadline: float) -> float:
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
           result: object) -> Handle:
     """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
-    session, name = _declared(source, name, average, priority)
-    handle = Handle(session, name, source, output, result)
-    unit = session.unit_nowait(name)
-    if unit is None:
-        session.defer(name, handle.start_deferred)
-    else:
-        handle.start(unit)
-    return handle
+    session, name, unit = _announced(source, name, average, priority)
+    return _begin(session, name, unit, source, output, result)
 
 
 def run(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput,
         result: T) -> T:
     """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
-    session, name = _declared(source, name, average, priority)
-    unit = session.unit_nowait(name)
+    session, name, unit = _announced(source, name, average, priority)
     if unit is None or not unit.stream(source.address, output.address, source.nbytes, session.settings.timeout_s):
-        start(source, name, average, priority, output, result).wait()
+        _begin(session, name, unit, source, output, result).wait()
     return result
 
 
-def _declared(source: TensorInput, name: str | None, average: bool, priority: int | None) -> tuple[Session, str]:
-    """Return the session and the name of a push_pull, after announcing it to the job."""
+def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, output: TensorInput | None,
+           result: object) -> Handle:
+    """Push *source* as the next round of *unit*, or once *name* is committed."""
+    handle = Handle(session, name, source, output, result)
+    if unit is None:
+        session.tensors.defer(name, handle.start_deferred)
+    else:
+        handle.start(unit)
+    return handle
+
+
+def _announced(source: TensorInput, name: str | None, average: bool,
+               priority: int | None) -> tuple[Session, str, Unit | None]:
+    """Announce a push_pull to the job; return the session, the tensor's name, and its unit if that is committed."""
     session = process.current()
     if name is None:
-        name = session.unnamed("auto")
+        name = session.tensors.unnamed("auto")
         if name == f"auto.{_MANY_UNNAMED}":
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)
-    if not session.knows(spec):
-        session.declare([spec])
-    return session, name
+    if not session.tensors.knows(spec):
+        session.tensors.declare([spec])
+    return session, name, session.tensors.unit_nowait(name)
 
 
 def push_pull_async(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
@@ -232,7 +237,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     result = start(source, name, average, priority, None, None).wait()
     if name is not None and isinstance(x, np.ndarray):
         session = process.current()
-        session.repeats[name] = Repeat(session, session.unit(name), x, average, priority)
+        session.repeats[name] = Repeat(session, session.tensors.unit(name), x, average, priority)
     return result
 
 
@@ -273,7 +278,7 @@ def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: 
     Parameters are those of the push_pulls that follow; declare in the order in which results will be needed.
     """
     spec = TensorSpec(name=name, dtype=wire_name(dtype), shape=tuple(shape), average=average, priority=priority)
-    process.current().declare([spec])
+    process.current().tensors.declare([spec])
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = "float32") -> np.ndarray[Any, Any]:

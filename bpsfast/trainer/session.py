@@ -1,6 +1,6 @@
 """A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
 
-A session knows the units that were committed and the segments that were shared. Waits on rounds are native
+A session knows the segments that were shared; `Tensors` knows the names and units. Waits on rounds are native
 (`GuardedPort`); the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred.
 `current` holds the one session of a process.
 """
@@ -10,20 +10,18 @@ import contextlib
 import os
 import select
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
+from ..orchestration.errors import BpsError, ClosedError, PeerLostError, StallError
 from ..orchestration.messages import (
     Allocate,
     Allocated,
     Ask,
     BarrierDone,
     BarrierEnter,
-    Declare,
     Declared,
     DeclareFailed,
     Departed,
@@ -33,8 +31,6 @@ from ..orchestration.messages import (
     Refuse,
     SegmentShared,
     StallAnswer,
-    Stalled,
-    TensorSpec,
     Told,
 )
 from ..pyx.pages import Segment
@@ -42,19 +38,15 @@ from ..pyx.port import Port
 from ..settings import Settings
 from .attachment import Attachment, error_of
 from .guarded_port import GuardedPort
+from .inquiry import Inquiry
 from .mailbox import Mailbox
+from .tensors import Tensors
 from .unit import Region, Unit
 
 if TYPE_CHECKING:
     from .broadcaster import Broadcaster
     from .repeat import Repeat
 
-T = TypeVar("T")
-
-#: How long to wait for the answer to "who is missing?".
-STALL_ANSWER_S = 2.5
-#: Once somebody has left, how often a wait for other ranks asks whether it is in vain.
-_DOUBT_S = 0.5
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
 #: A killed process closes its sockets just before its pidfd fires.
@@ -82,175 +74,26 @@ class Session:
         self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self._failure = failure
         self._attachment = attachment
-        self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self._ask_missing,
-                                self._look_for_deferred, self._somebody_left, self._node_lost)
+        self.inquiry = Inquiry(self.rank, self.require_open, lambda: self._mailbox)
+        self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
+                               self.inquiry)
+        self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
+                                self.tensors.look_for_commits, self._node_lost)
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
-        self._specs: dict[str, TensorSpec] = {}
-        self._units: dict[str, Unit] = {}
-        self._failed: dict[str, BpsError] = {}
         self.repeats: dict[str, Repeat] = {}
-        self._deferred: dict[str, Callable[[], None]] = {}
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
         self._told: dict[int, dict[str, int]] = {}
-        self._stall_answers: dict[tuple[int, int], StallAnswer] = {}
-        self._departed = False
         self._requests = 0
         self._barriers_entered = 0
         self._barriers_done = 0
-        self._unnamed: dict[str, int] = {}
         self.order: dict[str, int] = {}
         self._released = False
         self._broadcaster: Broadcaster | None = None
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
                                 self._node_lost)
-
-    # -- tensors ---------------------------------------------------------------------------------------------------
-
-    def declare(self, specs: Sequence[TensorSpec]) -> None:
-        """Tell the job about tensors. Returns at once; they may be pushed when all ranks have declared them.
-
-        Ranks may declare in any order. Declaring the same again changes nothing.
-
-        Raises
-        ------
-        MismatchError
-            If this rank declared one of the names differently before; what the ranks could not agree on stays refused.
-        """
-        self.require_open()
-        with self._lock:
-            new = [spec for spec in specs if self._is_new(spec)]
-            for spec in new:
-                self._specs[spec.name] = spec
-        if new:
-            self._mailbox.send(Declare(rank=self.rank, tensors=tuple(new)))
-
-    def knows(self, spec: TensorSpec) -> bool:
-        """Return whether exactly this was declared before, and is used still: the short way of a repeated push."""
-        return self._specs.get(spec.name) == spec and not self.closed
-
-    def _is_new(self, spec: TensorSpec) -> bool:
-        if spec.name in self._failed:
-            raise self._failed[spec.name]
-        known = self._specs.get(spec.name)
-        if known is None:
-            return True
-        for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes"):
-            before, now = getattr(known, field), getattr(spec, field)
-            if before != now and not (field == "priority" and now is None):
-                raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank {self.rank} "
-                                    f"first used the name, now {now!r}; use one name for one kind of tensor")
-        return False
-
-    def unnamed(self, prefix: str) -> str:
-        """Return the next automatic name that begins with *prefix*: prefix.0, prefix.1, ... on this rank."""
-        with self._lock:
-            number = self._unnamed.get(prefix, 0)
-            self._unnamed[prefix] = number + 1
-        return f"{prefix}.{number}"
-
-    def unit(self, name: str, timeout_s: float | None = None) -> Unit:
-        """Return the unit that tensor *name* is part of, waiting until all ranks have declared it.
-
-        Raises
-        ------
-        StallError
-            If it was not committed in time: some rank has not declared the name.
-        MismatchError
-            Or whatever the job refused the declaration with.
-        """
-        self.require_open()
-        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
-        found = self._units.get(name)
-        if found is not None and name not in self._deferred:
-            return found
-        answer = self._await(lambda: self._units.get(name) or self._failed.get(name), timeout_s,
-                             f"for tensor {name!r} to be declared by all {self.size} ranks", name)
-        if isinstance(answer, Unit):
-            return answer
-        raise answer
-
-    def unit_nowait(self, name: str) -> Unit | None:
-        """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
-        self.require_open()
-        if name not in self._units or name in self._deferred:
-            try:
-                self._mailbox.pump()
-            except BpsError as exc:
-                raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
-            self._start_deferred()
-        failed = self._failed.get(name)
-        if failed is not None:
-            raise failed
-        return self._units.get(name)
-
-    def defer(self, name: str, start: Callable[[], None]) -> None:
-        """Call *start* in whichever thread first sees that *name* is committed. *start* raises nothing."""
-        with self._lock:
-            if name in self._deferred:
-                raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the "
-                                "handle first, or use another name")
-            self._deferred[name] = start
-        self._start_deferred()
-
-    def _look_for_deferred(self) -> bool:
-        """Start deferred pushes whose commit has arrived; return whether some are left."""
-        if self._deferred:
-            self.require_open()  # before any lock: a forked child may have inherited it locked
-            self._mailbox.pump()
-            self._start_deferred()
-        return bool(self._deferred)
-
-    def _start_deferred(self) -> None:
-        while self._deferred:
-            with self._lock:
-                known = self._startable()
-                start = self._deferred.pop(known) if known is not None else None
-            if start is None:
-                return
-            start()
-
-    def _startable(self) -> str | None:
-        """Return a name whose deferred push can go out."""
-        with self._lock:
-            return next((name for name in self._deferred if name in self._units or name in self._failed), None)
-
-    def _await(self, ready: Callable[[], T | None], timeout_s: float, what: str, name: str) -> T:
-        """Wait as the mailbox does for *what* other ranks do: they may wait for one of our deferred pushes before.
-
-        Raises
-        ------
-        StallError
-            If it did not come in time, or cannot come any more; the job is asked about *name*.
-        """
-        begin = time.monotonic()
-        deadline, doubt = begin + timeout_s, begin + _DOUBT_S
-        while True:
-            self._mailbox.wait(lambda: ready() or self._startable(), max(0.0, min(doubt, deadline) - time.monotonic()))
-            self._start_deferred()
-            found = ready()
-            if found is not None:
-                return found
-            now = time.monotonic()
-            late = now >= deadline
-            if late or (now >= doubt and self._departed):
-                missing, hopeless = self._ask_missing(-1, self._question(), name)
-                if late or hopeless:
-                    raise StallError(f"rank {self.rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
-                                     f"{missing}")
-            doubt = max(doubt, now + _DOUBT_S)
-
-    @property
-    def broadcaster(self) -> Broadcaster:
-        """The session's broadcast channel."""
-        from .broadcaster import Broadcaster
-
-        with self._lock:
-            if self._broadcaster is None:
-                self._broadcaster = Broadcaster(self)
-            return self._broadcaster
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -285,30 +128,6 @@ class Session:
                 return number, address - segment.address
         return None
 
-    def _question(self) -> int:
-        """Return a number that tells this question apart from others about no partition."""
-        with self._lock:
-            self._requests += 1
-            return self._requests
-
-    def _ask_missing(self, part: int, round: int, name: str) -> tuple[str, bool]:
-        """Ask the job who has not arrived for *round* of *part*; part -1: for the declaration or barrier *name*.
-
-        Returns words, and whether waiting on is in vain.
-        """
-        self._mailbox.send(Stalled(rank=self.rank, part=part, round=round, name=name))
-        answer = self._mailbox.wait(lambda: self._stall_answers.pop((part, round), None), STALL_ANSWER_S)
-        if answer is None:
-            return f"no answer to who is missing, from node or scheduler, within {STALL_ANSWER_S:g} s", False
-        return answer.missing, answer.hopeless
-
-    def _somebody_left(self) -> bool:
-        """Return whether a rank has left, as far as the node's messages say."""
-        if not self._departed:
-            self.require_open()  # before any lock: a forked child may have inherited it locked
-            self._mailbox.pump()
-        return self._departed
-
     # -- the job ---------------------------------------------------------------------------------------------------
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -320,13 +139,22 @@ class Session:
             If they have not in time.
         """
         self.require_open()
-        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             self._barriers_entered += 1
             sequence = self._barriers_entered
         self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
-        self._await(lambda: True if self._barriers_done >= sequence else None, timeout_s, f"in barrier {sequence}",
-                    f"barrier:{sequence}")
+        self.tensors.wait(lambda: True if self._barriers_done >= sequence else None, timeout_s,
+                          f"in barrier {sequence}", f"barrier:{sequence}")
+
+    @property
+    def broadcaster(self) -> Broadcaster:
+        """The session's broadcast channel."""
+        from .broadcaster import Broadcaster
+
+        with self._lock:
+            if self._broadcaster is None:
+                self._broadcaster = Broadcaster(self)
+            return self._broadcaster
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
@@ -353,18 +181,13 @@ class Session:
                 self._allocated[message.request] = message
             case Declared():
                 for ready in message.units:
-                    unit = Unit(self, ready, self._segments)
-                    for name in unit.members:
-                        self._units[name] = unit
+                    self.tensors.committed(Unit(self, ready, self._segments))
             case DeclareFailed():
-                for name in message.names:
-                    self._failed[name] = error_of(message.error, message.reason)
+                self.tensors.refused(message.names, error_of(message.error, message.reason))
             case Refuse():
                 self._allocated[self._asked.pop(0)] = error_of(message.error, message.reason)
-            case StallAnswer():
-                self._stall_answers[message.part, message.round] = message
-            case Departed():
-                self._departed = True
+            case StallAnswer() | Departed():
+                self.inquiry.receive(message)
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
@@ -404,11 +227,8 @@ class Session:
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
         self.closed = True
         self._write_trace()
-        for unit in set(self._units.values()):
-            unit.forget()
-        self._units.clear()
+        self.tensors.forget()
         self.repeats.clear()
-        self._deferred.clear()
         self._inputs = []
         segments, self._segments = list(self._segments.values()), {}
         if not self.port.close(_GOODBYE_S):
@@ -422,5 +242,5 @@ class Session:
         if self.settings.trace_dir:
             from .. import trace
 
-            names = {unit.first_part + i: unit.name for unit in set(self._units.values()) for i in range(unit.n_parts)}
+            names = {unit.first_part + i: unit.name for unit in self.tensors.units() for i in range(unit.n_parts)}
             trace.write(self.settings.trace_dir, f"rank {self.rank}", self.port.trace(), names)

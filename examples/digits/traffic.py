@@ -43,7 +43,7 @@ def predicted(names: list[str], n_steps: int) -> tuple[Counts, Counts]:
 
 def _parts(names: list[str]) -> list[int]:
     """Return the bytes of each partition of the units that *names* are members of, in the order of their indexes."""
-    units = {unit.first_part: unit for unit in map(current().unit, names)}
+    units = {unit.first_part: unit for unit in map(current().tensors.unit, names)}
     in_order = [unit for _, unit in sorted(units.items())]
     return [min(unit.stride, unit.nbytes - i * unit.stride) for unit in in_order for i in range(unit.n_parts)]
 

@@ -1,0 +1,215 @@
+"""The tensors of a rank: declared under names, committed by the job as units, pushed for the first time in between.
+
+A push of a name that other ranks have not declared yet is deferred, and started by whichever thread of this rank
+first sees the commit: while it waits for anything else, or asks for the unit.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from ..orchestration.errors import BpsError, BusyError, MismatchError, StallError
+from ..orchestration.messages import Declare, TensorSpec
+from .inquiry import DOUBT_S, Inquiry
+from .mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+T = TypeVar("T")
+
+
+class Tensors:
+    """What *rank* of *size* declared, and what became of it. Any thread.
+
+    Parameters
+    ----------
+    timeout_s
+        How long waits last that are given no time.
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
+    mailbox
+        Returns the way to the node.
+    inquiry
+        Knows who is missing.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
+                 mailbox: Callable[[], Mailbox], inquiry: Inquiry) -> None:
+        self._rank, self._size = rank, size
+        self._timeout_s = timeout_s
+        self._require_open = require_open
+        self._mailbox = mailbox
+        self._inquiry = inquiry
+        self._lock = threading.RLock()
+        self._specs: dict[str, TensorSpec] = {}
+        self._units: dict[str, Unit] = {}
+        self._failed: dict[str, BpsError] = {}
+        self._deferred: dict[str, Callable[[], None]] = {}
+        self._unnamed: dict[str, int] = {}
+
+    # -- what the node says: called by the mailbox, one message at a time --------------------------------------------
+
+    def committed(self, unit: Unit) -> None:
+        """Enter that all ranks have declared the members of *unit*."""
+        for name in unit.members:
+            self._units[name] = unit
+
+    def refused(self, names: Sequence[str], error: BpsError) -> None:
+        """Enter that the job refused to sum *names*."""
+        for name in names:
+            self._failed[name] = error
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def declare(self, specs: Sequence[TensorSpec]) -> None:
+        """Tell the job about tensors. Returns at once; they may be pushed when all ranks have declared them.
+
+        Ranks may declare in any order. Declaring the same again changes nothing.
+
+        Raises
+        ------
+        MismatchError
+            If this rank declared one of the names differently before; what the ranks could not agree on stays refused.
+        """
+        self._require_open()
+        with self._lock:
+            new = [spec for spec in specs if self._is_new(spec)]
+            for spec in new:
+                self._specs[spec.name] = spec
+        if new:
+            self._mailbox().send(Declare(rank=self._rank, tensors=tuple(new)))
+
+    def knows(self, spec: TensorSpec) -> bool:
+        """Return whether exactly this was declared before: the short way of a repeated push."""
+        return self._specs.get(spec.name) == spec
+
+    def _is_new(self, spec: TensorSpec) -> bool:
+        if spec.name in self._failed:
+            raise self._failed[spec.name]
+        known = self._specs.get(spec.name)
+        if known is None:
+            return True
+        for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes"):
+            before, now = getattr(known, field), getattr(spec, field)
+            if before != now and not (field == "priority" and now is None):
+                raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank "
+                                    f"{self._rank} first used the name, now {now!r}; use one name for one kind of "
+                                    "tensor")
+        return False
+
+    def unnamed(self, prefix: str) -> str:
+        """Return the next automatic name that begins with *prefix*: prefix.0, prefix.1, ... on this rank."""
+        with self._lock:
+            number = self._unnamed.get(prefix, 0)
+            self._unnamed[prefix] = number + 1
+        return f"{prefix}.{number}"
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def unit(self, name: str, timeout_s: float | None = None) -> Unit:
+        """Return the unit that tensor *name* is part of, waiting until all ranks have declared it.
+
+        Raises
+        ------
+        StallError
+            If it was not committed in time: some rank has not declared the name.
+        MismatchError
+            Or whatever the job refused the declaration with.
+        """
+        self._require_open()
+        found = self._units.get(name)
+        if found is not None and name not in self._deferred:
+            return found
+        answer = self.wait(lambda: self._units.get(name) or self._failed.get(name), timeout_s,
+                           f"for tensor {name!r} to be declared by all {self._size} ranks", name)
+        if isinstance(answer, BpsError):
+            raise answer
+        return answer
+
+    def unit_nowait(self, name: str) -> Unit | None:
+        """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
+        self._require_open()
+        if name not in self._units or name in self._deferred:
+            try:
+                self._mailbox().pump()
+            except BpsError as exc:
+                raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
+            self._start_deferred()
+        failed = self._failed.get(name)
+        if failed is not None:
+            raise failed
+        return self._units.get(name)
+
+    def units(self) -> set[Unit]:
+        """Return all units that were committed."""
+        return set(self._units.values())
+
+    # -- pushes before the commit ----------------------------------------------------------------------------------
+
+    def defer(self, name: str, start: Callable[[], None]) -> None:
+        """Call *start* in whichever thread first sees that *name* is committed. *start* raises nothing."""
+        with self._lock:
+            if name in self._deferred:
+                raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the "
+                                "handle first, or use another name")
+            self._deferred[name] = start
+        self._start_deferred()
+
+    def look_for_commits(self) -> bool:
+        """Start deferred pushes whose commit has arrived; return whether some are left."""
+        if self._deferred:
+            self._require_open()  # before any lock: a forked child may have inherited it locked
+            self._mailbox().pump()
+            self._start_deferred()
+        return bool(self._deferred)
+
+    def wait(self, ready: Callable[[], T | None], timeout_s: float | None, what: str, name: str) -> T:
+        """Wait as the mailbox does for *what* other ranks do: they may wait for one of our deferred pushes before.
+
+        Raises
+        ------
+        StallError
+            If it did not come in time, or cannot come any more; the job is asked about *name*.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        begin = time.monotonic()
+        deadline, doubt = begin + timeout_s, begin + DOUBT_S
+        while True:
+            self._mailbox().wait(lambda: ready() or self._startable(),
+                                 max(0.0, min(doubt, deadline) - time.monotonic()))
+            self._start_deferred()
+            found = ready()
+            if found is not None:
+                return found
+            now = time.monotonic()
+            late = now >= deadline
+            if late or (now >= doubt and self._inquiry.somebody_left()):
+                missing, hopeless = self._inquiry.ask_about(name)
+                if late or hopeless:
+                    raise StallError(f"rank {self._rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
+                                     f"{missing}")
+            doubt = max(doubt, now + DOUBT_S)
+
+    def _start_deferred(self) -> None:
+        while self._deferred:
+            with self._lock:
+                known = self._startable()
+                start = self._deferred.pop(known) if known is not None else None
+            if start is None:
+                return
+            start()
+
+    def _startable(self) -> str | None:
+        """Return a name whose deferred push can go out."""
+        with self._lock:
+            return next((name for name in self._deferred if name in self._units or name in self._failed), None)
+
+    def forget(self) -> None:
+        """Drop all units and what was deferred. The session is closed: nothing comes in any more."""
+        for unit in self.units():
+            unit.forget()
+        self._units.clear()
+        self._deferred.clear()
