@@ -23,6 +23,7 @@ Done = Callable[[int, int], None]
 class _Write(NamedTuple):
     part: Part
     is_result: bool
+    order: int
 
 
 class Stage:
@@ -61,12 +62,14 @@ class Exchange:
         Bytes under way from one machine to another.
     priority
         Send what the next forward needs first; else what was there first.
+    one_queue
+        See `Network`.
     done
         Called when a unit's sum has reached a worker.
     """
 
     def __init__(self, clock: Clock, layout: Layout, costs: Costs, *, credit_nbytes: int, priority: bool,
-                 done: Done) -> None:
+                 one_queue: bool, done: Done) -> None:
         self._clock = clock
         self._layout = layout
         self._costs = costs
@@ -74,7 +77,7 @@ class Exchange:
         self._done = done
         self._arrivals = 0
         rates = [machine.rate for machine in layout.machines]
-        self.network = Network(clock, rates, costs.overhead_s, costs.latency_s)
+        self.network = Network(clock, rates, costs.overhead_s, costs.latency_s, one_queue)
         # A transfer that stands for those to all peers has the credit of all of them.
         self._credit_nbytes = credit_nbytes * layout.fold
         self._queues: dict[tuple[int, int], CreditQueue[_Write]] = {}
@@ -153,7 +156,8 @@ class Exchange:
         if queue is None:
             queue = self._queues[sender, receiver] = CreditQueue(self._credit_nbytes)
         load = self._load(part, is_result)
-        queue.put(_Write(part, is_result), order=self._order(part, is_result), key=part.key,
+        order = self._order(part, is_result)
+        queue.put(_Write(part, is_result, order), order=order, key=part.key,
                   nbytes=int(max(load.tx_nbytes, load.rx_nbytes)))
         self._pump(sender, receiver, queue)
 
@@ -163,11 +167,12 @@ class Exchange:
 
     def _pump(self, sender: int, receiver: int, queue: CreditQueue[_Write]) -> None:
         while (write := queue.pop()) is not None:
-            self.network.post(sender, receiver, self._load(*write),
+            # A partial that waits keeps a sum from all workers, a result only itself from one.
+            self.network.post(sender, receiver, self._load(write.part, write.is_result), (write.is_result, write.order),
                               functools.partial(self._delivered, sender, receiver, write))
 
     def _delivered(self, sender: int, receiver: int, write: _Write) -> None:
-        part, is_result = write
+        part, is_result, _ = write
         if self._costs.latency_s:
             self._clock.at(self._clock.now + self._costs.latency_s, self._acknowledged, sender, receiver, write)
         else:
@@ -178,7 +183,7 @@ class Exchange:
             self._arrived(part)
 
     def _acknowledged(self, sender: int, receiver: int, write: _Write) -> None:
-        load = self._load(*write)
+        load = self._load(write.part, write.is_result)
         queue = self._queues[sender, receiver]
         queue.release(int(max(load.tx_nbytes, load.rx_nbytes)))
         self._pump(sender, receiver, queue)

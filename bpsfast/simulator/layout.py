@@ -56,18 +56,31 @@ class Layout(NamedTuple):
         return sum(machine.has_ranks for machine in self.machines)
 
 
-def full(cluster: Cluster, plan: Cut, policy: str) -> Layout:
-    """Place every partition on one machine by `placement.assign`, as the job's scheduler does."""
+def full(cluster: Cluster, plan: Cut, policy: str, interleave: bool = False) -> Layout:
+    """Place every partition on one machine by `placement.assign`, as the job's scheduler does.
+
+    *interleave*: partition by partition, as a job that declares them one after another.
+    """
     n = cluster.n_workers
     planned = [(part, unit) for unit in plan.units for part in unit.parts]
     keys = [(unit.unit << 16) | index for unit in plan.units for index in range(len(unit.parts))]
-    owners = assign([part.nbytes for part, _ in planned], cluster.machines, policy, keys=keys)
+    sizes = [part.nbytes for part, _ in planned]
+    owners = (_interleaved if interleave else assign)(sizes, cluster.machines, policy, keys=keys)
     parts = []
     for (part, unit), owner in zip(planned, owners):
         load = Load(part.nbytes, part.nbytes)
         parts.append(Part(part.part, unit.unit, unit.parts[0].part, part.nbytes, owner, load, load, None, n,
                           n * part.nbytes))
     return Layout(cluster.machines, tuple(parts), _by_unit(parts, len(plan.units)), tuple(rank_parts(plan.units)))
+
+
+def _interleaved(sizes: Sequence[int], machines: Sequence[Machine], policy: str, keys: Sequence[int]) -> list[int]:
+    owned = [0] * len(machines)
+    owners = []
+    for nbytes, key in zip(sizes, keys):
+        owners += assign([nbytes], machines, policy, owned=owned, keys=[key])
+        owned[owners[-1]] += nbytes
+    return owners
 
 
 def folded(cluster: Cluster, plan: Cut, policy: str) -> Layout:

@@ -26,6 +26,11 @@ class Options(NamedTuple):
         Send what the next forward pass needs first.
     cross_barrier
         A layer's forward waits for its own sums only, not for all.
+    one_queue
+        A card sends partials before results, most urgent first, to whomever; else its connections take turns.
+    interleave
+        Place partition by partition in forward order, not the largest first: owners of any stretch of the gradients
+        are then as mixed as those of all of them.
     credit_nbytes, partition_nbytes, fusion_nbytes
         As the job's settings of these names; fusion 0: every tensor alone. Not used by a ring.
     optimizer_s
@@ -36,6 +41,8 @@ class Options(NamedTuple):
 
     priority: bool = True
     cross_barrier: bool = False
+    one_queue: bool = False
+    interleave: bool = False
     credit_nbytes: int = 16_777_216
     partition_nbytes: int = 4_096_000
     fusion_nbytes: int = 0
@@ -89,10 +96,11 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     fold = options.fold
     if fold is None:
         fold = n_messages > FOLD_MESSAGES and cluster.is_uniform and policy in POLICIES.values()
-    layout = (folded if fold else full)(cluster, plan, policy)
+    layout = folded(cluster, plan, policy) if fold else full(cluster, plan, policy, options.interleave)
     clock = Clock()
     workers: list[Worker] = []
     exchange = Exchange(clock, layout, cluster.costs, credit_nbytes=options.credit_nbytes, priority=options.priority,
+                        one_queue=options.one_queue,
                         done=lambda worker, unit: workers[worker].unit_done(unit))
     workers += _workers(clock, layout.n_workers, job, plan, options, n_steps, exchange.gradient_ready)
     _run(clock, workers)
