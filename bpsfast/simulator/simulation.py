@@ -26,6 +26,8 @@ class Options(NamedTuple):
         Send what the next forward pass needs first.
     cross_barrier
         A layer's forward waits for its own sums only, not for all.
+    overlap
+        Communicate gradients as they are made; else (accelerators that cannot do both at once) after the backward pass.
     one_queue
         A card sends partials before results, most urgent first, to whomever; else its connections take turns.
     interleave
@@ -41,6 +43,7 @@ class Options(NamedTuple):
 
     priority: bool = True
     cross_barrier: bool = False
+    overlap: bool = True
     one_queue: bool = False
     interleave: bool = False
     credit_nbytes: int = 16_777_216
@@ -126,12 +129,14 @@ def _workers(clock: Clock, n_workers: int, job: Workload, plan: Cut, options: Op
     layers_left = [list(plan.layers_of_unit) for _ in range(n_workers)]
 
     def made(worker: int, layer: int) -> None:
+        layers = [layer] if options.overlap else [] if layer else range(len(job.layers) - 1, -1, -1)
         left = layers_left[worker]
-        for unit in reversed(plan.units_of_layer[layer]):
-            left[unit] -= 1
-            if not left[unit]:
-                left[unit] = plan.layers_of_unit[unit]
-                gradient_ready(worker, unit)
+        for made_layer in layers:
+            for unit in reversed(plan.units_of_layer[made_layer]):
+                left[unit] -= 1
+                if not left[unit]:
+                    left[unit] = plan.layers_of_unit[unit]
+                    gradient_ready(worker, unit)
 
     return [Worker(clock, index, job.layers, plan.units_of_layer, n_steps, options.cross_barrier, made,
                    options.optimizer_s) for index in range(n_workers)]
