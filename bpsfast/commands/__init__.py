@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": ("explain", "Say what an error code means and what to do about it."),
     "gids": ("gids", "List the GID table, and which GID would be used."),
     "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
+    "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
 }
 
