@@ -15,8 +15,8 @@ from .workload import Cut, Workload, cut
 
 #: Strategy -> the placement policy it is ("ring" has none). Any other policy of `placement.assign` is its own name.
 POLICIES = {"optimal": "optimal", "colocated": "colocated", "ps": "ps"}
-#: A full simulation of more messages a step than this takes longer than a minute; `fold` None folds then.
-FOLD_MESSAGES = 2_000_000
+#: A full simulation of more messages a step than this takes ten seconds and more; `fold` None folds then.
+FOLD_MESSAGES = 250_000
 
 
 class Options(NamedTuple):
