@@ -26,8 +26,8 @@ _TITLES = {
     "13": "Figure 13: speed over all-reduce, 64 GPUs, k helpers (predicted)",
     "15/16": "Figures 15 and 16: efficiency (fitted at 256 GPUs: one number for each framework; else predicted)",
     "BERT-large": "BERT-large: speed against all-reduce on 32 GPUs (predicted)",
-    "20 Gbit/s TCP": f"Speed over all-reduce at 20 Gbit/s, {claims.TCP_MACHINES} machines (predicted; the claim does not "
-                     "say how many)",
+    "20 Gbit/s TCP": f"Speed over all-reduce at 20 Gbit/s, {claims.TCP_MACHINES} machines (predicted; the claim does "
+                     "not say how many)",
 }
 
 
@@ -88,7 +88,7 @@ def tables(fits: Sequence[Fit], rows: Sequence[Row], points: Sequence[claims.Poi
               for title, of in groups]
     for figure, title in _TITLES.items():
         lines += ["", f"## {title}", "", *_pivot([row for row in rows if row.figure == figure])]
-    lines += ["", "## Efficiency by the rate of the cards, 64 GPUs: all-reduce / BytePS k=0 / k=n (nobody measured this)",
+    lines += ["", "## Efficiency by the rate of the cards, 64 GPUs: all-reduce / BytePS k=0 / k=n (not measured)",
               "", "| model | " + " | ".join(f"{g} Gbit/s" for g in claims.SWEEP_GBITS) + " |",
               "|---|" + "---|" * len(claims.SWEEP_GBITS)]
     for model in dict.fromkeys(point.model for point in points):

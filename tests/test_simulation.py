@@ -77,10 +77,10 @@ def test_connections_that_share_a_card_equally_stay_above_the_optimum_with_some_
     assert times[1] > 1.1 * times[0]
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
-def test_priority_shortens_a_step_that_waits_for_communication(one_queue: bool) -> None:
+@pytest.mark.parametrize(("k", "one_queue"), [(0, False), (0, True), (4, False)])
+def test_priority_shortens_a_step_that_waits_for_communication(k: int, one_queue: bool) -> None:
     job = chain(12, 4_000_000, 0.02)
-    steps = [simulate(job, uniform(4, 4, RATE), "optimal", Options(
+    steps = [simulate(job, uniform(4, k, RATE), "optimal", Options(
         priority=priority, cross_barrier=True, credit_nbytes=1 << 20, partition_nbytes=1 << 18, one_queue=one_queue,
     ), n_steps=6).step_s for priority in (True, False)]
     assert steps[0] < 0.97 * steps[1]
@@ -100,8 +100,8 @@ def test_priority_never_costs_more_than_one_partition_on_each_path(n_layers: int
 
 def test_crossing_the_barrier_never_lengthens_a_step() -> None:
     job = chain(8, 4_000_000, 0.02)
-    crossing, barrier = (simulate(job, uniform(4, 4, RATE), "optimal", Options(cross_barrier=cross, partition_nbytes=(
-        1 << 18))).step_s for cross in (True, False))
+    crossing, barrier = (simulate(job, uniform(4, 4, RATE), "optimal", Options(cross_barrier=cross, credit_nbytes=(
+        1 << 20), partition_nbytes=1 << 18)).step_s for cross in (True, False))
     assert job.compute_s <= crossing < barrier
 
 
@@ -147,7 +147,8 @@ def test_simpy_finds_the_same(rates: tuple[float, ...], n: int, overhead_s: floa
     parts = [part for unit in reversed(plan.units) for part in unit.parts]
     sizes = [part.nbytes for unit in plan.units for part in unit.parts]
     owner_of = dict(enumerate(assign(sizes, machines.machines, "optimal")))
-    theirs = oracle.bulk_s([p.nbytes for p in parts], [owner_of[p.part] for p in parts], n, rates, overhead_s, latency_s)
+    theirs = oracle.bulk_s([p.nbytes for p in parts], [owner_of[p.part] for p in parts], n, rates, overhead_s,
+                           latency_s)
     # events of one moment have no order that both must share: at most one partition on each of two hops
     tie_s = 0.0 if len({*rates}) > 1 else 2 * (1 << 18) / min(rates)
     assert found.first_s == pytest.approx(theirs, rel=0.02, abs=tie_s)

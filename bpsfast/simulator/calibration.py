@@ -55,8 +55,8 @@ def calibrate() -> tuple[Constants, list[Fit]]:
         ks = [8] if system == "all-reduce" else list(range(system == "PS", 9))
 
         def loss(value: float, field: str = field, system: str = system, ks: list[int] = ks,
-                 measured: tuple[float, ...] = measured) -> float:
-            tried = constants._replace(**{field: value})
+                 measured: tuple[float, ...] = measured, so_far: Constants = constants) -> float:
+            tried = so_far._replace(**{field: value})
             found = [BULK_NBYTES * 8e-9 / run(system, job, 8, k, tried, gpus=1, n_steps=1).step_s for k in ks]
             return sum(abs(f / measured[k] - 1) for f, k in zip(found, ks)) / len(ks)
 

@@ -37,11 +37,15 @@ class Costs(NamedTuple):
     broadcast_rate: float = math.inf
 
 
+#: Nothing costs anything but bytes on a wire.
+FREE = Costs()
+
+
 class Cluster(NamedTuple):
     """Machines in node order, those with ranks first; `rate` of each in bytes/s, one direction of a duplex card."""
 
     machines: tuple[Machine, ...]
-    costs: Costs = Costs()
+    costs: Costs = FREE
 
     @property
     def n_workers(self) -> int:
@@ -59,7 +63,7 @@ class Cluster(NamedTuple):
         return len({*self.machines}) <= (2 if self.n_helpers else 1)
 
 
-def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), costs: Costs = Costs()) -> Cluster:
+def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), costs: Costs = FREE) -> Cluster:
     """Return a checked cluster; rates in bytes/s.
 
     Raises
@@ -89,7 +93,7 @@ def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), c
     return Cluster(machines, costs)
 
 
-def uniform(n_workers: int, n_helpers: int, rate: float, costs: Costs = Costs()) -> Cluster:
+def uniform(n_workers: int, n_helpers: int, rate: float, costs: Costs = FREE) -> Cluster:
     """Return a cluster of *n_workers* and *n_helpers* with equal cards of *rate* bytes/s."""
     if n_workers < 1 or n_helpers < 0:
         raise ConfigError(f"a cluster needs one worker or more and no negative number of helpers, got {n_workers} and "

@@ -1,10 +1,12 @@
 """The figures of the paper, simulated: one table each, cell beside cell with what was measured.
 
 Systems are what their documents say, with as few numbers as that takes (`Constants`): Horovod's ring over all GPUs,
-without priorities, whose kernels
-occupy the GPUs, so that it begins when the backward pass is over (measured: all of its time is seen in the step of
-BERT-large, 172 to 230 ms where the ring alone needs 194); BytePS with priorities; the native parameter server, first come first served. TensorFlow and PyTorch
+without priorities; BytePS with priorities; the native parameter server, first come first served. TensorFlow and PyTorch
 end a step with a barrier; MXNet's engine lets a layer's forward wait for its own weights only.
+
+Two choices were made in sight of figures 15 and 16, and are no calibrated numbers. The ring begins when the backward
+pass is over, as if its kernels kept the GPUs busy: in BERT-large's step 172 to 230 ms of it are seen, and all of the
+ring takes 194. What a framework's overhead is (`OVERHEADS`) follows how its parameter server slows down: by machine.
 """
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class Constants(NamedTuple):
         return dict(self.framework).get(framework, 0.0)
 
 
-#: Framework -> what its overhead is, and its unit. Those with a parameter server of their own: what that spends on every
-#: machine, one after another, in a step. PyTorch has none: what handing over a byte of gradients costs under any system.
+#: Framework -> what its overhead is, and its unit. Those with a parameter server of their own: what that spends on
+#: every machine, one after another, in a step. PyTorch has none: what handing over a byte of gradients costs.
 OVERHEADS = {"TensorFlow": "s/machine in its native PS", "MXNet": "s/machine in its native PS",
              "PyTorch": "s/byte of gradients in every system"}
 

@@ -8,7 +8,7 @@ from ..orchestration.errors import ConfigError
 from .clock import Clock
 from .cluster import Cluster
 from .exchange import Exchange
-from .layout import folded, full
+from .layout import folded, full, is_symmetric
 from .ring import Ring, RingExchange, check_ring
 from .worker import Worker
 from .workload import Cut, Workload, cut
@@ -27,9 +27,11 @@ class Options(NamedTuple):
     cross_barrier
         A layer's forward waits for its own sums only, not for all.
     overlap
-        Communicate gradients as they are made; else (accelerators that cannot do both at once) after the backward pass.
+        Communicate gradients as they are made; else (accelerators that cannot do both) after the backward pass.
     one_queue
-        A card sends partials before results, most urgent first, to whomever; else its connections take turns.
+        A card sends partials before results, most urgent first, to whomever; else its connections take turns. With
+        `interleave`, a small credit and no priority this reaches the optimum with some helpers, where connections in
+        turn stay up to 25 % above it; with priority it holds urgent results back.
     interleave
         Place partition by partition in forward order, not the largest first: owners of any stretch of the gradients
         are then as mixed as those of all of them.
@@ -38,7 +40,7 @@ class Options(NamedTuple):
     optimizer_s
         Time between a step's last sum and the next forward.
     fold
-        Let one machine stand for its role (`layout.folded`). None: if it is necessary and possible.
+        Let one machine stand for its role (`layout.folded`). None: if the full simulation took long and nothing is lost.
     """
 
     priority: bool = True
@@ -52,6 +54,9 @@ class Options(NamedTuple):
     optimizer_s: float = 0.0
     ring: Ring = Ring()
     fold: bool | None = None
+
+
+DEFAULTS = Options()
 
 
 class Outcome(NamedTuple):
@@ -76,7 +81,7 @@ class Outcome(NamedTuple):
         return self.compute_s / self.step_s if self.step_s else 1.0
 
 
-def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options: Options = Options(),
+def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options: Options = DEFAULTS,
              n_steps: int = 4) -> Outcome:
     """Let *job* run *n_steps* steps on *cluster*.
 
@@ -98,7 +103,7 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     n_messages = 2 * cluster.n_workers * sum(len(unit.parts) for unit in plan.units)
     fold = options.fold
     if fold is None:
-        fold = n_messages > FOLD_MESSAGES and cluster.is_uniform and policy in POLICIES.values()
+        fold = n_messages > FOLD_MESSAGES and is_symmetric(cluster, policy)
     layout = folded(cluster, plan, policy) if fold else full(cluster, plan, policy, options.interleave)
     clock = Clock()
     workers: list[Worker] = []
