@@ -40,7 +40,7 @@ class Options(NamedTuple):
     optimizer_s
         Time between a step's last sum and the next forward.
     fold
-        Let one machine stand for its role (`layout.folded`). None: if the full simulation took long and nothing is lost.
+        Let one machine stand for its role (`layout.folded`). None: if it saves much time and loses nothing.
     """
 
     priority: bool = True
