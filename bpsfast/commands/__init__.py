@@ -20,6 +20,7 @@ COMMANDS = {
     "gids": ("gids", "List the GID table, and which GID would be used."),
     "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
     "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
+    "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
     "tune": ("tune", "Find better settings by measuring, within a budget of time."),
 }
