@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import prod
 
+from ..models.resnet import resnet50
 from ..orchestration.errors import ConfigError
 from .workload import Layer, Workload, workload
 
@@ -28,12 +29,6 @@ def _vgg16() -> Shapes:
     for i, (rows, columns) in enumerate(((4096, 25088), (4096, 4096), (1000, 4096)), start=1):
         shapes[f"fc{i}.weight"], shapes[f"fc{i}.bias"] = (rows, columns), (rows,)
     return shapes
-
-
-def _resnet50() -> Shapes:
-    from ..bench import resnet
-
-    return resnet.gradients()
 
 
 def _block(shapes: Shapes, at: str, width: int, inner: int, attentions: int = 1) -> None:
@@ -94,7 +89,7 @@ def _ugatit() -> Shapes:
 
 #: name -> function that returns name -> shape.
 MODELS: Mapping[str, Callable[[], Shapes]] = {
-    "resnet50": _resnet50, "vgg16": _vgg16, "transformer": _transformer, "bert-large": _bert_large, "gpt2": _gpt2,
+    "resnet50": resnet50, "vgg16": _vgg16, "transformer": _transformer, "bert-large": _bert_large, "gpt2": _gpt2,
     "ugatit": _ugatit,
 }
 #: Gradients that travel as float16 in BytePS's figures: its ideal time of BERT-large says so.
