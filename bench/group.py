@@ -17,7 +17,7 @@ from bpsfast.cluster import CpuMeter
 from bpsfast.launch.daemons import end, tethered
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 15.0
 
 

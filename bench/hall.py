@@ -51,8 +51,8 @@ class Hall:
             group.close()
         self._folder.cleanup()
 
-    def bpsfast(self, n_helpers: int = 0, nic_rates: Mapping[str, float] | None = None, **values: Any) -> Group:
-        """Start a job of ours with settings *values*; *nic_rates*: machine name -> Gbit/s, None: nobody knows."""
+    def bpsfast(self, n_helpers: int = 0, more: Mapping[str, Mapping[str, str]] | None = None, **values: Any) -> Group:
+        """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name."""
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
         program, folder = self._program("bpsfast", {})
         loaded = settings.load(values, {})  # not the user's: what is measured is written down
@@ -62,7 +62,8 @@ class Hall:
                 scheduler = self._cluster.hub.address, _PORTS["bpsfast"] + next(self._numbers)
             commands = launch.plan(shape, program, loaded, os.environ, scheduler, secrets.token_hex(32), self._cluster)
             commands.sort(key=lambda command: command.kind is Kind.RANK)
-            starts = [Start(c.argv, _with_rate(c.environ, nic_rates or {}), c.via) for c in commands]
+            added = [(more or {}).get(c.environ.get("BPSFAST_NODE_ID", ""), {}) for c in commands]
+            starts = [Start(c.argv, {**c.environ, **own}, c.via) for c, own in zip(commands, added)]
             return self._start("bpsfast", starts, folder)
 
     def dismiss(self, group: Group) -> None:
@@ -127,9 +128,3 @@ class Hall:
     @staticmethod
     def _environ() -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1"} | clean_environment(os.environ)
-
-
-def _with_rate(environ: Mapping[str, str], nic_rates: Mapping[str, float]) -> Mapping[str, str]:
-    """Return a process's environment with the rate of the machine it runs on, if that is known."""
-    rate = nic_rates.get(environ.get("BPSFAST_NODE_ID", ""))
-    return environ if rate is None else {**environ, "BPSFAST_NIC_RATE": str(rate)}

@@ -162,9 +162,9 @@ def serving(device: str) -> Iterator[None]:
 
 # -- perftest ----------------------------------------------------------------------------------------------------
 
-def theirs(each: Contestant, nbytes: int, device: str, peer: str) -> float:
-    """Return what perftest prints: bytes per second, or seconds (t_typical)."""
-    common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT)]
+def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence[str] = ()) -> float:
+    """Return what perftest, with options *more*, prints: bytes per second, or seconds (t_typical)."""
+    common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT), *more]
     common += ["-u", str(_ACK_TIMEOUT)]
     common += ["--report_gbits"] if each.verb == "bw" else []
     server = subprocess.Popen([*common, "-d", peer, "-x", str(gid_index(peer))], stdout=subprocess.DEVNULL,

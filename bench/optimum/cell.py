@@ -89,7 +89,7 @@ class Ground:
         known = name not in ("equal",) and len({*self._layout.workers, *self._layout.helpers}) > 1
         return self._hall.bpsfast(
             n_helpers=0 if name == "colocated" else cell.n_helpers,
-            nic_rates={machine: bits / 1e9 for machine, bits in self._layout.rates.items()} if known else None,
+            more={name: {"BPSFAST_NIC_RATE": str(bits / 1e9)} for name, bits in self._layout.rates.items() if known},
             transport="tcp", partition_bytes=cell.partition_nbytes, placement="optimal" if name == "equal" else name,
             **_PATIENT)
 

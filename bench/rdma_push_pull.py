@@ -1,0 +1,88 @@
+"""A push_pull of two nodes over rdma beside ``ib_write_bw -b``, in turns, between two devices of one machine.
+
+    python -m tests.guest run --out results -- python -m bpsfast.bench.rdma_push_pull --json '$OUT/rdma_push_pull.json'
+    python -m bpsfast.bench.rdma_push_pull --devices mlx5_0,mlx5_1
+
+Each of the two ranks has *--size* bytes; every byte passes once each way, as a partial or as a result, so a push_pull
+of t seconds moves 2 * size / t, which perftest shows for both directions together. Ours is measured with sums and with
+``sums=off``, whose results are garbage: the share of the two CPUs that also sum. Where perftest is missing, ours alone.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bpsfast import sizes
+from bpsfast.bench import machine, rdma_perf, table
+from bpsfast.bench.hall import Hall
+from bpsfast.bench.rdma_perf import Contestant
+
+_YARDSTICK = Contestant("ib_write_bw -b", "bw", program="ib_write_bw")
+_MESSAGE_NBYTES = 4 << 20
+#: An emulated machine starts slowly, and sends again late.
+_PATIENT = {"start_timeout_s": 300.0, "timeout_s": 120.0, "lease_s": 60.0, "heartbeat_s": 5.0}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the bench."""
+    parser = argparse.ArgumentParser(prog="python -m bpsfast.bench.rdma_push_pull", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="rxe0,rxe1", help="device of each node (rxe0,rxe1)")
+    parser.add_argument("--rounds", type=int, default=7, help="how often everybody is measured (7)")
+    parser.add_argument("--size", default="64M", help="bytes of each rank (64M)")
+    parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
+    options = parser.parse_args(arguments)
+    devices, nbytes = options.devices.split(","), sizes.parse(options.size)
+    if len(devices) != 2 or not nbytes:
+        parser.error(f"--devices {options.devices} --size {options.size}: expected two devices, and bytes such as 64M")
+    samples = measure(devices, nbytes, options.rounds)
+    rows = [row(name, values, samples) for name, values in samples.items()]
+    print(table.plain([["", "MB/s both ways", "lowest", "highest", f"of {_YARDSTICK.name}"], *map(cells, rows)]))
+    if options.json:
+        Path(os.path.expandvars(options.json)).write_text(json.dumps(
+            {"machine": machine.describe(), "rounds": options.rounds, "nbytes": nbytes, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def measure(devices: Sequence[str], nbytes: int, n_rounds: int) -> dict[str, list[float]]:
+    """Return bytes per second, both directions together, of each contestant and round."""
+    samples: dict[str, list[float]] = {}
+    more = {f"node{i}": {"BPSFAST_RDMA_DEVICES": f"={name}"} for i, name in enumerate(devices)}
+    with Hall(2, 2) as hall:
+        jobs = {"push_pull": hall.bpsfast(more=more, transport="rdma", **_PATIENT),
+                "push_pull, sums off": hall.bpsfast(more=more, transport="rdma", sums="off", **_PATIENT)}
+        for _ in range(n_rounds):
+            if shutil.which(_YARDSTICK.program):
+                value = rdma_perf.theirs(_YARDSTICK, _MESSAGE_NBYTES, devices[1], devices[0], ["-b"])
+                samples.setdefault(_YARDSTICK.name, []).append(value)
+            for name, job in jobs.items():
+                turn = job.measure("numpy", nbytes, 1, 2)
+                samples.setdefault(name, []).append(2 * nbytes / statistics.median(turn.samples_s))
+                if turn.n_wrong and name == "push_pull":
+                    raise RuntimeError(f"{turn.n_wrong} elements are wrong")
+    return samples
+
+
+def row(name: str, values: Sequence[float], samples: dict[str, list[float]]) -> dict[str, Any]:
+    """Return one line of the result; bytes per second."""
+    yardstick = samples.get(_YARDSTICK.name) if name != _YARDSTICK.name else None
+    ratio = statistics.median(values) / statistics.median(yardstick) if yardstick else None
+    return {"name": name, "median": statistics.median(values), "ratio": ratio, "samples": list(values)}
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    """Return a row for people."""
+    values = [found["median"], min(found["samples"]), max(found["samples"])]
+    return [found["name"], *(f"{value / 1e6:.2f}" for value in values),
+            f"{found['ratio']:.3f}" if found["ratio"] else ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
