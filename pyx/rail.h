@@ -115,19 +115,28 @@ static inline void bps_rail_take_event(struct bps_rail *rail)
     bps_verbs.ack_async_event(&event);
 }
 
-static inline void bps_rail_sleep(struct bps_rail *rail)
+/* 0, or -1 if the device is gone: its descriptors are ready for ever then, and nothing comes from them. */
+static inline int bps_rail_sleep(struct bps_rail *rail)
 {
     struct pollfd waited[3] = {{rail->cq->channel->fd, POLLIN, 0}, {rail->wake_fd, POLLIN, 0},
                                {rail->cq->context->async_fd, POLLIN, 0}};
     struct timespec limit = {BPS_RAIL_SLEEP_S, 0};
     rail->sleeps++;
     if (ppoll(waited, 3, &limit, NULL) <= 0)
-        return;
+        return 0;
+    for (int i = 0; i < 3; i += 2)
+        if ((waited[i].revents & (POLLERR | POLLHUP | POLLNVAL)) && !(waited[i].revents & POLLIN)) {
+            pthread_mutex_lock(&rail->lanes_lock);
+            bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_EVENT, 8, 0, BPS_PROOF_SLOT, 0, 0, 0});
+            pthread_mutex_unlock(&rail->lanes_lock);
+            return -1;
+        }
     if (waited[0].revents)
         while (bps_take_cq_event(rail->cq->channel) > 0)
             continue;
     if (waited[2].revents)
         bps_rail_take_event(rail);
+    return 0;
 }
 
 static void *bps_rail_run(void *argument)
@@ -153,7 +162,7 @@ static void *bps_rail_run(void *argument)
         }
         n = bps_rail_poll(rail); /* what came before the queue was armed gives no event */
         if (n == 0)
-            bps_rail_sleep(rail);
+            n = bps_rail_sleep(rail);
     }
     return NULL;
 }

@@ -38,6 +38,14 @@ def test_too_short_queues_are_refused_with_both_numbers():
         budget.depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1, 128)
 
 
+def test_a_limit_that_the_first_model_exceeds_counts_as_none_where_there_is_another_way():
+    default = 8 << 20  # the kernel's own limit
+    budget.require(budget.least("rdma", 2 << 20), 0, 1, "a node", default)
+    with pytest.raises(CapacityError, match=r"needs 1073741824 bytes of locked memory .* memlock=8388608 leaves"):
+        budget.require(budget.least("auto", 2 << 20), 0, 1, "a node", default)
+    budget.require(budget.least("auto", 2 << 20), 0, 1, "a node", None)
+
+
 def test_locked_memory_counts_once_per_device():
     budget.require(1 << 40, 1 << 40, 8, "a plan", None)
     budget.require(500, 0, 2, "a plan", 1000)

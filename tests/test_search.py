@@ -102,6 +102,20 @@ def test_what_cannot_be_is_told_and_left_out():
     assert [step.words for step in found.steps if step.value == 4] == ["not possible: the device has no room"]
 
 
+def test_what_was_found_and_is_refused_in_the_end_changes_nothing():
+    bench = Bench({("a", 4, "bw"): 2.0}, 0.01, 5)
+
+    def measure(config, load):
+        if config["a"] == 4 and any(step.taken and step.value == 4 for step in search.outcome.steps):
+            raise RefusedError("somebody took the room")
+        return bench.measure(config, load)
+
+    search = bench.search(measure=measure)
+    found = search.run()
+    assert not found.changed and found.best == START and set(found.before) == {"bw", "lat"} and not found.after
+    assert found.words == "what was found is not possible any more: somebody took the room"
+
+
 def test_the_error_of_a_measurement_ends_the_search():
     def measure(config, load):
         raise OSError("the peer is gone")

@@ -16,6 +16,7 @@ from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..settings import Settings
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, wire
+from ..transport.rdma import budget
 from .dispatch import Dispatcher
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
@@ -55,8 +56,7 @@ class Vertex:
         self._stopped = False
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
-        # the least: one segment each of inputs, slots and results
-        self.rails = rdma.Rails(settings, 3 * MIN_SEGMENT_NBYTES)
+        self.rails = rdma.Rails(settings, budget.least(settings.transport, MIN_SEGMENT_NBYTES))
         self.links: dict[int, Link] = {}
         self.transports: dict[str, str] = {}
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
@@ -149,9 +150,13 @@ class Peering:
         self._notify()
 
     def _dial_all(self) -> None:
-        for index, peer in sorted(self._peers.items()):
-            if index < self._me.index and not self._closed:
-                self._dial(peer)
+        """Dial all at once: a path that swallows RDMA packets costs seconds for each peer, until tcp is taken."""
+        threads = [threading.Thread(target=self._guard, args=(partial(self._dial, peer),), name="bpsfast-dial",
+                                    daemon=True) for index, peer in self._peers.items() if index < self._me.index]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def _dial(self, peer: NodeInfo) -> None:
         reason = shm_objection(self._settings)

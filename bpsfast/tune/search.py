@@ -112,11 +112,20 @@ class Search:
         for load in dict.fromkeys(knob.load for knob in self._knobs):
             series = [self._take(self._config, load) for _ in range(_NOISE_SAMPLES)]
             self.outcome.noise[load] = noise_of(series)
-        for _ in range(_PASSES):
-            self._rng.shuffle(self._knobs)
-            if not any([self._turn(knob) for knob in self._knobs]):
-                break
-        self._finish()
+        try:
+            for _ in range(_PASSES):
+                self._rng.shuffle(self._knobs)
+                if not any([self._turn(knob) for knob in self._knobs]):
+                    break
+            self._finish()
+        except RefusedError as exc:
+            if self._config == self.outcome.start:
+                raise
+            self._config = dict(self.outcome.start)
+            for measured in (self.outcome.before, self.outcome.after, self.outcome.comparisons):
+                measured.clear()
+            self._finish()
+            self.outcome.words = f"what was found is not possible any more: {exc}"
         self.outcome.seconds = self._clock() - self._began
         return self.outcome
 

@@ -21,6 +21,8 @@ from ...orchestration.errors import CapacityError
 RECEIVES = 4096
 #: Fewer are no use: not even the layers of a small model.
 LEAST_RECEIVES = 64
+#: With transport=auto, memory that must be lockable: the segments of a small model.
+LEAST_FOR_AUTO = 1 << 30
 _CAP_IPC_LOCK = 14
 
 
@@ -59,6 +61,15 @@ def lockable(root: Path = Path("/")) -> int | None:
     """Return how many bytes this process may lock, None without a limit (also with CAP_IPC_LOCK)."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft == resource.RLIM_INFINITY or _may_lock_all(root) else soft
+
+
+def least(transport: str, segment_nbytes: int) -> int:
+    """Return how many bytes a node must be able to lock before it connects; *segment_nbytes*: its smallest segment.
+
+    Who asked for rdma gets it wherever one segment each of inputs, slots and results can be locked. With "auto" there
+    is a way back only before that: a limit that the first real model exceeds (8 MiB, the kernel's default) is no use.
+    """
+    return 3 * segment_nbytes if transport == "rdma" else max(3 * segment_nbytes, LEAST_FOR_AUTO)
 
 
 def require(wanted: int, locked: int, n_devices: int, purpose: str, limit: int | None) -> None:
