@@ -256,6 +256,12 @@ def recorded_machine(tmp_path: Path) -> Callable[[str], Machine]:
     return lambda name: Machine(name, tmp_path / f"{next(number)}.{name}")
 
 
+def pytest_configure() -> None:
+    # A shell that started the tests with `&` ignores Ctrl-C for them, and for every process they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes the golden files again."""
     parser.addoption("--write-golden", action="store_true",

@@ -104,14 +104,6 @@ def start():
         yield start
 
 
-@pytest.fixture
-def heeds_ctrl_c():
-    """Processes started by the test heed SIGINT, even where a shell started these tests with ``&``: it ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("point", ["before", "in there"])
 def test_ctrl_c_while_a_loop_starts(point, monkeypatch):
     """Whether the thread exists already or not: it ends, and what it uses is closed afterwards."""
@@ -156,7 +148,7 @@ def both_running(start, *arguments):
     return client, server
 
 
-def test_ctrl_c_ends_both_sides(start, heeds_ctrl_c):
+def test_ctrl_c_ends_both_sides(start):
     client, server = both_running(start, "--transport", "tcp")
     client.send_signal(signal.SIGINT)
     _, complaint = client.communicate(timeout=20)
