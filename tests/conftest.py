@@ -280,3 +280,19 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == (folder / name).read_text(), f"differs from golden/{name}; if it should: --write-golden"
 
     return compare
+
+
+@pytest.fixture
+def vertex():
+    """Return a factory of vertices (`tests.vertex`), all closed at the end."""
+    from tests.vertex import Vertex
+
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Vertex(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -2,9 +2,6 @@
 import errno
 import gc
 import itertools
-import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -12,27 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
-from bpsfast.orchestration.errors import CapacityError
 from bpsfast.pyx import engine as native, ring
-from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
 from bpsfast.reference import reduce
-from bpsfast.trainer.attachment import error_of
 from tests.vertex import PART, N, Vertex
-
-
-@pytest.fixture
-def vertex():
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Vertex(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def test_the_sum_is_published_when_the_last_rank_has_arrived(vertex):
@@ -359,92 +340,6 @@ def test_steady_rounds_allocate_nothing(vertex):
     assert v.engine.counters()["allocations"] == before
 
 
-@pytest.mark.parametrize("arguments", [dict(n_threads=0), dict(n_threads=65)])
-def test_bad_thread_counts_are_refused(arguments):
-    with Segment(ring.BOARD_NBYTES, populate=False) as board, Segment(ring.DOORBELL_NBYTES) as bell:
-        ring.format_board(board)
-        ring.format_doorbell(bell)
-        with pytest.raises(ValueError, match="n_threads"):
-            Engine(board, bell, **arguments)
-
-
-#: Transports report to an engine whose events nobody takes, in a process that gets no more memory.
-_FULL = """
-import ctypes, resource
-from bpsfast.pyx import engine as native, ring
-from bpsfast.pyx.pages import Segment
-board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
-ring.format_board(board)
-ring.format_doorbell(bell)
-engine = native.Engine(board, bell, n_threads=1)
-notify = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_uint32] * 5, ctypes.c_uint64)(engine.notify_address)
-state = memoryview(board).cast("I")
-nbytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (4 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
-while not state[1]:
-    notify(engine.handle, native.EVENT_DELIVERED, 0, 0, 0, 0, 0)
-engine.abort("PeerLostError: later")
-print(bytes(state.cast("B")[64:4096]).split(b"\\0")[0].decode())
-"""
-
-
-def test_an_engine_without_memory_for_events_ends_the_job_in_words():
-    done = subprocess.run([sys.executable, "-c", _FULL], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    name, _, reason = done.stdout.strip().partition(": ")
-    assert isinstance(error_of(name, reason), CapacityError) and "ran out of memory" in reason
-
-
-def test_close_joins_the_threads():
-    def threads():
-        return set(os.listdir("/proc/self/task"))
-
-    before = threads()
-    v = Vertex(n_threads=4)
-    fresh = threads() - before
-    assert len(fresh) == 4
-    v.close()
-    v.engine.close()
-    while threads() & fresh:  # joined, but the kernel may take a moment to forget them
-        os.sched_yield()
-
-
-#: Nobody closes the engine; the garbage collector finds it, the only one that holds board and doorbell, in a cycle.
-_DROPPED = """
-import gc
-from bpsfast.pyx import ring
-from bpsfast.pyx.engine import Engine
-from bpsfast.pyx.pages import Segment
-for _ in range(20):
-    board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
-    ring.format_board(board)
-    ring.format_doorbell(bell)
-    cycle = [Engine(board, bell, n_threads=2, awake_us=10_000)]  # older than the list: the collector clears it first
-    cycle.append(cycle)
-    del cycle, board, bell
-    assert gc.collect()
-"""
-
-
-def test_an_engine_that_is_garbage_ends_its_threads_before_its_memory_goes():
-    done = subprocess.run([sys.executable, "-c", _DROPPED], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-
-
-@pytest.mark.parametrize(("method", "arguments"), [
-    ("add_wire_peer", ()), ("map_segment", (0, 0, 4096, 4096)), ("freeze", (1.0,)), ("report", ()), ("missing", (0,)),
-    ("commit", (1, [0] * 4)),
-])
-def test_a_closed_engine_refuses(vertex, method, arguments):
-    v = vertex()
-    v.own(0)
-    v.close()
-    v.bell.close()
-    with pytest.raises(ValueError, match="the engine is closed"):
-        getattr(v.engine, method)(*arguments)
-    v.engine.abort("PeerLostError: too late to be read")
-
-
 def test_a_refused_order_leaves_the_engine_as_it_was(vertex):
     v = vertex(n_parts=2)
     for part in range(2):
@@ -455,38 +350,3 @@ def test_a_refused_order_leaves_the_engine_as_it_was(vertex):
             v.engine.commit(1, order)
     v.engine.commit(1, [1, 0])
     assert v.engine.generation == 1
-
-
-def test_a_report_lets_other_threads_in_while_it_makes_objects(vertex):
-    """The collector runs what it likes when objects are made; here a finaliser that waits for another thread."""
-    v = vertex(n_parts=4)
-    for part in range(4):
-        v.own(part)
-    helped, asked = threading.Event(), threading.Event()
-
-    def help():
-        asked.wait(20)
-        v.engine.add_wire_peer()
-        helped.set()
-
-    class Garbage:
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            asked.set()
-            assert helped.wait(20), "the engine's lock is held while objects are made"
-
-    helper = threading.Thread(target=help)
-    helper.start()
-    gc.collect()
-    before = gc.get_threshold()
-    Garbage()
-    gc.set_threshold(1)
-    try:
-        while not helped.is_set():
-            assert len(v.engine.report()) == 4
-    finally:
-        gc.set_threshold(*before)
-        helper.join(30)
-    assert helped.is_set()

@@ -1,0 +1,82 @@
+/* Sockets: what a stream asks of a connected TCP socket. */
+#ifndef BPS_SOCKETS_H
+#define BPS_SOCKETS_H
+
+#include <errno.h>
+#include <stdint.h>
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+static inline void bps_tune(int fd, int send_buffer_nbytes)
+{
+    int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (send_buffer_nbytes > 0)
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &send_buffer_nbytes, sizeof send_buffer_nbytes);
+}
+
+/* Acknowledge what has arrived now: the sender's credit waits for it. */
+static inline void bps_acknowledge(int fd)
+{
+    int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_QUICKACK, &one, sizeof one);
+}
+
+static inline uint64_t bps_unacknowledged(int fd)
+{
+    int nbytes = 0;
+    return ioctl(fd, SIOCOUTQ, &nbytes) == 0 && nbytes > 0 ? (uint64_t)nbytes : 0;
+}
+
+/* Send header and payload whole. 0 or an errno. */
+static inline int bps_send_all(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes)
+{
+    struct iovec piece[2] = {{header, header_nbytes}, {payload, nbytes}};
+    struct msghdr message = {0};
+    size_t left = header_nbytes + nbytes;
+    message.msg_iov = piece;
+    message.msg_iovlen = nbytes ? 2 : 1;
+    while (left > 0) {
+        ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL);
+        if (n < 0) {
+            if (errno == EINTR)
+                continue;
+            return errno;
+        }
+        left -= (size_t)n;
+        while (n > 0 && (size_t)n >= message.msg_iov->iov_len) {
+            n -= (ssize_t)message.msg_iov->iov_len;
+            message.msg_iov++;
+            message.msg_iovlen--;
+        }
+        if (n > 0) {
+            message.msg_iov->iov_base = (char *)message.msg_iov->iov_base + n;
+            message.msg_iov->iov_len -= (size_t)n;
+        }
+    }
+    return 0;
+}
+
+/* Receive nbytes whole. 0, an errno, or -1 when the peer ended the connection before the first byte. */
+static inline int bps_receive_all(int fd, void *buffer, size_t nbytes)
+{
+    size_t got = 0;
+    while (got < nbytes) {
+        ssize_t n = recv(fd, (char *)buffer + got, nbytes - got, MSG_WAITALL);
+        if (n == 0)
+            return got == 0 ? -1 : ECONNRESET;
+        if (n < 0) {
+            if (errno == EINTR)
+                continue;
+            return errno;
+        }
+        got += (size_t)n;
+    }
+    return 0;
+}
+
+#endif
