@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bpsfast import sizes
-from bpsfast.bench import machine, one_machine, peers, table, two_nodes
+from bpsfast.bench import one_machine, peers, table, two_nodes
 from bpsfast.bench.plan import Plan
 from bpsfast.orchestration.errors import ConfigError
 
@@ -49,12 +48,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     else:
         rate = {"rate": given["rate"]} if "rate" in given else {}
         records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick, **rate))
-    manifest = {"bench": "push_pull", "format": 1, "options": {k: str(v) for k, v in given.items() if k != "json_path"},
-                "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
-    records.insert(0, manifest)
-    if "json_path" in given:
-        table.write(Path(given["json_path"]), records)
-    return records
+    return table.finish("push_pull", given, start, records)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

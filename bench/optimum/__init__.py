@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from bpsfast.bench import machine, table
+from bpsfast.bench import table
 from bpsfast.bench.optimum import cells, report
 from bpsfast.bench.optimum.cell import Ground
 from bpsfast.cluster import netns
@@ -47,9 +46,4 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             measured = [ground.measure(cell, n_rounds) for cell in planned]
         print(report.block(layout, measured), flush=True)
         records += report.records(layout, measured)
-    manifest = {"bench": "optimum", "format": 1, "options": {k: str(v) for k, v in given.items() if k != "json_path"},
-                "machine": machine.describe(), "begin_unix_s": start, "end_unix_s": time.time()}
-    records.insert(0, manifest)
-    if "json_path" in given:
-        table.write(Path(given["json_path"]), records)
-    return records
+    return table.finish("optimum", given, start, records)

@@ -1,0 +1,97 @@
+"""bench optimum: its cells and figures, what it refuses, and one small cell on real packets."""
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from bpsfast.bench import optimum
+from bpsfast.bench.optimum import cells, formulas, report
+from bpsfast.bench.optimum.cell import Ground, Measured
+from bpsfast.bench.optimum.cells import Cell, Layout
+from bpsfast.bench.samples import Row
+from bpsfast.cluster import netns
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.placement import Machine
+
+
+def test_every_number_of_helpers_has_a_cell():
+    found = cells.chosen("equal", "2,4,8", quick=False)
+    assert [[cell.n_helpers for cell in planned] for _, planned in found] == [[0, 1, 2], [*range(5)], [*range(9)]]
+    for layout, planned in found:
+        assert all(cell.nbytes // cell.partition_nbytes >= 200 for cell in planned)
+        assert sum(layout.rates.values()) == pytest.approx(1.6e9)
+        assert all("ps" not in cell.contestants for cell in planned if not cell.n_helpers)
+
+
+@pytest.mark.parametrize(("sets", "workers", "text"), [
+    ("equal,odd", "2", "no set 'odd': expected equal, unequal, models"), ("equal", "1", "from 2 to 32"),
+    ("equal", "2,x", "from 2 to 32"), ("equal", "2,33", "from 2 to 32"),
+])
+def test_what_is_refused(sets, workers, text):
+    with pytest.raises(ConfigError, match=text):
+        cells.chosen(sets, workers, quick=True)
+
+
+def test_without_namespaces_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(netns, "missing", lambda: "network namespaces need root")
+    with pytest.raises(ConfigError, match="links of their own: network namespaces need root"):
+        optimum.run({})
+
+
+@pytest.mark.parametrize(("contestant", "expected"), [
+    ("optimal", 2 * 4 * 3 / (16 + 8 - 4)), ("colocated", 1.5), ("gloo", 1.5), ("ps", 2.0), ("equal", 1.2),
+])
+def test_formulas_are_those_of_the_paper(contestant, expected):
+    machines = [Machine(True, 1e6)] * 4 + [Machine(False, 1e6)] * 2
+    assert formulas.time_s(contestant, 10**6, machines) == pytest.approx(expected)
+    assert formulas.time_s("hash:mixed", 10**6, machines) is None
+
+
+def test_a_slow_worker_costs_who_does_not_know_of_it():
+    machines = [Machine(True, 1e6)] * 7 + [Machine(True, 0.25e6)]
+    assert formulas.time_s("equal", 10**6, machines) == pytest.approx(7.0)
+    assert formulas.time_s("optimal", 10**6, machines) == pytest.approx(4.0)
+
+
+def measured(busy=0.5):
+    """A cell of 4 workers and 2 helpers in which everybody took 1.5 times M / B."""
+    cell = Cell(2, ("optimal", "gloo"), 208 << 16)
+    machines = [Machine(True, 1e6)] * 4 + [Machine(False, 1e6)] * 2
+    rows = [Row(SimpleNamespace(name=name), "numpy", cell.nbytes, label=name, samples_s=[1.5 * cell.nbytes / 1e6],
+                cpu_busy=[0.2, busy]) for name in cell.contestants]
+    return Measured(cell, machines, rows, {name: [1.2 * cell.nbytes] * 6 for name in cell.contestants})
+
+
+def test_figures_are_in_units_of_bytes_over_rate():
+    found = measured()
+    ours, gloo = (report.figures(found, row) for row in found.rows)
+    assert ours["time"] == pytest.approx(1.5) and ours["formula"] == pytest.approx(1.2)
+    assert ours["dev"] == pytest.approx(0.25) and ours["whole_parts"] == pytest.approx(1.2, rel=0.02)
+    assert ours["sent"] == pytest.approx(1.0, rel=0.02)
+    assert gloo["formula"] == pytest.approx(1.5) and gloo["whole_parts"] is None and gloo["sent"] is None
+
+
+@pytest.mark.parametrize(("busy", "void"), [(0.5, False), (0.9, True)])
+def test_a_turn_in_which_the_cpus_were_the_limit_is_void(busy, void):
+    layout = Layout("four and two", (1.0,) * 4, (1.0,) * 2, 1e8)
+    assert ("VOID" in report.block(layout, [measured(busy)])) is void
+    assert [each["measured"]["void"] for each in report.records(layout, [measured(busy)])] == [void] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_one_small_cell_on_real_packets():
+    lacking = netns.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    layout = Layout("two and one", (1.0, 1.0), (1.0,), 2e8)
+    with Ground(layout) as ground:
+        found = ground.measure(Cell(1, ("optimal",), 64 << 16), 1)
+    (row,) = found.rows
+    figures = report.figures(found, row)
+    assert row.n_wrong == 0 and len(row.samples_s) == 2
+    assert figures["sent"] == pytest.approx(1.0, abs=0.05), "the kernel counted what the placement predicts"
+    assert all(0 < machine.rate < 1.05 * 2e8 / 8 for machine in found.machines)
