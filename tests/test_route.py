@@ -37,6 +37,15 @@ def test_the_route_decides(peer: str, rail: str, gid: str, recorded_machine: Cal
     assert f"is on the route to {peer}" in found.reason
 
 
+@pytest.mark.parametrize(("tree", "link_layer"), [("mlx5_roce", "Ethernet"), ("infiniband", "InfiniBand")])
+def test_a_path_goes_by_gid_on_ethernet_only(
+        tree: str, link_layer: str, recorded_machine: Callable[[str], Machine]) -> None:
+    rail = chosen(recorded_machine(tree)).rails[0]
+    assert rail.gid is not None  # InfiniBand ports have tables of them, too
+    by_gid = {"gid": b"\1" * 16, "gid_index": rail.gid.index} if link_layer == "Ethernet" else {}
+    assert rail.path(link_layer, 7, b"\1" * 16) == {"lid": 7} | by_gid
+
+
 def test_a_route_by_no_card_is_told_in_the_reason(recorded_machine: Callable[[str], Machine]) -> None:
     [found] = chosen(recorded_machine("mlx5_roce"), "10.0.0.8").rails
     assert "the route to 10.0.0.8 leaves by eth0, not by it" in found.reason

@@ -47,7 +47,7 @@ class Port:
         self.device = verbs.Device(rail.device)
         self.domain = verbs.ProtectionDomain(self.device)
         found = self.device.port(rail.port)
-        self._mtu, self._lid = found["active_mtu"], found["lid"]
+        self._mtu, self._lid, self._link_layer = found["active_mtu"], found["lid"], found["link_layer"]
 
     def completions(self, n_parts: list[int]) -> verbs.CompletionQueue:
         """Make the completion queue of ends with so many partitions each."""
@@ -67,8 +67,8 @@ class Port:
 
     def connect(self, pair: verbs.QueuePair, peer: Offer) -> None:
         """Bring *pair* up towards *peer*."""
-        pair.to_rtr(peer.number, peer.psn, gid=bytes.fromhex(peer.gid) if peer.gid else None,
-                    gid_index=self.rail.gid.index if self.rail.gid else 0, lid=peer.lid, mtu=min(self._mtu, peer.mtu))
+        pair.to_rtr(peer.number, peer.psn, mtu=min(self._mtu, peer.mtu),
+                    **self.rail.path(self._link_layer, peer.lid, bytes.fromhex(peer.gid)))
         pair.to_rts(timeout=_TIMEOUT)
 
     def close(self) -> None:

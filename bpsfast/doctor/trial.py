@@ -66,11 +66,8 @@ class Trial:
 
     def connect(self, other: End) -> None:
         """Connect to the other end's queue pair."""
-        gid = self._rail.gid
-        by_gid = self.end.link_layer == "Ethernet"
-        self._pair.to_rtr(other.number, other.psn, gid=other.gid if by_gid else None,
-                          gid_index=gid.index if gid and by_gid else 0, lid=other.lid,
-                          mtu=min(self.end.mtu, other.mtu), port=self._rail.port)
+        self._pair.to_rtr(other.number, other.psn, mtu=min(self.end.mtu, other.mtu), port=self._rail.port,
+                          **self._rail.path(self.end.link_layer, other.lid, other.gid))
         self._pair.to_rts(timeout=_TIMEOUT, retry_count=_RETRIES)
 
     def write(self, other: End, timeout_s: float) -> str:

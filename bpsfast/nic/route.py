@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..orchestration.errors import ConfigError, UnsupportedError
 from . import gids, selection
@@ -48,6 +49,16 @@ class Rail:
     def name(self) -> str:
         """device/port, as ``rdma link`` writes it."""
         return f"{self.device}/{self.port}"
+
+    def path(self, link_layer: str, lid: int, gid: bytes) -> dict[str, Any]:
+        """Return the address of a peer's port, one of the same *link_layer*, as `QueuePair.to_rtr` takes it.
+
+        RoCE goes by GIDs. On InfiniBand both ports are of one subnet, where LIDs suffice: a global route header would
+        take 40 bytes of each packet, and its GID may be none that leads to the peer.
+        """
+        if link_layer != "Ethernet":
+            return {"lid": lid}
+        return {"lid": lid, "gid": gid, "gid_index": self.gid.index if self.gid else 0}
 
 
 @dataclass(frozen=True)

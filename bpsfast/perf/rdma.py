@@ -115,9 +115,7 @@ class RdmaEnd:
             raise ConfigError(f"-m {self.mtu}: the active MTU of {self.rail.name} is {self.port['active_mtu']}, of the "
                               f"peer's port {peer['mtu']}")
         self._peer = peer
-        where: dict[str, Any] = {"lid": peer["lid"]}
-        if peer["gid"] and self.rail.gid is not None:
-            where |= {"gid": peer["gid"], "gid_index": self.rail.gid.index}
+        where = self.rail.path(peer["link_layer"], peer["lid"], peer["gid"])
         reads = min(self._max_reads, peer["reads"])
         for pair, number, psn in zip(self.pairs, peer["numbers"], peer["psns"]):
             pair.to_init(self.rail.port, remote_write=True, remote_read=self.plan.operation == "read")

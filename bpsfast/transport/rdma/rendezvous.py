@@ -149,11 +149,8 @@ def _pair_up(rails: list[Rail], theirs: RdmaOffer, n_pairs: int, peer: int) -> l
 
 
 def _connect(way: Way, rail: RailOffer, pair: PairOffer) -> None:
-    chosen = way.rail.chosen
-    on_ethernet = rail.link_layer == "Ethernet"
     way.pair.to_rtr(
-        pair.number, pair.psn, gid=rail.gid if on_ethernet else None,
-        gid_index=chosen.gid.index if on_ethernet and chosen.gid else 0, lid=rail.lid,
+        pair.number, pair.psn, **way.rail.chosen.path(rail.link_layer, rail.lid, rail.gid),
         mtu=min(rail.mtu, way.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
         traffic_class=way.rail.settings.rdma_traffic_class, sl=way.rail.settings.rdma_service_level,
     )

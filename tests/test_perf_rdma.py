@@ -1,0 +1,43 @@
+"""How perf connects its queue pairs, without a device: as the transport does."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bpsfast.nic.gids import Gid
+from bpsfast.nic.route import Rail
+from bpsfast.perf import plan as plans
+from bpsfast.perf.rdma import RdmaEnd
+
+
+class Pair:
+    """Takes down what is asked of a queue pair."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def to_init(self, port: int, **how: Any) -> None:
+        self.asked["to_init"] = how
+
+    def to_rtr(self, number: int, psn: int, **how: Any) -> None:
+        self.asked["to_rtr"] = how
+
+    def to_rts(self, **how: Any) -> None:
+        self.asked["to_rts"] = how
+
+
+@pytest.mark.parametrize(("link_layer", "address"), [
+    ("Ethernet", {"lid": 0, "gid": b"\2" * 16, "gid_index": 3}),
+    ("InfiniBand", {"lid": 7}),  # no global route header, which costs 40 bytes of each packet and may lead elsewhere
+])
+def test_a_path_is_addressed_as_the_transport_does(link_layer, address):
+    end = RdmaEnd.__new__(RdmaEnd)
+    end.plan, end.pairs, end._max_reads = plans.make("bw", {"transport": "rdma"}), [Pair()], 4
+    end.rail = Rail("mlx5_0", 1, Gid("mlx5_0", 1, 3, b"\1" * 16, "v2", None), None, "")
+    end.port = {"link_layer": link_layer, "active_mtu": 4096}
+    end.connect({"link_layer": link_layer, "mtu": 2048, "lid": address["lid"], "gid": b"\2" * 16, "reads": 4,
+                 "numbers": [5], "psns": [6]})
+    asked = end.pairs[0].asked["to_rtr"]
+    assert {name: asked[name] for name in ("lid", "gid", "gid_index") if name in asked} == address
+    assert asked["mtu"] == 2048
