@@ -123,7 +123,7 @@ rails = Rails(Settings(rdma_devices="rxe"), 3 * MIN_SEGMENT_NBYTES)
 said = []
 try:
     for rail in rails.towards(None, 1):
-        rail.users += 1
+        rail.join()
     regions = Regions()
     regions.register_with(rails)
     regions.slots.allocate(MIN_SEGMENT_NBYTES)

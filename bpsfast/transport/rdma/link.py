@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...channel import Channel
@@ -32,6 +33,7 @@ class Way:
     rail: Rail
     pair: Any
     lane: native.Lane
+    _closing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def over(cls, rail: Rail, epoch: int, n_slots: int, trace_capacity: int) -> Way:
@@ -44,7 +46,7 @@ class Way:
         except BaseException:
             pair.close()
             raise
-        rail.users += 1
+        rail.join()
         return cls(rail, pair, lane)
 
     def describe(self, who: str) -> str:
@@ -53,11 +55,15 @@ class Way:
                                 self.rail.state())
 
     def close(self) -> None:
-        """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory. Idempotent."""
-        if not self.pair.closed:
-            self.lane.close()
-            self.pair.close()
-            self.rail.users -= 1
+        """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory.
+
+        Idempotent, from any thread: it is so on every return, whoever did it.
+        """
+        with self._closing:
+            if not self.pair.closed:
+                self.lane.close()
+                self.pair.close()
+                self.rail.leave()
 
 
 class RdmaLink:

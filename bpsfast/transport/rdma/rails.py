@@ -41,7 +41,7 @@ class Registered(NamedTuple):
 
 
 class Rail:
-    """One port, opened by *verbs* (`bpsfast.verbs`). The `Rails` own it; `users` are the lanes over it.
+    """One port, opened by *verbs* (`bpsfast.verbs`). The `Rails` own it; `users` is the number of lanes over it.
 
     Its thread runs on *cores* only, if there are any.
 
@@ -58,6 +58,7 @@ class Rail:
         self.settings = settings
         self.name = chosen.name
         self.users = 0
+        self._users_lock = threading.Lock()
         self.registered: list[Registered] = []
         with contextlib.ExitStack() as undo:
             self.device = undo.enter_context(verbs.Device(chosen.device))
@@ -103,6 +104,16 @@ class Rail:
             pair.close()
             raise
         return pair
+
+    def join(self) -> None:
+        """Count one lane more. Any thread, as `leave`."""
+        with self._users_lock:
+            self.users += 1
+
+    def leave(self) -> None:
+        """Count one lane less."""
+        with self._users_lock:
+            self.users -= 1
 
     def adopt(self, region: Any) -> None:
         """Keep *region* until the end; lanes may send from it, and peers be told of it."""

@@ -1,0 +1,42 @@
+"""The end of one queue pair, asked for by two threads: an abort fences from one while the node closes from another."""
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+from bpsfast.transport.rdma.link import Way
+
+
+class Pair:
+    """A queue pair whose end takes until a second thread is about to end it too, or half a second."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.n_closes = 0
+        self._both = threading.Barrier(2)
+
+    def close(self) -> None:
+        self.n_closes += 1
+        try:
+            self._both.wait(0.5)
+        except threading.BrokenBarrierError:
+            pass  # nobody else came, as it should be
+        self.closed = True
+
+
+def test_two_threads_close_once_and_both_return_when_it_is_done():
+    left = []
+    pair = Pair()
+    rail = SimpleNamespace(leave=lambda: left.append(pair.closed))
+    way = Way(rail, pair, SimpleNamespace(close=lambda: None))
+
+    def close() -> bool:
+        way.close()
+        return pair.closed
+
+    with ThreadPoolExecutor(2) as executor:
+        assert [done.result(20) for done in [executor.submit(close) for _ in range(2)]] == [True, True]
+    assert pair.n_closes == 1 and left == [True]
+    way.close()
+    assert pair.n_closes == 1 and left == [True]
