@@ -8,8 +8,9 @@ A `Lane` is to node code what `bpsfast.pyx.tcp.Stream` is: `post` queues a write
 comes with its send completion, after which credit may return and the source may be reused. The peer is told nothing in
 advance: its completion brings slot, round and epoch in the immediate, is checked against what the slot waits for, and
 is reported through the engine's hooks (`hooks.h`). Queue pairs, completion queues and registered memory are made by
-`bpsfast.pyx.verbs` and passed in by `handle`; their objects are kept until `close`. After a fork the child's copies are
-unusable (ValueError) and release nothing.
+`bpsfast.pyx.verbs` and passed in by `handle`; their objects are kept until `close`, out of the garbage collector's
+sight: they must not refer to the lane or rail that keeps them. After a fork the child's copies are unusable
+(ValueError) and release nothing.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize

@@ -2,7 +2,7 @@
 
 
 @cython.final
-@cython.no_gc_clear
+@cython.no_gc  # as for `Rail`: what is kept goes after the lane, in no order of the collector's
 cdef class Lane:
     """One queue pair (its `handle`; in INIT at least) over *rail*; *keep* is held until `close`.
 

@@ -2,7 +2,7 @@
 
 
 @cython.final
-@cython.no_gc_clear
+@cython.no_gc  # of a dropped job the collector finalises each object that it sees: not what the thread still uses
 cdef class Rail:
     """Serve the completion queue at *completion_queue* (its `handle`; with events) by one native thread.
 

@@ -4,18 +4,22 @@ Runs in the guest: two rails, rxe0 and rxe1, in one process or in two.
 """
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from bpsfast.pyx import engine as native
+from bpsfast.pyx.rdma import Lane, Rail
 from tests.guest.lane_side import MAX_RECEIVE, MAX_SEND, NBYTES, Side, aim, connected, prove, wait_for
+from tests.guest.verbs_end import kernel_objects
 
 
 @pytest.fixture
@@ -122,6 +126,61 @@ def test_threads_and_descriptors_end_with_the_rail():
     for _ in range(20):
         Side("rxe0").close()
     wait_for(counts, before)
+
+
+class Witness:
+    """Says, when it goes, what `look` finds."""
+
+    def __init__(self, look: Callable[[], object], said: list[object]) -> None:
+        self._look, self._said = look, said
+
+    def __del__(self) -> None:
+        self._said.append(self._look())
+
+
+class Job:
+    """What a program dropped: it refers to itself, so that only the collector can end it."""
+
+    def __init__(self, **parts: object) -> None:
+        self.itself = self
+        self.__dict__ |= parts
+
+
+def test_of_a_dropped_job_the_collector_ends_lane_and_rail_before_what_they_use(verbs):
+    def open_lanes() -> str:
+        try:
+            rail.close()
+        except BufferError as exc:
+            return str(exc)
+        return "none"
+
+    def n_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    gc.collect()
+    objects, threads = kernel_objects(), n_threads()
+    device = verbs.Device("rxe0")
+    queue = verbs.CompletionQueue(device, 64, events=True)
+    pair = verbs.QueuePair(verbs.ProtectionDomain(device), queue, queue, max_send=8, max_recv=8)
+    pair.to_init(1)
+    rail = Rail(queue.handle, keep=queue)
+    said: list[object] = []
+    lane = Lane(rail, pair.handle, epoch=1, n_slots=1, max_send=8, max_receive=8,
+                keep=(pair, Witness(open_lanes, said)))
+    Job(lane=lane, pair=pair)
+    del lane, pair
+    gc.collect()
+    assert said == ["none"]
+    rail = None
+    wait_for(n_threads, threads)
+    rail = Rail(queue.handle, keep=(queue, Witness(n_threads, said)))
+    Job(rail=rail, queue=queue, device=device)
+    del queue, device
+    rail = None
+    gc.collect()
+    gc.collect()  # a queue that knows its queue pairs
+    assert said == ["none", threads]
+    assert kernel_objects() == objects
 
 
 def test_a_lane_with_writes_outstanding_closes_and_nothing_of_it_arrives_afterwards(proven):
