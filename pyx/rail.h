@@ -1,7 +1,9 @@
 /* Rail: one completion queue with its device's registered memory, the lanes over it, and the thread that serves them.
  *
  * The thread takes completions in batches; when there are none it stays awake for a while, yielding, then arms the
- * queue and sleeps until there is a completion, an event of the device, or somebody wakes it.
+ * queue and sleeps until there is a completion, an event of the device, or somebody wakes it. While it has no time to
+ * sleep it looks for events of the device now and then, and before it tells that requests were flushed: the event says
+ * why.
  * Locks: `lanes_lock` is held around each batch, then a lane's own lock, then that of the regions.
  */
 #ifndef BPS_RAIL_H
@@ -14,6 +16,7 @@
 
 #define BPS_RAIL_BATCH 32
 #define BPS_RAIL_SLEEP_S 1
+#define BPS_RAIL_LOOK_NS 500000000ul /* between looks for events of the device: how exact the time of one is */
 
 static uint32_t bps_forks; /* how often this process's ancestors forked since the first rail was made */
 static void bps_forked(void) { bps_forks++; }
@@ -28,7 +31,8 @@ struct bps_rail {
     struct bps_regions regions;
     uint32_t stopping, started;
     pthread_t thread;
-    int event; /* the last asynchronous event, -1: none */
+    uint32_t port; /* whose events count */
+    uint64_t port_error_ns, looked_ns; /* when the port's error was last noticed, 0: never; both under `lanes_lock` */
     uint64_t completions, batches, sleeps;
 };
 
@@ -78,12 +82,34 @@ static inline void bps_rail_fail(struct bps_rail *rail, const struct bps_ibv_qp 
     }
 }
 
+/* Take notice of all that the device has reported by itself. 0 is a broken completion queue, 1 to 3 broken queue pairs,
+ * 8 the device's end, 10 the end of a port's work: the time of that is remembered, if it is the rail's own port. Under
+ * `lanes_lock`. */
+static inline void bps_rail_look(struct bps_rail *rail)
+{
+    struct bps_ibv_async_event event;
+    rail->looked_ns = bps_now_ns();
+    while (bps_verbs.get_async_event(rail->cq->context, &event) == 0) {
+        int type = event.event_type;
+        if (type == 0 || type == 8 || (type >= 1 && type <= 3))
+            bps_rail_fail(rail, type >= 1 && type <= 3 ? event.element.qp : NULL,
+                          (struct bps_failure){BPS_FAILED_EVENT, type, 0, BPS_PROOF_SLOT, 0, 0, 0});
+        else if (type == 10 && (uint32_t)event.element.port_num == rail->port)
+            rail->port_error_ns = rail->looked_ns;
+        bps_verbs.ack_async_event(&event);
+    }
+}
+
 /* Take one batch of completions: how many, or a negative number when the queue is broken. */
 static inline int bps_rail_poll(struct bps_rail *rail)
 {
     struct bps_ibv_wc wc[BPS_RAIL_BATCH];
     pthread_mutex_lock(&rail->lanes_lock);
-    int n = bps_poll_cq(rail->cq, BPS_RAIL_BATCH, wc);
+    int n = bps_poll_cq(rail->cq, BPS_RAIL_BATCH, wc), flushed = 0;
+    for (int i = 0; i < n; i++)
+        flushed |= wc[i].status == BPS_WC_WR_FLUSH_ERR;
+    if (flushed || bps_now_ns() - rail->looked_ns > BPS_RAIL_LOOK_NS)
+        bps_rail_look(rail);
     for (int i = 0; i < n; i++) {
         uint32_t number = (uint32_t)(wc[i].wr_id >> 32);
         struct bps_rdma_lane *lane = number < rail->n_lanes ? rail->lanes[number] : NULL;
@@ -97,22 +123,6 @@ static inline int bps_rail_poll(struct bps_rail *rail)
         bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, -n, 0, BPS_PROOF_SLOT, 0, 0, 0});
     pthread_mutex_unlock(&rail->lanes_lock);
     return n;
-}
-
-/* What the device reports by itself. 0 is a broken completion queue, 1 to 3 broken queue pairs, 8 the device's end. */
-static inline void bps_rail_take_event(struct bps_rail *rail)
-{
-    struct bps_ibv_async_event event;
-    if (bps_verbs.get_async_event(rail->cq->context, &event) != 0)
-        return;
-    int type = event.event_type;
-    pthread_mutex_lock(&rail->lanes_lock);
-    rail->event = type;
-    if (type == 0 || type == 8 || (type >= 1 && type <= 3))
-        bps_rail_fail(rail, type >= 1 && type <= 3 ? event.element.qp : NULL,
-                      (struct bps_failure){BPS_FAILED_EVENT, type, 0, BPS_PROOF_SLOT, 0, 0, 0});
-    pthread_mutex_unlock(&rail->lanes_lock);
-    bps_verbs.ack_async_event(&event);
 }
 
 /* 0, or -1 if the device is gone: its descriptors are ready for ever then, and nothing comes from them. */
@@ -134,8 +144,11 @@ static inline int bps_rail_sleep(struct bps_rail *rail)
     if (waited[0].revents)
         while (bps_take_cq_event(rail->cq->channel) > 0)
             continue;
-    if (waited[2].revents)
-        bps_rail_take_event(rail);
+    if (waited[2].revents) {
+        pthread_mutex_lock(&rail->lanes_lock);
+        bps_rail_look(rail);
+        pthread_mutex_unlock(&rail->lanes_lock);
+    }
     return 0;
 }
 

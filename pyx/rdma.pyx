@@ -20,7 +20,7 @@ from libc.stdlib cimport calloc, free
 
 import os
 
-from pyx.ibverbs cimport BPS_VERBS_LIBRARY, bps_ibv_cq, bps_ibv_qp, bps_verbs_open
+from pyx.ibverbs cimport BPS_VERBS_LIBRARY, bps_ibv_cq, bps_ibv_qp, bps_unblock, bps_verbs_open
 from pyx.words cimport (
     bps_arrived_fn, bps_load, bps_notify_fn, bps_now_ns, bps_record, bps_start_thread, bps_store, bps_trace, bps_wait,
     pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
@@ -44,6 +44,7 @@ cdef extern from "rail.h" nogil:
     struct bps_failure:
         int kind, code
         uint32_t vendor_error, slot, round, nbytes, is_receive
+        uint64_t at_ns
     struct bps_rdma_lane:
         bps_regions *regions
         bps_ibv_qp *qp
@@ -56,7 +57,7 @@ cdef extern from "rail.h" nogil:
         bps_slot_in *in_ "in"
         bps_slot_out *out
         bps_write *queue
-        uint64_t capacity, posted, sent, delivered, writes_received, bytes_sent, bytes_received, waited
+        uint64_t capacity, posted, sent, delivered, writes_received, bytes_sent, bytes_received, waited, proven_ns
         bps_failure failure
         bps_trace records
     enum: BPS_PROOF_SENT, BPS_PROOF_RECEIVED, BPS_PROOF_FAILED, BPS_PROOF_SLOT
@@ -73,14 +74,15 @@ cdef extern from "rail.h" nogil:
 cdef extern from "rail.h" nogil:
     struct bps_rail:
         bps_ibv_cq *cq
-        int wake_fd, event
-        uint64_t awake_ns, completions, batches, sleeps
+        int wake_fd
+        uint64_t awake_ns, port_error_ns, completions, batches, sleeps
         pthread_mutex_t lanes_lock
         bps_rdma_lane **lanes
         bps_regions regions
-        uint32_t stopping
+        uint32_t port, stopping
         pthread_t thread
     void *bps_rail_run(void *)
+    void bps_rail_look(bps_rail *)
     uint32_t bps_forks
     void bps_forked() noexcept
     int bps_rail_add_lane(bps_rail *, bps_rdma_lane *)

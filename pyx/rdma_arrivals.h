@@ -58,6 +58,7 @@ static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps
     pthread_mutex_lock(&lane->lock);
     lane->n_receives--;
     if (immediate == bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch) && wc->byte_len == 0) {
+        lane->proven_ns = bps_now_ns();
         __atomic_fetch_or(&lane->proof, BPS_PROOF_RECEIVED, __ATOMIC_SEQ_CST);
         bps_wake(&lane->proof, INT_MAX);
     } else if (!lane->lost && !lane->closing) {

@@ -47,6 +47,7 @@ struct bps_write {
 struct bps_failure { /* the first one; a flush gives way to its cause */
     int kind, code; /* BPS_FAILED_*; status of a completion, errno of a post, epoch of an arrival, IBV_EVENT_* */
     uint32_t vendor_error, slot, round, nbytes, is_receive;
+    uint64_t at_ns; /* filled in by bps_lane_fail */
 };
 
 struct bps_rdma_lane {
@@ -64,6 +65,7 @@ struct bps_rdma_lane {
     uint64_t capacity, posted, sent, delivered;
     uint32_t n_bound, n_receives; /* receive requests that are posted; more than n_bound after an unbind */
     uint32_t proof, closing, lost, told;
+    uint64_t proven_ns; /* when the peer's proof came, 0: not yet */
     struct bps_failure failure;
     uint64_t writes_received, bytes_sent, bytes_received, waited;
     struct bps_trace records;
@@ -76,6 +78,7 @@ static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure 
     int was_flush = lane->failure.kind == BPS_FAILED_COMPLETION && lane->failure.code == BPS_WC_WR_FLUSH_ERR;
     if (lane->closing)
         return;
+    failure.at_ns = bps_now_ns();
     if (lane->failure.kind == 0 || (was_flush && !is_flush))
         lane->failure = failure;
     lane->lost = 1;

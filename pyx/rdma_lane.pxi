@@ -158,17 +158,20 @@ cdef class Lane:
         """Return why the lane has failed, or None: kind and code, what it was about (`rdma_lane.h`).
 
         Kinds: "completion" (code: its status), "post" (errno), "arrival" (its epoch), "event" (``ibv_event_type``),
-        "poll" (errno). `slot` is None where it is not known.
+        "poll" (errno). `slot` is None where it is not known. `at_ns`: when, `proven_ns`: when the peer's proof had come
+        (0: never), both in monotonic ns.
         """
         cdef bps_failure failure
-        pthread_mutex_lock(&self.lane.lock)
-        failure = self.lane.failure
-        pthread_mutex_unlock(&self.lane.lock)
+        with nogil:
+            pthread_mutex_lock(&self.lane.lock)
+            failure = self.lane.failure
+            pthread_mutex_unlock(&self.lane.lock)
         if failure.kind == 0:
             return None
         return {"kind": _KINDS[failure.kind], "code": failure.code, "vendor_error": failure.vendor_error,
                 "slot": None if failure.slot == BPS_PROOF_SLOT else failure.slot, "round": failure.round,
-                "nbytes": failure.nbytes, "is_receive": bool(failure.is_receive)}
+                "nbytes": failure.nbytes, "is_receive": bool(failure.is_receive), "at_ns": failure.at_ns,
+                "proven_ns": self.lane.proven_ns}
 
     def counters(self):
         """Return bytes and writes in both directions; `writes_waited`: posted while the queue pair was full.

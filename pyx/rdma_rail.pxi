@@ -6,7 +6,8 @@
 cdef class Rail:
     """Serve the completion queue at *completion_queue* (its `handle`; with events) by one native thread.
 
-    *keep* is held until `close`. *awake_us*: how long the thread keeps its core, yielding, before it sleeps.
+    *keep* is held until `close`. *port*: the one whose events count. *awake_us*: how long the thread keeps its core,
+    yielding, before it sleeps.
     Nobody else may poll the queue. Any thread; `close` by the owner, once all lanes are closed.
 
     Raises
@@ -20,7 +21,7 @@ cdef class Rail:
     cdef int n_lanes
     cdef uint32_t forks
 
-    def __cinit__(self, uintptr_t completion_queue, *, uint64_t awake_us=50, keep=None):
+    def __cinit__(self, uintptr_t completion_queue, *, uint32_t port=1, uint64_t awake_us=50, keep=None):
         cdef char why[512]
         cdef int rc = bps_verbs_open(BPS_VERBS_LIBRARY, why, sizeof(why))
         if rc:
@@ -35,7 +36,8 @@ cdef class Rail:
             _watches_forks = True
         self.forks = bps_forks
         self.rail.cq = <bps_ibv_cq *>completion_queue
-        self.rail.awake_ns, self.rail.event = 1000 * awake_us, -1
+        self.rail.awake_ns, self.rail.port = 1000 * awake_us, port
+        bps_unblock(self.rail.cq.context.async_fd)
         pthread_mutex_init(&self.rail.lanes_lock, NULL)
         pthread_mutex_init(&self.rail.regions.lock, NULL)
         self.rail.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
@@ -60,9 +62,20 @@ cdef class Rail:
             raise MemoryError("table of registered memory")
 
     @property
-    def event(self):
-        """Number of the last asynchronous event of the device (``ibv_event_type``), -1 if there was none."""
-        return self.rail.event
+    def port_error_ns(self):
+        """When it was last noticed that the port went down (PORT_ERR), in monotonic ns, 0: never."""
+        return self.rail.port_error_ns
+
+    def look(self):
+        """Take notice of all that the device has reported by itself, before the thread comes to it.
+
+        Lanes may fail by it, and a flush gives way to its cause.
+        """
+        cdef bps_rail *rail = self._open()
+        with nogil:
+            pthread_mutex_lock(&rail.lanes_lock)
+            bps_rail_look(rail)
+            pthread_mutex_unlock(&rail.lanes_lock)
 
     def counters(self):
         """Return completions, the batches they came in, how often the thread slept, and regions known."""

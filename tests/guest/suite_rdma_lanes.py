@@ -10,7 +10,7 @@ import pytest
 
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.rdma import Lane
-from bpsfast.transport.rdma.failure import describe
+from bpsfast.transport.rdma.failure import PortNow, describe
 from tests.guest.lane_side import EPOCH, MAX_RECEIVE, N_SLOTS, NBYTES, aim, connected, prove, wait_for
 
 
@@ -166,7 +166,7 @@ def test_a_write_without_a_receive_request_is_named(proven):
     left.lane.post(1, 1, 0, left.region.address, NBYTES)
     assert left.events(1)[0][0] == native.EVENT_LOST
     assert left.lane.failure()["code"] == 13
-    assert "failed: IBV_WC_RNR_RETRY_EXC_ERR (13" in describe(left.lane.failure(), "node 1", "rxe0/1")
+    assert "failed: IBV_WC_RNR_RETRY_EXC_ERR (13" in describe(left.lane.failure(), "node 1", "rxe0/1", PortNow())
 
 
 def test_a_slot_is_bound_after_the_proof(sides):

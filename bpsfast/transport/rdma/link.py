@@ -51,8 +51,8 @@ class Way:
 
     def describe(self, who: str) -> str:
         """Return what ended the lane, in words."""
-        return failure.describe(self.lane.failure(), who, self.rail.name, self.rail.native.event,
-                                self.rail.state())
+        port = self.rail.port_now()  # first: what it notices may be the failure that others only follow from
+        return failure.describe(self.lane.failure(), who, self.rail.name, port)
 
     def close(self) -> None:
         """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory.
@@ -154,8 +154,9 @@ class RdmaLink:
     def why(self, code: int) -> str:
         """Return in words why a lane was lost; *code* is the event's."""
         who = f"node {self.index}"
-        found = [way.describe(who) for way in self._ways if way.lane.failure() is not None]
-        return found[0] if found else f"closed (code {code})"
+        found = [(way.describe(who), way.lane.failure()) for way in self._ways if way.lane.failure() is not None]
+        found.sort(key=lambda each: failure.is_consequence(each[1]))  # of several, what tells the cause
+        return found[0][0] if found else f"closed (code {code})"
 
     def fence(self) -> None:
         """Cut the peer off for good: whatever it has under way, also when it was stopped meanwhile, reaches nothing.

@@ -23,7 +23,7 @@ from ...pyx.pages import Segment
 from ...settings import Settings
 from ...verbs import provider
 from . import budget
-from .failure import NoDeviceError, NoRdmaError
+from .failure import NoDeviceError, NoRdmaError, PortNow
 from .offer import RailOffer
 
 log = logging.getLogger("bpsfast.node")
@@ -69,7 +69,8 @@ class Rail:
             self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
             self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
             with on_cores(cores):  # a thread inherits them from whoever starts it
-                self.native = native.Rail(self.queue.handle, awake_us=settings.awake_us, keep=self.queue)
+                self.native = native.Rail(self.queue.handle, port=chosen.port, awake_us=settings.awake_us,
+                                          keep=self.queue)
             undo.callback(self.native.close)
             self._undo = undo.pop_all()
 
@@ -80,12 +81,18 @@ class Rail:
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
                          mtu=min(self.port["active_mtu"], self.settings.rdma_mtu or self.port["active_mtu"]))
 
-    def state(self) -> str:
-        """Return the port's state as it is now ("ACTIVE", "DOWN"), or that the device is gone."""
+    def port_now(self) -> PortNow:
+        """Return what became of the port; what the device has reported by itself until now counts."""
+        gid, error_ns = self.chosen.gid, 0
         try:
-            return str(self.device.port(self.chosen.port)["state"])
+            self.native.look()
+            error_ns = self.native.port_error_ns
+            port = self.device.port(self.chosen.port)
+            return PortNow(str(port["state"]), port["lid"] == self.port["lid"],
+                           port["link_layer"] != "Ethernet" or gid is None
+                           or self.device.gid(self.chosen.port, gid.index) == gid.value, error_ns)
         except (OSError, ValueError):
-            return "gone with its device"
+            return PortNow("gone with its device", error_ns=error_ns)
 
     def queue_pair(self) -> Any:
         """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
