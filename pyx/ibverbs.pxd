@@ -134,6 +134,7 @@ cdef extern from "verbs.h" nogil:
     int bps_post_write_imm(bps_ibv_qp *, uint64_t, uint64_t, uint32_t, uint32_t, uint64_t, uint32_t, uint32_t,
                            unsigned int)
     int bps_post_recv_one(bps_ibv_qp *, uint64_t, uint64_t, uint32_t, uint32_t)
+    int bps_device_is_gone(int)
     int bps_unblock(int)
     int bps_await_fd(int, int64_t)
     int bps_take_cq_event(bps_ibv_comp_channel *)

@@ -111,6 +111,12 @@ static inline struct bps_ibv_mr *bps_reg_mr(struct bps_ibv_pd *pd, void *address
 
 static inline int bps_positive(int rc) { return rc < 0 ? -rc : rc; }
 
+/* Whether the verb that was to destroy an object failed with rc because the kernel has taken the device from this
+ * process (unplugged, reset, its driver unbound): it has destroyed all objects itself then, and every call ends so. What
+ * the provider has of the object in this process is lost: no call can free it any more. libibverbs would, if
+ * RDMAV_ALLOW_DISASSOC_DESTROY were set, but only in programs that read no events meanwhile. */
+static inline int bps_device_is_gone(int rc) { return bps_positive(rc) == EIO || bps_positive(rc) == ENODEV; }
+
 /* Post a chain of send work requests; on an error *bad is the first that was not posted. */
 static inline int bps_post_send(struct bps_ibv_qp *qp, struct bps_ibv_send_wr *wr, struct bps_ibv_send_wr **bad)
 {

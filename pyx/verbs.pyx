@@ -7,7 +7,8 @@
         QueuePair       one end of a reliable connection              verbs_queue_pair.pxi
       CompletionQueue   what of the posted work is done               verbs_completion.pxi
 
-A child keeps its parent; a parent refuses to close while a child lives (BufferError). `close` is idempotent.
+A child keeps its parent; a parent refuses to close while a child lives (BufferError). `close` is idempotent. When the
+kernel has taken the device away, `close` succeeds all the same: nothing is left to destroy (`bps_device_is_gone`).
 After a fork the child's copies are unusable (ValueError) and release nothing: the device is the parent's.
 `handle` is the address of the C struct (`verbs_abi.h`), for native code that posts and polls by itself.
 Every call that may wait runs without the GIL. Any thread may call anything; one object is closed by its owner only.
@@ -23,6 +24,7 @@ from libc.errno cimport EAGAIN, EINTR, EINVAL, ENODEV, ENOENT, ENOMEM, ENOSYS, E
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
+from posix.unistd cimport close as close_fd
 
 import collections
 import errno as errnos
@@ -36,9 +38,9 @@ from pyx.ibverbs cimport (
     BPS_QP_PKEY_INDEX, BPS_QP_PORT, BPS_QP_RETRY_CNT, BPS_QP_RNR_RETRY, BPS_QP_RQ_PSN, BPS_QP_SQ_PSN, BPS_QP_STATE,
     BPS_QP_TIMEOUT, BPS_SEND_INLINE, BPS_SEND_SIGNALED, BPS_VERBS_LIBRARY, BPS_WC_WITH_IMM, BPS_WR_RDMA_READ,
     BPS_WR_RDMA_WRITE, BPS_WR_RDMA_WRITE_WITH_IMM, BPS_WR_SEND, BPS_WR_SEND_WITH_IMM, bps_await_fd,
-    bps_ibv_async_event, bps_ibv_comp_channel, bps_ibv_context, bps_ibv_cq, bps_ibv_device, bps_ibv_device_attr,
-    bps_ibv_gid, bps_ibv_mr, bps_ibv_pd, bps_ibv_port_attr, bps_ibv_qp, bps_ibv_qp_attr, bps_ibv_qp_init_attr,
-    bps_ibv_wc, bps_reg_mr, bps_req_notify_cq, bps_take_cq_event, bps_unblock, bps_verbs, bps_verbs_open,
+    bps_device_is_gone, bps_ibv_async_event, bps_ibv_comp_channel, bps_ibv_context, bps_ibv_cq, bps_ibv_device,
+    bps_ibv_device_attr, bps_ibv_gid, bps_ibv_mr, bps_ibv_pd, bps_ibv_port_attr, bps_ibv_qp, bps_ibv_qp_attr,
+    bps_ibv_qp_init_attr, bps_ibv_wc, bps_reg_mr, bps_req_notify_cq, bps_take_cq_event, bps_unblock, bps_verbs, bps_verbs_open,
     bps_wc_immediate,
 )
 from pyx.words cimport bps_now_ns
@@ -49,6 +51,8 @@ cdef extern from "work.h" nogil:
         pass
     int pthread_mutex_init(pthread_mutex_t *, void *)
     int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
     int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
     enum: BPS_WORK_RECV, EXFULL
     struct bps_work:

@@ -199,7 +199,9 @@ cdef class CompletionQueue:
                 rc = bps_verbs.destroy_cq(cq)
                 if rc == 0 and self.channel != NULL:
                     bps_verbs.destroy_comp_channel(self.channel)
-            if rc:
+                elif bps_device_is_gone(rc) and self.channel != NULL:
+                    close_fd(self.channel.fd)  # the library still counts the queue as the channel's, and would refuse
+            if rc and not bps_device_is_gone(rc):
                 self.cq = cq
                 return rc
         self.cq, self.channel = NULL, NULL

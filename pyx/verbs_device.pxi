@@ -203,7 +203,7 @@ cdef class Device:
         if self.users and self.context != NULL and self.forks == bps_forks:
             raise BufferError(f"device {self.name}: another thread is in events")
         cdef int rc = self._release()
-        if rc:
+        if rc and not bps_device_is_gone(rc):
             raise OSError(rc, f"ibv_close_device({self.name}): {_words(rc)}")
 
     cdef int _release(self) noexcept:
@@ -303,7 +303,7 @@ cdef class ProtectionDomain:
         if self.forks == bps_forks:
             with nogil:
                 rc = bps_verbs.dealloc_pd(pd)
-            if rc:
+            if rc and not bps_device_is_gone(rc):
                 self.pd = pd
                 return rc
         self.device.children -= 1

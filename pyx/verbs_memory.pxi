@@ -123,7 +123,7 @@ cdef class MemoryRegion:
             self.mr = NULL  # before the GIL goes: nobody deregisters twice
             with nogil:
                 rc = bps_verbs.dereg_mr(mr)
-            if rc:
+            if rc and not bps_device_is_gone(rc):
                 self.mr = mr
                 return rc
         self.mr = NULL

@@ -77,10 +77,19 @@ cdef class QueuePair:
         self.pair.send.capacity, self.pair.recv.capacity = self.max_send, self.max_recv
         self.pair.send.items = <bps_work *>calloc(self.max_send, sizeof(bps_work))
         self.pair.recv.items = <bps_work *>calloc(self.max_recv, sizeof(bps_work))
-        if self.pair.send.items == NULL or self.pair.recv.items == NULL or bps_cq_add_pair(&send_cq.work, &self.pair) \
-                or (recv_cq is not send_cq and bps_cq_add_pair(&recv_cq.work, &self.pair)):
+        if self.pair.send.items == NULL or self.pair.recv.items == NULL or self._enlist():
             self._release()
             raise MemoryError(f"queue pair of {self.max_send} and {self.max_recv} posts")
+
+    cdef int _enlist(self) noexcept:
+        """Let the completion queues account for the pair: 0, or ENOMEM."""
+        cdef bps_pair *pair = &self.pair
+        cdef int rc
+        with nogil:
+            rc = bps_cq_add_pair(pair.send_cq, pair)
+            if rc == 0 and pair.recv_cq != pair.send_cq:
+                rc = bps_cq_add_pair(pair.recv_cq, pair)
+        return rc
 
     cdef void _abandon(self, ProtectionDomain domain, CompletionQueue send_cq, CompletionQueue recv_cq) noexcept:
         domain.children -= 1
@@ -114,13 +123,19 @@ cdef class QueuePair:
         A flush (status 5) is no cause: it gives way to the bad completion that is, if that is polled later.
         """
         cdef bps_pair *pair = &self.pair
-        if pair.failed == 0:
+        cdef bps_work work
+        cdef int status
+        cdef uint32_t vendor_error
+        with nogil:
+            pthread_mutex_lock(&pair.lock)
+            status, vendor_error, work = pair.failed, pair.vendor_error, pair.failed_work
+            pthread_mutex_unlock(&pair.lock)
+        if status == 0:
             return None
         return {
-            "status": pair.failed, "vendor_error": pair.vendor_error, "opcode": pair.failed_work.opcode,
-            "wr_id": pair.failed_work.wr_id, "address": pair.failed_work.address, "nbytes": pair.failed_work.nbytes,
-            "lkey": pair.failed_work.lkey, "remote_address": pair.failed_work.remote_address,
-            "rkey": pair.failed_work.rkey, "peer": self.peer, "device": self.domain.device.name,
+            "status": status, "vendor_error": vendor_error, "opcode": work.opcode, "wr_id": work.wr_id,
+            "address": work.address, "nbytes": work.nbytes, "lkey": work.lkey, "remote_address": work.remote_address,
+            "rkey": work.rkey, "peer": self.peer, "device": self.domain.device.name,
         }
 
     @property
@@ -340,6 +355,7 @@ cdef class QueuePair:
             raise BufferError(f"queue pair {self.number}: another thread is in a call of it")
         cdef int rc = self._release()
         if rc:
+            self._enlist()  # it lives on, and so do its posts
             raise OSError(rc, f"ibv_destroy_qp({self.domain.device.name}, queue pair {self.number}): {_words(rc)}")
 
     cdef int _release(self) noexcept:
@@ -351,13 +367,13 @@ cdef class QueuePair:
             return 0
         pair.qp = NULL
         if self.forks == bps_forks:
-            with nogil:
+            with nogil:  # out of the lists first: its number may be another's at once, and this object may go anyway
+                bps_cq_remove_pair(pair.send_cq, pair)
+                bps_cq_remove_pair(pair.recv_cq, pair)
                 rc = bps_verbs.destroy_qp(qp)
-            if rc:
+            if rc and not bps_device_is_gone(rc):
                 pair.qp = qp
                 return rc
-            bps_cq_remove_pair(pair.send_cq, pair)
-            bps_cq_remove_pair(pair.recv_cq, pair)
             outstanding = pair.send.posted != pair.send.retired or pair.recv.posted != pair.recv.retired
             bps_retire(pair.send_cq, &pair.send, pair.send.posted)
             bps_retire(pair.recv_cq, &pair.recv, pair.recv.posted)

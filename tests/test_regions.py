@@ -126,3 +126,14 @@ def test_a_registrar_sees_every_segment_once_and_may_refuse_it(no_leaks):
     with pytest.raises(CapacityError, match="a plan: "):
         regions.require([(regions.partials, 2 << 30)], "a plan")
     regions.close()
+
+
+def test_memory_that_somebody_holds_keeps_no_other_segment():
+    regions = Regions()
+    held = regions.slots.allocate(5000)[0].segment, regions.results.allocate(5000)[0].segment
+    with memoryview(regions.chunk(held[0]).segment):
+        with pytest.raises(BufferError, match="live exports"):
+            regions.close()
+        assert [regions.chunk(number).segment.address != 0 for number in held] == [True, False]
+    regions.close()
+    assert regions.chunk(held[0]).segment.address == 0

@@ -11,6 +11,7 @@ are unique on the node over all kinds: an entry (segment, offset) means the same
 """
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -199,9 +200,16 @@ class Regions:
         return chunk
 
     def close(self) -> None:
-        """Unmap everything. Only when engine, transports and registrar are closed."""
-        for chunk in self._chunks:
-            chunk.segment.close()
+        """Unmap everything. Only when engine, transports and registrar are closed.
+
+        Raises
+        ------
+        BufferError
+            Somebody still holds memory; what nobody holds is unmapped.
+        """
+        with contextlib.ExitStack() as last:
+            for chunk in self._chunks:
+                last.callback(chunk.segment.close)
 
     def _require(self, nbytes: int, purpose: str) -> None:
         if self._max_nbytes and self.nbytes + nbytes > self._max_nbytes:

@@ -5,6 +5,7 @@ wires, engine, then the memory they wrote to.
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -244,16 +245,17 @@ class Vertex:
         return b"".join(records)
 
     def close(self) -> None:
-        """Unmap everything. After `stop`, and after the ranks' lanes are closed."""
+        """Unmap everything. After `stop`, and after the ranks' lanes are closed.
+
+        What cannot be closed keeps nothing else open: its error comes when all others are closed.
+        """
         for link in self.talking_links():
             link.close()
         # The last references: the engine's exports of board and doorbell end with them.
         self._engine = self._dispatcher = self._wiring = None
         self.links.clear()
-        self.doorstep.close()
-        self.rails.close()
-        self.regions.close()
-        self._board.close()
-        self._doorbell.close()
+        with contextlib.ExitStack() as last:
+            for each in (self._doorbell, self._board, self.regions, self.rails, self.doorstep):
+                last.callback(each.close)
 
 

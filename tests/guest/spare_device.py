@@ -2,14 +2,33 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 NAME, NETDEV, PEER = "rxe9", "spare9", "spare8"
 #: Takes the device away as somebody does who unloads its driver; rxe then waits for its users.
 REMOVE_DRIVER = ("rdma", "link", "delete", NAME)
 #: Takes the network interface below it away, as somebody does who pulls the card.
 PULL_OUT = ("ip", "link", "delete", NETDEV)
+
+
+#: Where ``ibv_context`` has cmd_fd, the descriptor by which it speaks to the kernel.
+_CMD_FD = 264
+
+
+def take_away(device: Any) -> None:
+    """Let every call to the kernel for *device* (`Device` of either provider) end in EIO from now on.
+
+    So it is when the driver of a card that is pulled out lets go of its users; rxe's waits for them. What answers here
+    is a terminal that was hung up. What the process has mapped keeps the kernel's objects until it ends.
+    """
+    master, terminal = os.openpty()
+    os.close(master)
+    os.dup2(terminal, ctypes.c_int.from_address(device.handle + _CMD_FD).value, inheritable=False)
+    os.close(terminal)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ Runs in the guest.
 """
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
 from bpsfast.pyx.port import DONE
 from tests.guest import spare_device
-from tests.guest.verbs_end import until
+from tests.guest.verbs_end import kernel_objects, until
 from tests.test_transport import push, settings_for
 from tests.two_nodes import End, connect, declare, order_of
 
@@ -27,16 +29,16 @@ def spare():
         yield name
 
 
-def meet(kind: str, device: str) -> list[End]:
-    made = [End(index, settings_for(kind, allow_shm=False, rdma_devices=f"={name}"))
+def meet(kind: str, device: str, **changes: object) -> list[End]:
+    made = [End(index, settings_for(kind, allow_shm=False, rdma_devices=f"={name}", **changes))
             for index, name in enumerate(("rxe0", device))]
     connect(made)
     return made
 
 
-def agree(kind: str, device: str) -> list[End]:
+def agree(kind: str, device: str, **changes: object) -> list[End]:
     """Return two nodes with one partition, which node 0 owns, over *device* on node 1."""
-    made = meet(kind, device)
+    made = meet(kind, device, **changes)
     for end in made:
         assert end.peering.error is None, end.peering.error
         assert end.peering.links[1 - end.index].kind == "rdma"
@@ -102,3 +104,40 @@ def test_a_card_that_is_pulled_out_under_writes_is_named_and_the_next_job_knows(
         assert isinstance(made[1].peering.error, ConfigError) and words in str(made[1].peering.error)
     for end in made:
         end.close()
+
+
+def lose_the_device_and_close(name: str) -> None:
+    """Be the process whose device is taken away under two nodes; say what they know of it, and that all is closed."""
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    for end in agree("rdma", "rxe1", verbs=name):  # what is loaded at first stays
+        end.close()
+    before = counts()
+    made = agree("rdma", "rxe1", verbs=name)
+    places = [end.allocate(NBYTES) for end in made]
+    add_up(made, places, 1)
+    [rail] = made[1].vertex.rails._open.values()
+    spare_device.take_away(rail.device)
+    push(made[1], 0, 2, places[1], b"\2" * NBYTES)
+    print(made[1].vertex.why_lost(0, made[1].lost.get(timeout=60)[1]))
+    rail = None
+    places.clear()
+    for end in made:
+        end.close()
+    made.clear()
+    until(lambda: counts() == before)
+    print("closed", flush=True)
+
+
+def test_nodes_whose_device_the_kernel_has_taken_away_close(verbs):
+    objects = kernel_objects()
+    name = "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs"
+    program = f"from tests.guest.suite_rdma_vanish import *; lose_the_device_and_close({name!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    words, last = done.stdout.splitlines()
+    assert f"RDMA WRITE of partition 0 (round 2, {NBYTES} bytes) to node 0 over rxe1/1 was refused: EIO" in words, words
+    assert words.endswith("this machine's port is gone with its device now"), words
+    assert last == "closed" and done.stderr == ""
+    assert kernel_objects() == objects  # rxe's own stay while the process has them mapped

@@ -193,6 +193,57 @@ def test_a_port_that_goes_down(verbs):
         assert left.completions()[0][1] == 0
 
 
+def test_a_device_that_the_kernel_has_taken_away_can_be_closed(verbs):
+    shown = python(verbs, """
+        import gc, os
+        from tests.guest.spare_device import take_away
+        from tests.guest.verbs_end import End
+        end = End(verbs, "rxe0", events=True)  # what is loaded at first stays
+        end.close()
+        fds = len(os.listdir("/proc/self/fd"))
+        memory = bytearray(4096)
+        device = verbs.Device("rxe0")
+        domain = verbs.ProtectionDomain(device)
+        queue = verbs.CompletionQueue(device, 64, events=True)
+        region = verbs.MemoryRegion(domain, memory)
+        pairs = [verbs.QueuePair(domain, queue, queue, max_send=8, max_recv=8) for _ in range(2)]
+        for pair in pairs:
+            pair.to_init(1)
+            pair.post_recv(1, region.address, 8, region.lkey)
+        take_away(device)
+        try: device.port()
+        except OSError as exc: print(exc)
+        for each in (*pairs, region, queue, domain, device):
+            each.close()
+            each.close()
+            assert each.closed and not getattr(each, "children", 0), each
+        memory.extend(b"x")  # no longer held for the device
+        assert queue.pending == 0
+        del pairs, pair, each, region, queue, domain, device
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        with End(verbs, "rxe0") as again:
+            print(again.device.port()["state"])
+        """)
+    assert shown.startswith("[Errno 5] ibv_query_") and shown.endswith("\nACTIVE\n"), shown
+
+
+def test_what_the_kernel_has_taken_away_may_be_dropped_unclosed(verbs):
+    shown = python(verbs, """
+        import gc
+        from tests.guest.spare_device import take_away
+        from tests.guest.verbs_end import End
+        end = End(verbs, "rxe0", events=True)
+        end.pair.to_init(1)
+        end.receive()
+        take_away(end.device)
+        del end
+        gc.collect()
+        print("alive")
+        """)
+    assert shown == "alive\n"
+
+
 @pytest.mark.parametrize("removal", [REMOVE_DRIVER, PULL_OUT], ids=" ".join)
 def test_a_device_that_vanishes_under_live_objects(verbs, removal):
     """rxe waits for its users, once it is out of every list; other drivers take the device away from them."""

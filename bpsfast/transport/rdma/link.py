@@ -166,7 +166,7 @@ class RdmaLink:
         for way in self._ways:
             try:
                 way.close()
-            except OSError as exc:  # the lane is shut all the same; the others have to be
+            except (OSError, BufferError) as exc:  # the lane is shut all the same; the others have to be
                 log.warning("a queue pair to node %d stays open: %s", self.index, exc)
 
     def counters(self) -> dict[str, int]:

@@ -252,6 +252,8 @@ class Rails:
                     rail.close()
                 except BufferError as exc:  # a peer is just being tried: it ends with the process
                     log.debug("rail %s stays open: %s", name, exc)
+                except OSError as exc:  # what could be closed of it is; so have the others to be
+                    log.warning("rail %s was not closed in order: %s", name, exc)
 
     def _opened(self, chosen: route.Rail, n_peers: int) -> Rail:
         if chosen.name not in self._open:

@@ -42,9 +42,9 @@ class CompletionQueue(Owned):
         self._places = Places(raw.cqe)
         self._pairs: dict[int, QueuePair] = {}
         self._ready: deque[Completion] = deque()
-        self._users, self._fd = 0, -1
+        self._users, self._fd, self._channel_address = 0, -1, 0
         if self._channel is not None:
-            self._fd = pointers.channel(self._channel, device.handle)
+            self._channel_address, self._fd = pointers.channel(self._channel, device.handle)
             os.set_blocking(self._fd, False)
         self._own(raw, device)
 
@@ -122,6 +122,14 @@ class CompletionQueue(Owned):
         if self.children:
             return f"has {self.children} open queue pairs"
         return "is in use: another thread is in wait or poll" if self._users else ""
+
+    def _lose(self) -> None:
+        super()._lose()
+        if self._channel is not None:
+            # libibverbs still counts the queue as the channel's, and would refuse to destroy that
+            pointers.forget(self._channel, self._channel_address)
+            os.close(self._fd)
+            self._channel = None
 
     def _released(self) -> None:
         if self._channel is not None and self._is_ours:

@@ -3,11 +3,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import weakref
 from typing import Any
 
+from . import pointers
 from .library import told, words
+
+#: What the kernel answers to everything once it has taken the device away, all its objects included.
+_GONE = frozenset({errno.EIO, errno.ENODEV})
 
 _forks = 0
 _live: weakref.WeakSet[Owned] = weakref.WeakSet()
@@ -34,6 +39,7 @@ class Owned:
     _name = "object"
     _verb = "close"
     children = 0
+    handle: Any
 
     def _own(self, raw: Any, *parents: Owned) -> None:
         self._raw, self._parents, self._made_in = raw, parents, _forks
@@ -72,8 +78,13 @@ class Owned:
         if self._is_ours:
             if busy := self._busy():
                 raise BufferError(f"{self._name} {busy}")
-            with words(lambda rc: f"{self._verb}({self._name}): {told(rc)}"):
-                self._raw.close()
+            try:
+                with words(lambda rc: f"{self._verb}({self._name}): {told(rc)}"):
+                    self._raw.close()
+            except OSError as exc:
+                if exc.errno not in _GONE:
+                    raise
+                self._lose()
         self._raw = None
         for parent in self._parents:
             parent.children -= 1
@@ -81,6 +92,10 @@ class Owned:
 
     def _busy(self) -> str:
         return f"has {self.children} open children" if self.children else ""
+
+    def _lose(self) -> None:
+        """Leave what libibverbs has of it behind: no call can free that any more, and pyverbs shall not try again."""
+        pointers.forget(self._raw, self.handle)
 
     def _released(self) -> None:
         """Let go of what was held for the device."""

@@ -38,9 +38,10 @@ def region(raw: Any, of_context: int) -> int:
     return _find(raw, _MR, lambda f: f[0] == of_context and f[3:] == (raw.length, raw.handle, raw.lkey, raw.rkey))[0]
 
 
-def channel(raw: Any, of_context: int) -> int:
-    """Return the descriptor of an ``ibv_comp_channel``."""
-    return _find(raw, _CHANNEL, lambda f: f[0] == of_context and _is_channel(f[1]))[1][1]
+def channel(raw: Any, of_context: int) -> tuple[int, int]:
+    """Return the address of an ``ibv_comp_channel`` and its descriptor."""
+    address, found = _find(raw, _CHANNEL, lambda f: f[0] == of_context and _is_channel(f[1]))
+    return address, found[1]
 
 
 def completion_queue(raw: Any, of_context: int) -> int:
@@ -53,11 +54,23 @@ def queue_pair(raw: Any, of_context: int) -> int:
     return _find(raw, _QP, lambda f: f[0] == of_context and f[7] == raw.qp_num)[0]
 
 
-def _find(raw: Any, layout: struct.Struct, is_it: Callable[[tuple[int, ...]], bool]) -> tuple[int, tuple[int, ...]]:
+def forget(raw: Any, address: int) -> None:
+    """Let *raw* take its struct, at *address*, for destroyed: a pointer that is NULL."""
+    for i, word in enumerate(_words(raw)):
+        if i > 1 and word == address:
+            ctypes.c_uint64.from_address(id(raw) + 8 * i).value = 0
+
+
+def _words(raw: Any) -> tuple[int, ...]:
+    """Return the words of an object; the first two are its count and type."""
     n_words = type(raw).__basicsize__ // 8
+    return struct.unpack(f"{n_words}Q", ctypes.string_at(id(raw), 8 * n_words))
+
+
+def _find(raw: Any, layout: struct.Struct, is_it: Callable[[tuple[int, ...]], bool]) -> tuple[int, tuple[int, ...]]:
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for word in struct.unpack(f"{n_words}Q", ctypes.string_at(id(raw), 8 * n_words))[2:]:  # type and count first
+        for word in _words(raw)[2:]:
             if word % 8 == 0 and 4096 <= word < 1 << 62:
                 try:
                     content = os.pread(memory, layout.size, word)

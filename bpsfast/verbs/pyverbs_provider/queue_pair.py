@@ -1,6 +1,7 @@
 """QueuePair."""
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from typing import Any
@@ -238,7 +239,8 @@ class QueuePair(Owned):
         for queue in {self.send_cq, self.recv_cq}:
             queue._pairs.pop(self.number, None)
             if outstanding and self._is_ours and not queue.closed:
-                queue._forget(self.number)
+                with contextlib.suppress(OSError):  # the queue is broken, as its own next poll will say
+                    queue._forget(self.number)
 
 
 def _text(gid: bytes) -> str:
