@@ -9,9 +9,10 @@
  * completions do not tell which of the two queues they are from: the queue that has the wr_id nearer to its head is
  * taken, the receive queue in doubt only where the opcode says so.
  *
- * Locks: `bps_pair.lock` guards one pair's two queues and spans the call into the provider, so that records stand in
- * the order of the device's queue. `bps_cq.lock` guards the list of pairs and is taken first. Neither is ever waited
- * for with the GIL held.
+ * Locks: `bps_cq.lock` guards the list of pairs, spans a poll and its account, and is taken first. `bps_pair.lock`
+ * guards one pair's two queues and its failure, and spans the call into the provider, so that records stand in the order
+ * of the device's queue; once the pair is in no list, its owner alone has it. `bps_cq.pending` is atomic. Neither lock is
+ * ever waited for with the GIL held, as a poll may be long.
  */
 #ifndef BPS_WORK_H
 #define BPS_WORK_H
