@@ -66,6 +66,10 @@ class CreditQueue(Generic[Item]):
         self.in_flight -= 1
         self.in_flight_nbytes -= nbytes
 
+    def forget_in_flight(self) -> None:
+        """Take all credit back: nobody will say any more that what is under way has reached the destination."""
+        self.in_flight = self.in_flight_nbytes = 0
+
 
 def write_order(order: Sequence[int], first_part: int, is_result: bool) -> int:
     """Return the order of a write of some partition of the unit that begins with *first_part*.

@@ -35,6 +35,7 @@ cdef extern from "rail.h" nogil:
         uint32_t used
     struct bps_slot_in:
         uint64_t nbytes
+        uint32_t next_round
     struct bps_slot_out:
         uint64_t addresses[2]
         uint64_t nbytes

@@ -154,6 +154,17 @@ cdef class Lane:
         if rc == EFAULT:
             raise ValueError(f"slot {slot}: {nbytes} bytes at {address:#x} are not registered with the rail")
 
+    def next_round(self, uint32_t slot):
+        """Return the round of *slot* that has not arrived yet: for good, once the lane is closed."""
+        cdef bps_rdma_lane *lane = self.lane
+        cdef uint32_t found
+        if slot >= lane.n_slots:
+            raise ValueError(f"slot {slot} of {lane.n_slots}")
+        pthread_mutex_lock(&lane.lock)
+        found = lane.in_[slot].next_round
+        pthread_mutex_unlock(&lane.lock)
+        return found
+
     def failure(self):
         """Return why the lane has failed, or None: kind and code, what it was about (`rdma_lane.h`).
 

@@ -78,6 +78,15 @@ def test_credit_that_was_not_taken_cannot_be_released():
         queue.release(5)
 
 
+def test_forgotten_credit_is_there_again():
+    queue: CreditQueue[str] = CreditQueue(10)
+    for name in "abc":
+        queue.put(name, order=0, key=0, nbytes=10)
+    assert (queue.pop(), queue.pop()) == ("a", None)
+    queue.forget_in_flight()
+    assert (queue.pop(), queue.in_flight_nbytes, queue.queued) == ("b", 10, 1)
+
+
 def test_negative_credit_is_refused():
     with pytest.raises(ValueError, match="-1"):
         CreditQueue(-1)

@@ -7,7 +7,9 @@ import struct
 
 import pytest
 
+from bpsfast.node import dispatch
 from bpsfast.node.dispatch import Dispatcher
+from bpsfast.orchestration.errors import StallError
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from bpsfast.pyx.pages import Segment
@@ -158,6 +160,40 @@ def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
     assert service.lost.get_nowait() == (0, 0) and service.lost.empty()
     assert service.written(1, 1) == [0]
     assert service.links[0].counters()["writes_pending"] == service.links[0].counters()["writes_sent"] == 0
+
+
+@pytest.mark.parametrize("service", [(1, 3 * NBYTES, [True])], indirect=True)
+def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(service):
+    dispatcher = service.dispatcher
+    dispatcher.commit(tuple(range(6)), alone(6))
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
+    assert service.written(0, 3) == [0, 1, 2]  # and 3 waits for credit
+    dispatcher.hold(0)
+    dispatcher.handle([service.event(EVENT_LOST, 0, 0), service.event(EVENT_FORWARD, 0, 4)])
+    assert service.lost.empty()  # the caller of `hold` knows
+    service.links[0].close()
+    dispatcher.start()
+    near, far = socket.socketpair()
+    far.settimeout(20)
+    link = TcpLink(0, {0: near}, n_slots=64)
+    service.links.append(link)
+    service.far[0].close()
+    service.far[0] = far
+    # The peer got part 0. It awaits nothing of 5, which was never written.
+    dispatcher.detour(0, link, {0: 2, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1})
+    assert service.written(0, 4) == [1, 2, 3, 4]
+    dispatcher.stop()
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, round_=2)])
+    assert service.written(0, 1) == [0]
+    assert dispatcher.counters()["detours"] == 1
+    assert link.counters()["writes_sent"] == 5
+
+
+@pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
+def test_a_service_that_does_not_run_takes_over_no_link(service, monkeypatch):
+    monkeypatch.setattr(dispatch, "_DETOUR_TIMEOUT_S", 0.01)
+    with pytest.raises(StallError, match="did not take over a new link within 0.01 s"):
+        service.dispatcher.detour(0, service.links[0], {})
 
 
 @pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -182,6 +183,27 @@ def test_links_that_nobody_took_are_closed(kind, no_leaks):
         end.close()
         assert not end.peering.links
     assert all(link.channel.fileno() == -1 if kind == "shm" else not link.sockets for link in links)
+
+
+def test_a_pair_connects_anew_after_its_link_was_given_up(no_leaks):
+    made = [End(index, settings_for("tcp", allow_shm=False)) for index in (0, 1)]
+    connect(made)
+    before = [end.peering.take()[1 - end.index] for end in made]
+    for end in made:
+        end.peering.detour(1 - end.index, "its card is gone")
+    deadline = time.monotonic() + 20
+    while not all(end.peering.done for end in made):
+        assert time.monotonic() < deadline
+        for end in made:
+            end.loop.run_once(0.05)
+    for end, old in zip(made, before):
+        assert end.peering.links[1 - end.index] is not old
+        assert end.peering.describe()[f"node {1 - end.index}"] == "tcp: its card is gone"
+        old.close()
+    (taken,) = made[0].peering.take(1).values()
+    for end in made:
+        end.close()  # closes what nobody took
+    taken.close()
 
 
 def test_auto_falls_back_to_tcp_and_says_why():

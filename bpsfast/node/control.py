@@ -28,9 +28,10 @@ from ..orchestration.membership import Membership
 from ..orchestration.placement import machines_of
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
-from ..transport import Peering, TalkingLink, shm, tcp
+from ..transport import Peering, TalkingLink, rdma, shm, tcp
 from . import reception
 from .counters import told
+from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
 from .plans import Plans
@@ -87,6 +88,7 @@ class Node:
         self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
         self._membership: Membership | None = None
         self._peering: Peering | None = None
+        self._detours: Detours | None = None
         self._welcome: messages.Welcome | None = None
         self._lost_peers: set[int] = set()
         self._unread: list[messages.Message] = []
@@ -277,6 +279,8 @@ class Node:
         assert self._peering is not None and self._welcome is not None
         if self._peering.error is not None:
             self.fail(self._peering.error)
+        if self._detours is not None and self._exit_code is None:
+            self._detours.connected()
         if not self._peering.done or self._vertex.connected or self._exit_code is not None:
             return
         for name, choice in self._peering.describe().items():
@@ -289,6 +293,8 @@ class Node:
             self._loop.watch(link.channel.fileno(), partial(self._read_peer, link))
             if isinstance(link, shm.ShmLink):
                 self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, link.gone))
+        self._detours = Detours(self._settings, self._loop, self._vertex, self._peering, self._plans.without,
+                                self._peer_lost)
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
 
@@ -302,21 +308,29 @@ class Node:
                 log.warning("%s", warning)
 
     def _read_peer(self, link: TalkingLink) -> None:
+        assert self._detours is not None
         try:
             received = link.channel.recv_nowait()
         except PeerLostError:
             self._loop.forget(link.channel.fileno())
-            self._peer_lost(link.index, link.gone)
+            if not self._detours.channel_ended(link.index):
+                self._peer_lost(link.index, link.gone)
             return
         for message, fds in received:
             self._n_control += 1
-            self._plans.peer_said(link, message, fds)
+            if isinstance(message, rdma.Fenced) and isinstance(link, rdma.RdmaLink):
+                if self._exit_code is None:
+                    self._detours.peer_fenced(link, message)
+            else:
+                self._plans.peer_said(link, message, fds)
 
     def _source_lost_soon(self, source: int, code: int) -> None:
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
     def _source_lost(self, source: int, code: int) -> None:
         """The engine or a lane gave a source up: a broken connection, or rubbish that was announced."""
+        if self._exit_code is not None:
+            return
         if source < 0:
             error = self._vertex.service_error
             self.fail(ProtocolError(f"the communication service of {self._name()} failed: {error!r}"))
@@ -326,8 +340,10 @@ class Node:
             what = self._vertex.why_lost(index, code) if index is not None else os.strerror(code)
             self.fail(ProtocolError(f"{who} announced or sent what fits no partition ({what}): mixed versions, or our "
                                     "bug"), who)
-        else:
-            self._peer_lost(index, f"its data connection ended ({self._vertex.why_lost(index, code)})")
+            return
+        reason = f"its data connection ended ({self._vertex.why_lost(index, code)})"
+        if self._detours is None or not self._detours.begin(index, reason):
+            self._peer_lost(index, reason)
 
     def _peer_lost(self, index: int, reason: str) -> None:
         """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""

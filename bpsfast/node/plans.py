@@ -56,6 +56,12 @@ class Plans:
         self._vertex.peer_said(link, message, fds, self._generation)
         self._announce()
 
+    def without(self, index: int) -> None:
+        """Expect nothing more from node *index* on its channel."""
+        if self._generation is not None:
+            self._generation.awaited.discard(index)
+            self._announce()
+
     def commit(self, message: messages.Commit) -> None:
         """Activate the prepared generation and tell the ranks where its results appear."""
         generation, self._generation = self._generation, None

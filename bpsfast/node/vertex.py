@@ -16,7 +16,7 @@ from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..settings import Settings
-from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, wire
+from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
 from .dispatch import Dispatcher
 from .local_rank import LocalRank
@@ -27,6 +27,8 @@ log = logging.getLogger("bpsfast.node")
 
 #: A kernel takes milliseconds; one that takes this long is stuck.
 _FREEZE_TIMEOUT_S = 30.0
+#: Counters of a wire that go on when another link takes its place.
+_ADDED_UP = ("bytes_sent", "bytes_received", "writes_sent", "writes_received")
 
 
 class Vertex:
@@ -54,6 +56,8 @@ class Vertex:
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
         self._source_of: dict[int, int] = {}
+        self._records: list[bytes] = []
+        self._moved: dict[int, dict[str, int]] = {}
         self._stopped = False
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
@@ -124,6 +128,28 @@ class Vertex:
         self._dispatcher.start()
         for link in self.wires():
             link.start(engine, source_of[link.index])
+
+    def hold(self, index: int) -> None:
+        """Write nothing more to node *index* until `resume`."""
+        assert self._dispatcher is not None
+        self._dispatcher.hold(self._source_of[index])
+
+    def resume(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
+        """Reach by *link* from now on the node whose RDMA link was held and fenced; it has not got *awaited*.
+
+        Rails that lead nowhere any more are closed with it.
+        """
+        old = self.links[link.index]
+        assert isinstance(old, rdma.RdmaLink) and self._dispatcher is not None
+        for part, (even, odd, nbytes) in old.bound.items():
+            link.expect(part, even, odd, nbytes)
+        self._records.append(old.trace())
+        counted = old.counters()
+        self._moved[link.index] = {name: counted[name] for name in _ADDED_UP}
+        self._dispatcher.detour(self._source_of[link.index], link, awaited)
+        self.links[link.index] = link
+        old.close()
+        self.rails.settle()
 
     @property
     def service_error(self) -> Exception | None:
@@ -204,7 +230,8 @@ class Vertex:
         assert self._dispatcher is not None
         found = {"engine": self.engine.counters(), "dispatch": self._dispatcher.counters()}
         for link in self.wires():
-            found[f"wire_{link.index}"] = link.counters()
+            before = self._moved.get(link.index, {})
+            found[f"wire_{link.index}"] = {name: value + before.get(name, 0) for name, value in link.counters().items()}
         if self.rails.used:
             found["rdma"] = self.rails.counters()
         return found
@@ -236,7 +263,7 @@ class Vertex:
         assert self._dispatcher is not None and self._engine is not None
         self._stopped = True
         self._dispatcher.stop()
-        records = [self._engine.trace()] if self._trace_capacity else []
+        records = [*self._records, self._engine.trace()] if self._trace_capacity else []
         for link in self.wires():
             if self._trace_capacity:
                 records.append(link.trace())

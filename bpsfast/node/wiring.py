@@ -158,7 +158,7 @@ class Wiring:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
 
     def _rdma_links(self) -> list[RdmaLink]:
-        return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink)]
+        return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
     def _bind(self, generation: Generation, link: WireLink, part: PartPlan, even: int, odd: int) -> None:
         link.bind(part.part, even, odd, part.nbytes)

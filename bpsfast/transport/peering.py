@@ -1,4 +1,6 @@
 """One node on its way to all its peers: dialling those before it, letting in those after it, choosing a transport each.
+
+A pair whose RDMA fails later goes the same way once more, by tcp (`detour`).
 """
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Peering:
     me, nodes
         This node, and all of them in node order.
     listener
-        The socket that `NodeInfo.address` names. Closed here when all peers are connected.
+        The socket that `NodeInfo.address` names. Closed here, in the end.
     doorstep, rails
         What this node offers to peers that share memory with it, and to those that it reaches by RDMA.
     notify
@@ -88,14 +90,14 @@ class Peering:
         self._meetings: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._taken = False
-        self._threads = [threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
-                         for task in (self._dial_all, self._accept_all)]
+        self._taken: set[int] = set()
+        self._accepts = False
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
-        for thread in self._threads:
-            thread.start()
+        self._begin(self._dial_all)
+        self._begin_to_accept()
 
     @property
     def done(self) -> bool:
@@ -106,11 +108,27 @@ class Peering:
         """Return "node N" -> "transport: reason"."""
         return {f"node {index}": f"{self.links[index].kind}: {self.reasons[index]}" for index in sorted(self.links)}
 
-    def take(self) -> dict[int, Link]:
-        """Hand over the links: from now on they are the caller's to close."""
+    def take(self, *only: int) -> dict[int, Link]:
+        """Hand over the links to the nodes *only* (default: to all): from now on they are the caller's to close."""
         with self._lock:
-            self._taken = True
-            return dict(self.links)
+            taken = {index: link for index, link in self.links.items() if not only or index in only}
+            self._taken |= taken.keys()
+            return taken
+
+    def detour(self, index: int, reason: str) -> None:
+        """Connect to node *index* anew, by tcp, because of *reason*; the link that was taken before is void.
+
+        As before, `notify` is called when `links` has it, or `error` says why not; `take` hands it over.
+        """
+        with self._lock:
+            self._taken.discard(index)
+            self.links.pop(index, None)
+            self._objections[index] = reason
+            self._deadline = time.monotonic() + self._settings.start_timeout_s
+        if index < self._me.index:
+            self._begin(partial(self._dial_tcp, self._peers[index], reason))
+        else:
+            self._begin_to_accept()
 
     def offer(self, link: Link, reason: str) -> None:
         """Take an established link (the control loop brings those that were dialled to the local socket)."""
@@ -132,13 +150,26 @@ class Peering:
                 thread.join(_JOIN_S)
         self._listener.close()
         with self._lock:
-            unused: list[Link] = [*self._accepting.values(), *(() if self._taken else self.links.values())]
+            unused: list[Link] = [*self._accepting.values(),
+                                  *(link for index, link in self.links.items() if index not in self._taken)]
             self._accepting.clear()
             self.links = {}
         for link in unused:
             link.close()
 
     # -- the two threads ----------------------------------------------------------------------------------
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _begin_to_accept(self) -> None:
+        with self._lock:
+            if self._accepts:
+                return  # it looks for whoever is missing, again and again
+            self._accepts = True
+        self._begin(self._accept_all)
 
     def _guard(self, task: Callable[[], None]) -> None:
         try:
@@ -178,6 +209,9 @@ class Peering:
                 return
             except (BpsError, OSError) as exc:
                 reason = self._without_rdma(peer, reason, exc)
+        self._dial_tcp(peer, reason)
+
+    def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
         link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
                         n_streams=self._settings.tcp_streams, epoch=self._epoch, deadline=self._deadline)
         self.offer(self._equip(link), reason)
@@ -214,7 +248,7 @@ class Peering:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         strangers: list[threading.Thread] = []
-        while missing := [index for index in self._peers if index > self._me.index and index not in self.links]:
+        while missing := self._still_to_come():
             if self._closed or self.error:
                 break
             if self._left() <= 0.0:
@@ -229,6 +263,13 @@ class Peering:
                 strangers.append(thread)
         for thread in strangers:
             thread.join()
+
+    def _still_to_come(self) -> list[int]:
+        """Return whom to let in; with the last one the thread that asks has ended."""
+        with self._lock:
+            missing = [index for index in self._peers if index > self._me.index and index not in self.links]
+            self._accepts = bool(missing)
+        return missing
 
     def _accept(self, sock: socket.socket) -> None:
         """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""

@@ -81,7 +81,7 @@ def _is_near(sock: socket.socket) -> bool:
 class TcpLink:
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+    *expected*: what `expect` was told. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
     """
 
     index: int
@@ -92,6 +92,7 @@ class TcpLink:
     n_slots: int = MAX_PARTS
     send_buffer_nbytes: int = 0
     trace_capacity: int = 0
+    expected: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     kind = "tcp"
     is_wire = True
@@ -107,7 +108,14 @@ class TcpLink:
                             trace_capacity=self.trace_capacity, keep=engine)
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
+        for part, even, odd, nbytes in self.expected:
+            self.lane_of(part).bind(part, even, odd, nbytes)
+        for stream in self.streams:
             stream.start()
+
+    def expect(self, part: int, even: int, odd: int, nbytes: int) -> None:
+        """Do what `bind` does, before `start`: the peer may write as soon as it is connected."""
+        self.expected.append((part, even, odd, nbytes))
 
     def bind(self, part: int, even: int, odd: int, nbytes: int) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity."""

@@ -46,7 +46,8 @@ class Side:
 
     def connect(self, number: int, psn: int, gid: bytes, rnr_retry: int = 0) -> None:
         self.pair.to_rtr(number, psn, gid=gid, gid_index=1, mtu=1024)
-        self.pair.to_rts(timeout=10, retry_count=3, rnr_retry=rnr_retry)
+        # 67 ms: an emulated peer beside other work may take many times what a card takes to acknowledge.
+        self.pair.to_rts(timeout=14, retry_count=3, rnr_retry=rnr_retry)
 
     @property
     def place(self) -> tuple[int, int, bytes]:

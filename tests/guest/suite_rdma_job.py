@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import Job
 from tests.guest import spare_device
-from tests.guest.training import N_STEPS, SHAPES, push_until_it_fails, train
+from tests.guest.training import N_STEPS, SHAPES, push_until_it_fails, push_until_it_goes_by_tcp, train
 from tests.guest.verbs_end import until
 
 PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "heartbeat_s": 5}
@@ -164,12 +164,19 @@ def test_two_rails_of_two_queue_pairs_give_the_same_until_a_node_dies_in_the_mid
         assert job.daemons["node 0"].wait(60) == 1
 
 
-@pytest.mark.timeout(600)
-def test_a_card_that_is_pulled_out_under_writes_ends_the_job_in_words():
+@contextlib.contextmanager
+def card_of_its_own(transport: str, **values: Any) -> Iterator[tuple[HostedJob, str]]:
+    """A job whose node 1 uses a device that may vanish; yield it with the device's name."""
     more = {"node 1": {"BPSFAST_RDMA_DEVICES": f"={spare_device.NAME}", "BPSFAST_LOG_LEVEL": "INFO"}}
     with spare_device.spare_device(mtu=4200, address="10.9.0.9/24") as name, \
-            running(more, ranks=(1, 1), transport="auto") as job:
+            running(more, ranks=(1, 1), transport=transport, **values) as job:
         assert [found[f"transport_{1 - index}"] for index, found in enumerate(job.call("stats"))] == [3, 3]
+        yield job, name
+
+
+@pytest.mark.timeout(600)
+def test_explicit_rdma_ends_in_words_when_a_card_is_pulled_out_under_writes():
+    with card_of_its_own("rdma") as (job, name):
         job.begin(push_until_it_fails, 10_000)
         until(lambda: packets(name) > 500, 200)  # the first push loads the kernels
         pulled = subprocess.Popen(spare_device.PULL_OUT)  # the kernel lets it end when nobody uses the device
@@ -180,6 +187,25 @@ def test_a_card_that_is_pulled_out_under_writes_ends_the_job_in_words():
                    for outcome in outcomes), outcomes
         assert [job.daemons[f"node {index}"].wait(60) for index in (0, 1)] == [1, 1]
         assert pulled.wait(60) == 0
+
+
+@pytest.mark.timeout(900)
+def test_auto_goes_on_by_tcp_when_a_card_is_pulled_out_under_writes_and_every_sum_is_right(tmp_path):
+    said = tmp_path / "said"
+    with errors_into(said), card_of_its_own("auto", partition_bytes=1 << 18) as (job, name):
+        job.begin(push_until_it_goes_by_tcp, 200.0)
+        until(lambda: packets(name) > 1500, 200)
+        pulled = subprocess.Popen(spare_device.PULL_OUT)
+        outcomes = job.outcomes(timeout_s=250)
+        assert not any(outcome.error for outcome in outcomes), outcomes
+        assert pulled.wait(60) == 0  # nobody uses the device any more, although the job goes on
+        for index, outcome in enumerate(outcomes):
+            after = outcome.value["after"]
+            assert after[f"transport_{1 - index}"] == 2 and "rdma_rails" not in after, after
+        # memory and parts that come after the detour
+        job.run(train, timeout_s=200)
+        job.close()
+    assert said.read_text().count("is reached by tcp from now on, not by rdma: ") == 2
 
 
 def packets(device: str) -> int:

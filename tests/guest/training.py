@@ -1,6 +1,7 @@
 """What the ranks of jobs in the guest run. Imported by the ranks themselves: no pytest, nothing of `tests`."""
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -38,3 +39,25 @@ def push_until_it_fails(n: int) -> str:
     for _ in range(n):
         bpsfast.push_pull(array, name="x")
     return "nothing failed"
+
+
+def push_until_it_goes_by_tcp(timeout_s: float) -> dict[str, Any]:
+    """Run on a rank: push_pull and check every sum until both nodes have made a detour, and some steps more.
+
+    Return the number of steps, and the node's counters at the end.
+    """
+    rank, deadline = bpsfast.rank(), time.monotonic() + timeout_s
+    pattern = np.arange(1 << 20, dtype="f4") % 1000
+    array, flag = bpsfast.empty(pattern.shape, "f4"), bpsfast.empty((1,), "f4")
+    step = n_after = 0
+    while n_after < 5:
+        array[...] = pattern * (step + rank)
+        flag[...] = bpsfast.stats()["dispatch_detours"]
+        handles = [bpsfast.push_pull_async(array, name="array"), bpsfast.push_pull_async(flag, name="flag")]
+        total, flags = (np.asarray(bpsfast.synchronize(handle)) for handle in handles)
+        assert (total == pattern * (2 * step + 1) / 2).all(), f"step {step}"
+        n_after += flags[0] == 1
+        step += 1
+        assert time.monotonic() < deadline, f"no detour in {step} steps"
+    bpsfast.barrier()
+    return {"steps": step, "after": bpsfast.stats()}

@@ -13,10 +13,10 @@ from __future__ import annotations
 from . import budget, failure, link, offer, rails, rendezvous
 from .failure import NoDeviceError, NoRdmaError
 from .link import RdmaLink
-from .offer import PeerSlots
+from .offer import Fenced, PeerSlots
 from .rails import Rails
 
 __all__ = [
-    "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link", "offer", "rails",
-    "rendezvous",
+    "Fenced", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link", "offer",
+    "rails", "rendezvous",
 ]

@@ -2,6 +2,7 @@
 
     bind     this node expects a partition: a receive request stands ready, and the peer is told where by `announce`
     aim      the peer expects partitions: where to write them
+    fence    nothing passes any more; `bound` and `awaited` say what was to come, for whatever takes the link's place
 
 A partition always takes the same lane, on both sides and in both directions. The memory of slots is registered by
 `Rails` before it is bound, and stays until the link is closed.
@@ -20,7 +21,7 @@ from ...orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ...pyx import rdma as native
 from ...pyx.engine import Engine
 from . import failure
-from .offer import PeerSlots, Slot
+from .offer import Fenced, PeerSlots, Slot
 from .rails import Rail
 
 log = logging.getLogger("bpsfast.node")
@@ -80,6 +81,9 @@ class RdmaLink:
         self._ways = list(ways)
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
+        #: part -> address of even rounds, of odd rounds, bytes: what is expected from the peer.
+        self.bound: dict[int, tuple[int, int, int]] = {}
+        self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
         """Let *engine* take arrivals as those of *source*. Before anything is bound."""
@@ -101,6 +105,9 @@ class RdmaLink:
         CapacityError
             If no queue holds one more slot, or the device no message of this size.
         """
+        if self.fenced:
+            self.bound[part] = even, odd, nbytes
+            return
         way = self._way(part)
         if nbytes > way.rail.port["max_msg_sz"]:
             raise CapacityError(f"partition {part} has {nbytes} bytes, {way.rail.name} sends at most max_msg_sz="
@@ -121,11 +128,14 @@ class RdmaLink:
                                  nbytes=nbytes)
         if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
             raise ProtocolError(f"both copies of partition {part} lie in different segments: our bug")
+        self.bound[part] = even, odd, nbytes
 
     def unbind(self, part: int) -> None:
         """Forget a part of a refused generation; nothing was written."""
         self._fresh.pop(part, None)
-        self._way(part).lane.unbind(part)
+        self.bound.pop(part, None)
+        if not self.fenced:
+            self._way(part).lane.unbind(part)
 
     def announce(self, generation: int) -> None:
         """Tell the peer where the parts lie that were bound since the last time: those of *generation*."""
@@ -134,15 +144,17 @@ class RdmaLink:
         self._fresh.clear()
 
     def aim(self, message: PeerSlots) -> None:
-        """Remember where the peer expects the parts of one generation."""
+        """Remember where the peer expects the parts of one generation; nothing if we are fenced, and it will be."""
         self._n_exchanges += 1
+        if self.fenced:
+            return
         for slot in message.slots:
             try:
                 self.lane_of(slot.part).aim(slot.part, slot.even, slot.odd, slot.nbytes, slot.rkey)
             except ValueError as exc:
                 raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
 
-    def tell(self, message: PeerSlots) -> None:
+    def tell(self, message: PeerSlots | Fenced) -> None:
         """Post *message*. That the peer is gone is said by the channel's end, not here."""
         try:
             self.channel.post(message)
@@ -163,11 +175,21 @@ class RdmaLink:
 
         What waits to be sent is dropped. Any thread of the node; idempotent.
         """
+        self.fenced = True
         for way in self._ways:
             try:
                 way.close()
             except (OSError, BufferError) as exc:  # the lane is shut all the same; the others have to be
                 log.warning("a queue pair to node %d stays open: %s", self.index, exc)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether `fence` was called and every queue pair is gone: only then the memory is nobody's but ours."""
+        return self.fenced and all(way.pair.closed for way in self._ways)
+
+    def awaited(self) -> dict[int, int]:
+        """Return, of each part that is bound, the round that has not arrived; for good once the link is fenced."""
+        return {part: self.lane_of(part).next_round(part) for part in self.bound}
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""
