@@ -44,14 +44,24 @@ class CreditQueue(Generic[Item]):
         self._arrivals += 1
         self.queued_nbytes += nbytes
 
+    @property
+    def head(self) -> tuple[int, int]:
+        """Order and bytes of what is sent next. IndexError if nothing waits."""
+        order, _, _, nbytes, _ = self._heap[0]
+        return order, nbytes
+
+    @property
+    def admits(self) -> bool:
+        """Whether something waits and there is credit for it."""
+        if not self._heap:
+            return False
+        return not self.in_flight or self.in_flight_nbytes + self._heap[0][3] <= self.credit_nbytes
+
     def pop(self) -> Item | None:
         """Take the head and its credit; None if nothing waits or the head's credit is not there yet."""
-        if not self._heap:
+        if not self.admits:
             return None
-        nbytes = self._heap[0][3]
-        if self.in_flight and self.in_flight_nbytes + nbytes > self.credit_nbytes:
-            return None
-        item = heapq.heappop(self._heap)[4]
+        *_, nbytes, item = heapq.heappop(self._heap)
         self.queued_nbytes -= nbytes
         self.in_flight += 1
         self.in_flight_nbytes += nbytes
@@ -78,6 +88,11 @@ def write_order(order: Sequence[int], first_part: int, is_result: bool) -> int:
     result is there, and a partial that waits behind results keeps another machine's link idle at the end.
     """
     return 2 * order[first_part] + is_result
+
+
+def urgency(order: int) -> int:
+    """Return the rank of the unit that a write of this `write_order` belongs to."""
+    return order // 2
 
 
 def rank_parts(units: Iterable[UnitPlan]) -> list[int]:

@@ -91,7 +91,7 @@ def service(request):
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service):
-    service.dispatcher.commit((3, 2, 1, 0), alone(4))
+    service.dispatcher.commit((3, 2, 1, 0), alone(4), {})
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
     order = []
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service)
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_within_a_unit_partials_leave_before_results(service):
-    service.dispatcher.commit((3, 4, 5, 0, 1, 2), {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3})
+    service.dispatcher.commit((3, 4, 5, 0, 1, 2), {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3}, {})
     kinds = {0: EVENT_RESULT, 1: EVENT_FORWARD, 2: EVENT_FORWARD, 3: EVENT_RESULT, 4: EVENT_RESULT, 5: EVENT_FORWARD}
     service.dispatcher.handle([service.event(kind, 0, part) for part, kind in kinds.items()])
     order = []
@@ -118,7 +118,7 @@ def test_within_a_unit_partials_leave_before_results(service):
 
 @pytest.mark.parametrize("service", [(3, 1 << 20, [True, False, True])], indirect=True)
 def test_a_result_goes_to_every_node_with_ranks(service):
-    service.dispatcher.commit((0, 1), alone(2))
+    service.dispatcher.commit((0, 1), alone(2), {})
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 1), service.event(EVENT_FORWARD, 1, 0)])
     assert service.written(0, 1) == [1] and service.written(2, 1) == [1] and service.written(1, 1) == [0]
     assert service.dispatcher.counters()["partitions"] == 2
@@ -126,7 +126,7 @@ def test_a_result_goes_to_every_node_with_ranks(service):
 
 @pytest.mark.parametrize("service", [(1, 0, [True])], indirect=True)
 def test_an_empty_write_needs_no_credit_to_return(service):
-    service.dispatcher.commit((0, 1), alone(2))
+    service.dispatcher.commit((0, 1), alone(2), {})
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, nbytes=0), service.event(EVENT_FORWARD, 0, 1)])
     assert service.written(0, 1) == [0]
     service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0, nbytes=0)])
@@ -136,7 +136,7 @@ def test_an_empty_write_needs_no_credit_to_return(service):
 @pytest.mark.parametrize("service", [(1, 250, [True])], indirect=True)
 def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
     n_parts = 40
-    service.dispatcher.commit(tuple(range(n_parts)), alone(n_parts))
+    service.dispatcher.commit(tuple(range(n_parts)), alone(n_parts), {})
     service.dispatcher.start()
     # Empty partials of 40 parts: forwarded by the engine's own event queue, delivered by the stream.
     sources = [service.engine.add_wire_peer() for _ in range(n_parts)]
@@ -154,7 +154,7 @@ def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
 
 @pytest.mark.parametrize("service", [(2, 1 << 20, [True, True])], indirect=True)
 def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
-    service.dispatcher.commit((0,), alone(1))
+    service.dispatcher.commit((0,), alone(1), {})
     service.dispatcher.handle([service.event(EVENT_LOST, 0, 0), service.event(EVENT_LOST, 0, 0)])
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 0)])
     assert service.lost.get_nowait() == (0, 0) and service.lost.empty()
@@ -165,7 +165,7 @@ def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
 @pytest.mark.parametrize("service", [(1, 3 * NBYTES, [True])], indirect=True)
 def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(service):
     dispatcher = service.dispatcher
-    dispatcher.commit(tuple(range(6)), alone(6))
+    dispatcher.commit(tuple(range(6)), alone(6), {})
     dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
     assert service.written(0, 3) == [0, 1, 2]  # and 3 waits for credit
     dispatcher.hold(0)
@@ -192,7 +192,7 @@ def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(s
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_a_service_that_does_not_run_takes_over_no_link(service, monkeypatch):
     monkeypatch.setattr(dispatch, "_DETOUR_TIMEOUT_S", 0.01)
-    with pytest.raises(StallError, match="did not take over a new link within 0.01 s"):
+    with pytest.raises(StallError, match="did not take over a new link within"):
         service.dispatcher.detour(0, service.links[0], {})
 
 

@@ -120,7 +120,8 @@ class Vertex:
                 source = engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
             else:  # a wire
                 source = engine.add_wire_peer()
-                self._dispatcher.add(source, link, bool(welcome.nodes[index].ranks))
+                n_nodes = len(welcome.nodes)
+                self._dispatcher.add(source, link, bool(welcome.nodes[index].ranks), (index - me.index) % n_nodes)
             source_of[index] = source
             self._sources[source] = f"node {index}", index
         self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
@@ -209,7 +210,7 @@ class Vertex:
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
                       len(generation.engine_parts), under_way)
         self.wiring.committed(generation)
-        self._dispatcher.commit(order, self.wiring.first_parts)
+        self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 

@@ -80,6 +80,8 @@ class Wiring:
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self.part_names: dict[int, str] = {}
         self.first_parts: dict[int, int] = {}
+        #: source -> bytes that go to it over a wire when all parts are pushed once.
+        self.shares: dict[int, int] = {}
 
     # -- preparing ----------------------------------------------------------------------------------------
 
@@ -129,11 +131,13 @@ class Wiring:
         self._early.pop(generation.plan.generation, None)
 
     def committed(self, generation: Generation) -> None:
-        """Remember the names of the parts, for traces, and where their units begin."""
+        """Remember the names of the parts, for traces, where their units begin, and what is written to whom."""
         for unit in generation.plan.units:
             for number, part in enumerate(unit.parts):
                 self.first_parts[part.part] = unit.parts[0].part
                 self.part_names[part.part] = f"{unit.name}[{number}]" if len(unit.parts) > 1 else unit.name
+                for source in self._written_to(part):
+                    self.shares[source] = self.shares.get(source, 0) + part.nbytes
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
@@ -169,6 +173,13 @@ class Wiring:
         if part.owner == self._me.index:
             return True
         return bool(self._me.ranks) and wire(self._links[part.owner]) is not None
+
+    def _written_to(self, part: PartPlan) -> list[int]:
+        """Return the sources that get a partial or the result of *part* from this node over a wire."""
+        if part.owner == self._me.index:
+            return [self._sources[index] for index in self._wire_peers()]
+        to_owner = self._me.ranks and wire(self._links[part.owner]) is not None
+        return [self._sources[part.owner]] if to_owner else []
 
     def _has_partial(self, part: PartPlan) -> bool:
         return part.owner != self._me.index and len(self._local) > 1
