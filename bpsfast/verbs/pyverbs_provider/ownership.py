@@ -40,6 +40,7 @@ class Owned:
     _verb = "close"
     children = 0
     handle: Any
+    _dropped = False  # nobody holds it any more, but for its children
 
     def _own(self, raw: Any, *parents: Owned) -> None:
         self._raw, self._parents, self._made_in = raw, parents, _forks
@@ -89,6 +90,10 @@ class Owned:
         for parent in self._parents:
             parent.children -= 1
         self._released()
+        for parent in self._parents:
+            if parent._dropped:
+                with contextlib.suppress(Exception):
+                    parent.close()
 
     def _busy(self) -> str:
         return f"has {self.children} open children" if self.children else ""
@@ -109,6 +114,7 @@ class Owned:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
 
     def __del__(self) -> None:
+        self._dropped = True  # the collector asks parents and children in any order: the last child closes its parent
         with contextlib.suppress(Exception):
             self.close()
 
