@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from .credit_queue import rank_parts
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
-from .placement import assign, machines_of
+from .placement import assign
+from .rates import machines_of
 
 
 class Generations:

@@ -87,7 +87,7 @@ class Join(Message):
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
     `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size.
+    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough.
     """
 
     version: int
@@ -102,6 +102,8 @@ class Join(Message):
     nic_rate_bytes: float
     settings: dict[str, str]
     page_nbytes: int = 4096
+    nic_limit_bytes: float = 0.0
+    sum_rate_bytes: float = 0.0
 
 
 class Declare(Message):
@@ -180,7 +182,11 @@ class StallReport(Message):
 
 
 class NodeInfo(Record):
-    """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper."""
+    """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper.
+
+    Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
+    `sum_rate_bytes` of input that it sums (0: no matter).
+    """
 
     index: int
     host: str
@@ -190,6 +196,8 @@ class NodeInfo(Record):
     ranks: tuple[int, ...]
     nic_rate_bytes: float
     page_nbytes: int = 4096
+    nic_limit_bytes: float = 0.0
+    sum_rate_bytes: float = 0.0
 
 
 class Welcome(Message):

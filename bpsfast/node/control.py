@@ -22,14 +22,13 @@ from typing import TypeVar
 
 from .. import __version__, logs, trace, transport
 from ..launch.reach import nobody_at
-from ..orchestration import forecast, messages
+from ..orchestration import forecast, messages, rates
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
-from ..orchestration.placement import machines_of
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
 from ..transport import Peering, TalkingLink, shm, tcp
-from . import reception
+from . import reception, strength
 from .counters import told
 from .event_loop import EventLoop
 from .household import Household
@@ -85,6 +84,7 @@ class Node:
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
+        self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peering: Peering | None = None
         self._welcome: messages.Welcome | None = None
@@ -133,8 +133,9 @@ class Node:
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
             index=self._settings.node_index, ranks=self._home.wished_ranks(),
             server_processes=self._home.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
-            shm_name=self._reception.name.lstrip(b"\0").decode(), nic_rate_bytes=self._settings.nic_rate * 1e9 / 8,
-            settings=self._fingerprint, page_nbytes=PAGE_NBYTES))
+            shm_name=self._reception.name.lstrip(b"\0").decode(), settings=self._fingerprint,
+            page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._strength.nic_rate_bytes,
+            nic_limit_bytes=self._strength.nic_limit_bytes, sum_rate_bytes=self._strength.sum_rate_bytes))
 
     @property
     def admitted(self) -> bool:
@@ -295,10 +296,11 @@ class Node:
     def _say_what_to_expect(self) -> None:
         """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
         assert self._peering is not None and self._welcome is not None
-        machines = machines_of(self._welcome.nodes)
+        machines = rates.machines_of(self._welcome.nodes)
         log.info("%s", forecast.first_line(machines, self._settings.placement))
         if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
-            for warning in forecast.warnings(machines, self._settings.placement):
+            for warning in (*rates.remarks(self._welcome.nodes, self._settings.placement),
+                            *forecast.warnings(machines, self._settings.placement)):
                 log.warning("%s", warning)
 
     def _read_peer(self, link: TalkingLink) -> None:

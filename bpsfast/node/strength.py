@@ -1,0 +1,40 @@
+"""What a node says of itself when it joins: how fast its NIC is, how much of it it may take, how fast it sums."""
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from ..nic import speed
+from ..nic.host import Host
+from ..settings import Settings
+
+log = logging.getLogger("bpsfast.node")
+
+_BYTES = 1e9 / 8  # of one Gbit
+
+
+class Strength(NamedTuple):
+    """Rates in bytes/s; 0: not known, not limited, no matter."""
+
+    nic_rate_bytes: float
+    nic_limit_bytes: float
+    sum_rate_bytes: float
+
+
+def of(settings: Settings, address: str) -> Strength:
+    """Return the strength of this machine, whose peers connect to *address*.
+
+    Sums are measured, for a fraction of a second, where the node has only some CPUs of its machine; else it is taken
+    to sum faster than its NIC brings anything (three cores keep up with 100 Gbit/s).
+    """
+    gbps, source = settings.nic_rate, "set"
+    if not gbps:
+        gbps, source = speed.card_gbps(Host(), address)
+    log.info("NIC behind %s: %s (%s)", address, f"{gbps:g} Gbit/s" if gbps else "rate not known", source)
+    sum_rate = settings.sum_rate * _BYTES
+    if settings.cores and not sum_rate:
+        from . import throughput  # compiles a kernel
+
+        sum_rate = throughput.measure(settings.engine_threads or settings.cores)
+        log.info("%d CPUs take in, sum and send on %.3g Gbit/s", settings.cores, sum_rate / _BYTES)
+    return Strength(gbps * _BYTES, settings.nic_limit * _BYTES, sum_rate)
