@@ -200,6 +200,24 @@ def bench_optimum(**options: Any) -> None:
     optimum.run(options)
 
 
+@bench.command("neighbour")
+@click.option("--cores", type=_COUNT, help="Cores of the helper.  [default: 1]")
+@click.option("--nic-rate", type=click.FloatRange(0, min_open=True), metavar="GBPS",
+              help="What it sends, and receives, at most, Gbit/s.  [default: 0.2]")
+@click.option("--loads", metavar="SHARE[,SHARE]",
+              help="Share of the time in which the other job wants its cores.  [default: 0.5,1]")
+@click.option("--windows", "n_windows", type=_COUNT, help="Windows of each kind.  [default: 20]")
+@click.option("--window-s", type=click.FloatRange(0, min_open=True), help="Length of a window.  [default: 1]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Fewer windows.")
+@errors_in_words
+def bench_neighbour(**options: Any) -> None:
+    """Step time of another job on this machine while a helper with a quota serves, and while it is idle."""
+    from .bench import neighbour
+
+    neighbour.run(options)
+
+
 @bench.command("ladder")
 @click.argument("peer", required=False, metavar="[HOST]")
 @click.option("--listen", is_flag=False, flag_value="", metavar="[ADDRESS]",
