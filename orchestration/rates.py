@@ -14,6 +14,7 @@ from .roster import describe_node
 
 #: A share that is smaller by less is not worth a word.
 _LESS = 0.99
+_MORE = "more cores (BPSFAST_CORES), or idler ones, sum more"
 
 
 def machines_of(nodes: Sequence[NodeInfo]) -> list[Machine]:
@@ -47,18 +48,20 @@ def _slower_than_their_share(nodes: Sequence[NodeInfo], slow: Sequence[int], pol
     share = optimal_shares(machines, 1.0).owned
     found = []
     for index in slow:
-        free = optimal_shares([machine._replace(sum_rate=0.0) if m == index else machine
-                               for m, machine in enumerate(machines)], 1.0).owned[index]
+        machine = machines[index]
+        if policy != "optimal":
+            if machine.sum_rate < machine.rate and not machine.has_ranks:
+                found.append(f"{describe_node(nodes, index)} sums {_gbps(machine.sum_rate)} of input, less than its "
+                             f"NIC brings ({_gbps(machine.rate)}): with placement {policy} the others may wait for it; "
+                             f"{_MORE}")
+            continue
+        free = optimal_shares([*machines[:index], machine._replace(sum_rate=0.0), *machines[index + 1:]],
+                              1.0).owned[index]
         if share[index] >= free * _LESS:
             continue
-        who = f"{describe_node(nodes, index)} sums {_gbps(machines[index].sum_rate)} of input, too slow for its share"
-        more = "more cores (BPSFAST_CORES), or idler ones, give it more"
-        if policy == "optimal":
-            found.append(f"{who}: it is given {share[index]:.1%} of the bytes, and not the {free:.1%} that its NIC "
-                         f"({_gbps(machines[index].rate)}) could take; {more}")
-        else:
-            found.append(f"{who}, {free:.1%} of the bytes by its NIC ({_gbps(machines[index].rate)}): placement "
-                         f"{policy} may make the others wait for it, placement optimal would not; {more}")
+        found.append(f"{describe_node(nodes, index)} sums {_gbps(machine.sum_rate)} of input, too slow for its share: "
+                     f"it is given {share[index]:.1%} of the bytes, and not the {free:.1%} that its NIC "
+                     f"({_gbps(machine.rate)}) could take; {_MORE}")
     return found
 
 

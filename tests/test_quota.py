@@ -3,11 +3,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
+import msgspec
+import numpy as np
 import pytest
 
+import bpsfast
 from bpsfast.nic.sysfs import Tree
 from bpsfast.node import quota
 from bpsfast.orchestration.errors import ConfigError
@@ -118,3 +122,47 @@ def test_without_a_quota_nothing_changes():
     assert set(said["policies"]) == {os.sched_getscheduler(0)}
     assert (said["engine_threads"], said["awake_us"]) == (0, 50)
     assert taken(cores=1, engine_threads=3)["engine_threads"] == 3, "what was asked for counts"
+
+
+def job_with_quota(*arguments, **values):
+    """A job whose helper is started by hand, on spare cores."""
+    from tests.conftest import Job  # ranks load this file as well, and know no other tests
+
+    class JobWithQuota(Job):
+        def _start(self, command, values):
+            if command.name == "helper 0":
+                argv = [sys.executable, "-m", "bpsfast", "node", "--helper", "--cores", "1", "--nic-rate", "4",
+                        "--max-bytes", "24M", "--nice"]
+                environ = {name: value for name, value in command.environ.items() if name != "BPSFAST_LOCAL_SIZE"}
+                command = msgspec.structs.replace(command, argv=argv, environ=environ)
+            super()._start(command, values)
+
+    return JobWithQuota(*arguments, **values)
+
+
+def push_more_than_the_helper_holds():
+    sums = bpsfast.push_pull(np.full(1 << 20, bpsfast.rank() + 1.0, np.float32), average=False, name="small")
+    try:
+        bpsfast.push_pull(np.ones(1 << 23, np.float32), name="large")
+    except bpsfast.CapacityError as exc:
+        refused = str(exc)
+    again = bpsfast.push_pull(np.full(1 << 20, 2.0, np.float32), average=False, name="small")
+    return float(sums[0]), refused, float(again[-1])
+
+
+@pytest.mark.slow
+def test_a_helper_on_spare_cores_keeps_its_quota_in_a_real_job():
+    job = job_with_quota((1, 1), 1, "tcp", placement="ps", nic_rate=10)
+    try:
+        for first, refused, last in job.run(push_more_than_the_helper_holds):
+            assert (first, last) == (3.0, 4.0)
+            assert re.search(r"helper 0 \(node 2, host .*\) cannot prepare generation 2: .* needs \d+ more bytes, but "
+                             r"BPSFAST_MAX_BYTES=25165824 leaves \d+ \(segments hold \d+\): raise it", refused), refused
+        pid = job.daemons["helper 0"].pid
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(threads) > 8, "engine, dispatcher, two for each of four connections"
+        cpus = {cpu for thread in threads for cpu in os.sched_getaffinity(thread)}
+        assert len(cpus) == 1 and {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_IDLE}
+        job.close()
+    finally:
+        job.kill()

@@ -71,7 +71,7 @@ def test_a_helper_too_slow_for_its_share_is_given_less_and_named():
 
 def test_a_placement_that_does_not_weigh_sums_is_named():
     (remark,) = remarks(job(10, 10, 10, 10, 10, sums=[(4, 3)]), "hash:djb2")
-    assert "placement hash:djb2 may make the others wait for it" in remark
+    assert "less than its NIC brings (10 Gbit/s): with placement hash:djb2 the others may wait for it" in remark
 
 
 def test_sums_that_keep_up_need_no_word():
