@@ -87,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: what the kernel says of the interface with this "
                                       "node's address, where that is no virtual one; else the least known one of the "
                                       "others; all alike if none is known", "Gbit/s", ge=0)] = 0.0
+    nic_probe: Annotated[bool, _about("measure at the start what NICs carry whose rate is not known otherwise",
+                                      agree=True)] = False
     sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "
                                       "else taken to be more than its NIC brings", "Gbit/s", ge=0)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0

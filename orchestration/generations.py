@@ -34,6 +34,10 @@ class Generations:
         self.in_flight: Plan | None = None
         assign([1], self._machines, policy)
 
+    def know(self, nodes: Sequence[NodeInfo]) -> None:
+        """Count on *nodes*, the same ones with other rates, from the next generation on."""
+        self._machines = machines_of(nodes)
+
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
         """Begin the next generation with *specs*, which carry their priorities. None may be in flight.
 

@@ -104,6 +104,13 @@ class Join(Message):
     page_nbytes: int = 4096
     nic_limit_bytes: float = 0.0
     sum_rate_bytes: float = 0.0
+    probes: bool = False
+
+
+class Measured(Message):
+    """This node, which `probes`, has found what its NIC carries: bytes/s, 0 if there was nobody to measure with."""
+
+    nic_rate_bytes: float
 
 
 class Declare(Message):
@@ -185,7 +192,7 @@ class NodeInfo(Record):
     """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper.
 
     Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
-    `sum_rate_bytes` of input that it sums (0: no matter).
+    `sum_rate_bytes` of input that it sums (0: no matter). `probes`: it measures its NIC before anything is planned.
     """
 
     index: int
@@ -198,6 +205,7 @@ class NodeInfo(Record):
     page_nbytes: int = 4096
     nic_limit_bytes: float = 0.0
     sum_rate_bytes: float = 0.0
+    probes: bool = False
 
 
 class Welcome(Message):
@@ -206,6 +214,12 @@ class Welcome(Message):
     index: int
     epoch: int
     nodes: tuple[NodeInfo, ...]
+
+
+class Rates(Message):
+    """All who measure have: what the NICs of all nodes carry, in node order, as placement counts on it from now on."""
+
+    nic_rate_bytes: tuple[float, ...]
 
 
 class Refuse(Message):
@@ -388,11 +402,12 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled | StallReport
+    Join | Measured | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled
+    | StallReport
 )
 SchedulerMessage = (
-    Welcome | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer | Departed
-    | Abort | Finish
+    Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer
+    | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared

@@ -14,11 +14,12 @@ _BYTES = 1e9 / 8  # of one Gbit
 
 
 class Strength(NamedTuple):
-    """Rates in bytes/s; 0: not known, not limited, no matter."""
+    """Rates in bytes/s; 0: not known, not limited, no matter. `probes`: the first is to be measured with others."""
 
     nic_rate_bytes: float
     nic_limit_bytes: float
     sum_rate_bytes: float
+    probes: bool = False
 
 
 def of(settings: Settings, address: str) -> Strength:
@@ -37,4 +38,5 @@ def of(settings: Settings, address: str) -> Strength:
 
         sum_rate = throughput.measure(settings.engine_threads or settings.cores)
         log.info("%d CPUs take in, sum and send on %.3g Gbit/s", settings.cores, sum_rate / _BYTES)
-    return Strength(gbps * _BYTES, settings.nic_limit * _BYTES, sum_rate)
+    probes = settings.nic_probe and not gbps and not settings.nic_limit
+    return Strength(gbps * _BYTES, settings.nic_limit * _BYTES, sum_rate, probes)
