@@ -13,7 +13,7 @@ from bpsfast.bench.hall import Hall
 from bpsfast.cluster import Cluster
 from bpsfast.pyx.pace import Pace
 from bpsfast.settings import Settings
-from bpsfast.transport import pace, tcp
+from bpsfast.transport import pace, rdma, tcp
 
 MEGABYTE = 10**6
 #: What idle time may bring at once, in seconds of the rate: the burst, and one piece.
@@ -103,3 +103,10 @@ def test_a_helper_keeps_to_its_limit_in_both_directions():
     assert max(moved.rx, moved.tx) - held <= limit_bits / 8 * took_s
     assert min(moved.rx, moved.tx) >= 0.7 * limit_bits / 8 * took_s, "the limit is what it takes, not less"
     np.testing.assert_array_less(0.8 * nbytes * 2 * 8 / limit_bits, turn.samples_s)
+
+
+def test_with_a_limit_no_card_is_let_write_by_itself():
+    rails = rdma.Rails(Settings(nic_limit=1.5), 0)
+    with pytest.raises(rdma.NoDeviceError, match=r"nic_limit=1\.5 is kept on tcp connections only"):
+        rails.towards(None, 1)
+    rails.close()
