@@ -207,6 +207,8 @@ def bench_optimum(**options: Any) -> None:
 @click.option("--loads", metavar="SHARE[,SHARE]",
               help="Share of the time in which the other job wants its cores.  [default: 0.5,1]")
 @click.option("--windows", "n_windows", type=_COUNT, help="Windows of each kind.  [default: 20]")
+@click.option("--at-most-s", type=click.FloatRange(0, min_open=True),
+              help="Give up by then where other programs disturb.  [default: 600 for each load]")
 @click.option("--window-s", type=click.FloatRange(0, min_open=True), help="Length of a window.  [default: 1]")
 @_JSON_OPTION
 @click.option("--quick", is_flag=True, help="Fewer windows.")

@@ -84,9 +84,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rdma_relaxed_ordering: Annotated[bool, _about("may PCIe reorder what RDMA devices write")] = False
     rdma_cores: Annotated[str, _about("cores of each RDMA device's thread: 3 or 4-7; numa: those beside the device; "
                                       "empty: any")] = ""
-    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: what the kernel says of the interface with this "
-                                      "node's address, where that is no virtual one; else the least known one of the "
-                                      "others; all alike if none is known", "Gbit/s", ge=0)] = 0.0
+    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: what the kernel says of its RDMA ports, else of "
+                                      "the interface with this node's address, unless that is virtual; else the least "
+                                      "known one of the others; all alike if none is known", "Gbit/s", ge=0)] = 0.0
     nic_probe: Annotated[bool, _about("measure at the start what NICs carry whose rate is not known otherwise",
                                       agree=True)] = False
     sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "

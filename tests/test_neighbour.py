@@ -30,6 +30,15 @@ def test_a_change_is_that_of_percentiles():
     assert "by at most 5%" in neighbour.report([found])
 
 
+def test_a_pair_that_others_disturb_is_void():
+    found = Measured("quota", 0.5, 1)
+    quiet, loud = window(1.0), window(1.0)
+    loud.others = 0.2
+    for pair in ((quiet, loud), (loud, quiet), (quiet, quiet)):
+        found.add(*pair)
+    assert (len(found.idle), len(found.serving), found.n_void) == (1, 1, 2)
+
+
 def test_without_a_step_it_says_what_to_do():
     with pytest.raises(PeerLostError, match="--window-s"):
         Measured("quota", 0.5, 1, idle=[window()], serving=[window()]).change(50)
@@ -42,7 +51,8 @@ def test_loads_that_cannot_be_are_refused(loads):
 
 
 @pytest.mark.slow
-def test_a_short_run(tmp_path, capfd):
+def test_a_short_run(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(neighbour, "_MOST_OTHERS", 1.0)  # this is no measurement, and others may well be busy
     path = tmp_path / "out.jsonl"
     neighbour.run({"quick": True, "loads": "0.3", "window_s": 0.5, "json_path": str(path)})
     manifest, *records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.nic.host import Host
-from bpsfast.nic.speed import card_gbps
+from bpsfast.nic.speed import card_gbps, rails_gbps
 from tests.sysfs_trees.machine import Machine
 
 NET = "sys/class/net"
@@ -66,3 +66,18 @@ def test_a_card_that_a_hypervisor_plays_is_not_believed(driver: str,
     link.unlink()
     link.symlink_to(f"../../bus/drivers/{driver}")
     assert card_gbps(machine.host, "10.2.0.7") == (0.0, f"eth3 is a virtual card ({driver})")
+
+
+def test_rdma_ports_tell_theirs_also_where_another_card_has_the_address(
+        recorded_machine: Callable[[str], Machine]) -> None:
+    host = recorded_machine("mlx5_roce").host
+    assert rails_gbps(host, "10.0.0.7") == (100.0, "mlx5_0/1 by RDMA")
+    assert rails_gbps(host, "10.0.0.7", "mlx5") == (200.0, "mlx5_0/1, mlx5_1/1 by RDMA")
+    assert rails_gbps(recorded_machine("infiniband").host, "172.16.0.42") == (200.0, "mlx5_0/1 by RDMA")
+
+
+def test_rdma_in_software_none_and_misnamed_tell_nothing(recorded_machine: Callable[[str], Machine]) -> None:
+    assert rails_gbps(recorded_machine("rxe").host, "10.9.0.1") == (0.0, "rxe0/1 is no card whose rate is known")
+    assert rails_gbps(recorded_machine("efa").host, "172.31.5.20") == (0.0, "there is no RDMA port to use")
+    gbps, why = rails_gbps(recorded_machine("mlx5_roce").host, "10.0.0.7", "mlx4_0")
+    assert gbps == 0.0 and "mlx4_0" in why

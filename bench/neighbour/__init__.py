@@ -4,7 +4,8 @@ That job is one process a core which computes, streams through memory and waits 
 whose helper owns all keys. Windows in which steps go through the helper take turns with windows in which nothing does;
 what counts is the other job's time for a step. Two contestants: `quota`, a helper with a core, a rate and niceness, and
 `free`, the same without any of it. The two nodes that push and their ranks run on this machine, too, beside a
-quota-bound helper as nicely as that; so what is measured is more than what the helper alone does.
+quota-bound helper as nicely as that; so what is measured is more than what the helper alone does. A pair of windows in
+which programs of others took CPU time is void.
 """
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from bpsfast.bench import table
 from bpsfast.bench.group import Group
 from bpsfast.bench.hall import Hall
 from bpsfast.cluster import CpuMeter
 from bpsfast.launch.daemons import tethered
-from bpsfast.orchestration.errors import ConfigError, PeerLostError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 #: What the issue of quotas promises.
 MOST_CHANGE = 0.05
@@ -34,19 +37,25 @@ _START_S = 60.0
 _PATIENT = {"heartbeat_s": 2.0, "lease_s": 60.0, "start_timeout_s": 120.0, "log_level": "ERROR"}
 #: So much of a window is asked for at once: asking takes time as well.
 _BATCH_SHARE = 0.2
+#: A window is void in which others have taken more of all CPUs.
+_MOST_OTHERS = 0.03
 
 Step = tuple[float, float]
 
 
 @dataclass
 class Window:
-    """A stretch of time: nothing goes through the helper, or steps of ours do. Seconds of the monotonic clock."""
+    """A stretch of time: nothing goes through the helper, or steps of ours do. Seconds of the monotonic clock.
+
+    `others`: share of all CPUs that programs had which are not of this bench, and that the hypervisor took away.
+    """
 
     begin_s: float
     end_s: float
     n_steps: int
     cpu_busy: float
     samples_s: list[float] = field(default_factory=list)
+    others: float = 0.0
 
     def take(self, steps: Sequence[Step]) -> None:
         """Keep the durations of those of *steps* that lie in the window."""
@@ -63,6 +72,15 @@ class Measured:
     nbytes: int
     idle: list[Window] = field(default_factory=list)
     serving: list[Window] = field(default_factory=list)
+    n_void: int = 0
+
+    def add(self, idle: Window, serving: Window) -> None:
+        """Keep a pair of windows, if nobody has disturbed it."""
+        if max(idle.others, serving.others) > _MOST_OTHERS:
+            self.n_void += 1
+        else:
+            self.idle.append(idle)
+            self.serving.append(serving)
 
     def change(self, percent: float) -> float:
         """Return how much longer than while idle the other job's steps take while serving, at this percentile."""
@@ -81,13 +99,15 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Parameters
     ----------
     options
-        cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows of each kind, window_s; json_path, quick. All
-        may be missing or None.
+        cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows of each kind, window_s; at_most_s for one
+        load; json_path, quick. All may be missing or None.
 
     Raises
     ------
     ConfigError
         If an option makes no sense.
+    StallError
+        If the machine is not left alone for long enough.
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick = bool(given.get("quick"))
@@ -95,19 +115,22 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     loads = _loads(given.get("loads") or "0.5,1")
     n_windows, window_s = given.get("n_windows") or (2 if quick else 20), given.get("window_s") or 1.0
     start = time.time()
-    found = [each for load in loads for each in _beside(load, cores, gbps, n_windows, window_s)]
+    at_most_s = given.get("at_most_s") or 600.0
+    found = [each for load in loads for each in _beside(load, cores, gbps, n_windows, window_s, at_most_s)]
     print(report(found), flush=True)
     return table.finish("neighbour", given, start, [_record(each, cores, gbps) for each in found])
 
 
 def report(found: Sequence[Measured]) -> str:
     """Return the table, and whether the quota was worth its name."""
-    rows = [["load", "helper", "serves Gbit/s", "idle ms", "serving ms", "median", "p95", "CPU busy"]]
+    rows = [["load", "helper", "serves Gbit/s", "idle ms", "serving ms", "median", "p95", "CPU busy",
+             "windows", "void"]]
     for each in found:
         rows.append([f"{each.load:.0%}", each.name, f"{each.served_gbps:.3f}",
                      *(f"{_percentile(windows, 50) * 1e3:.2f}" for windows in (each.idle, each.serving)),
                      f"{each.change(50):+.1%}", f"{each.change(95):+.1%}",
-                     f"{statistics.mean(window.cpu_busy for window in each.serving):.0%}"])
+                     f"{statistics.mean(window.cpu_busy for window in each.serving):.0%}",
+                     str(2 * len(each.idle)), str(2 * each.n_void)])
     bound = [each for each in found if each.name == "quota"]
     kept = all(each.change(50) <= MOST_CHANGE for each in bound)
     words = "at most" if kept else "NOT within"
@@ -125,7 +148,8 @@ def _loads(text: str) -> list[float]:
     return loads
 
 
-def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: float) -> list[Measured]:
+def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: float,
+            at_most_s: float) -> list[Measured]:
     """Measure all contestants beside one other job of *load*."""
     nbytes = max(1 << 16, int(gbps * 1e9 / 8 * _STEP_S / 2)) // 4096 * 4096
     nice = {"BPSFAST_NICE": "1"}
@@ -142,10 +166,21 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
         for victim in victims:
             victim.await_ready()
         found = [Measured(name, load, nbytes) for name in groups]
-        for _ in range(n_windows):
+
+        def cpu_s() -> float:
+            own = [group.cpu_s() for group in groups.values()] + [victim.cpu_s() for victim in victims]
+            return sum(own) + time.process_time()
+
+        deadline = time.monotonic() + at_most_s
+        while any(len(each.idle) < n_windows for each in found):
             for each in found:
-                each.idle.append(_window(None, nbytes, window_s))
-                each.serving.append(_window(groups[each.name], nbytes, window_s))
+                idle = _window(None, nbytes, window_s, cpu_s)
+                each.add(idle, _window(groups[each.name], nbytes, window_s, cpu_s))
+            if time.monotonic() > deadline:
+                if not all(each.idle for each in found):
+                    raise StallError(f"within {at_most_s:g} s other programs left no pair of windows of {window_s:g} s "
+                                     "alone: measure on a machine that does nothing else")
+                break
         steps = [step for victim in victims for step in victim.steps()]
     for each in found:
         for window in each.idle + each.serving:
@@ -153,9 +188,10 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
     return found
 
 
-def _window(group: Group | None, nbytes: int, window_s: float) -> Window:
-    """Let *group* step for *window_s*, or nobody."""
+def _window(group: Group | None, nbytes: int, window_s: float, cpu_s: Callable[[], float]) -> Window:
+    """Let *group* step for *window_s*, or nobody. *cpu_s* tells the CPU seconds of all processes of this bench."""
     n_steps, batch = 0, 1
+    ours_s, all_s = cpu_s(), _programs_s()
     with CpuMeter() as meter:
         begin_s = time.monotonic()
         while (left_s := begin_s + window_s - time.monotonic()) > 0:
@@ -166,7 +202,18 @@ def _window(group: Group | None, nbytes: int, window_s: float) -> Window:
                 n_steps += batch
                 batch = max(1, int(_BATCH_SHARE * window_s / max(turn.samples_s)))
         end_s = time.monotonic()
-    return Window(begin_s, end_s, n_steps, meter.busy)
+    others_s = _programs_s() - all_s - (cpu_s() - ours_s)
+    return Window(begin_s, end_s, n_steps, meter.busy, others=others_s / (end_s - begin_s) / (os.cpu_count() or 1))
+
+
+def _programs_s() -> float:
+    """Return the CPU seconds that programs have had since boot on all CPUs, and that a hypervisor has taken away.
+
+    Not those of interrupts: they are nobody's, and packets of ours cause them as well.
+    """
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _, _, _, _, stolen, *_ = [int(word) for word in file.readline().split()[1:]]
+    return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 class _Victim:
@@ -191,6 +238,11 @@ class _Victim:
         if self._process.stdout.readline() != "ready\n":
             raise PeerLostError(f"the other job (pid {self._process.pid}) ended before its first steps; see its output")
 
+    def cpu_s(self) -> float:
+        """Return its CPU seconds."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
     def steps(self) -> list[Step]:
         """Let it end; return its steps."""
         out, _ = self._process.communicate(timeout=_START_S)
@@ -209,10 +261,11 @@ def _record(each: Measured, cores: int, gbps: float) -> dict[str, Any]:
     return {
         "section": "neighbour",
         "chosen": {"contestant": each.name, "load": each.load, "cores": cores, "nic_rate_gbps": gbps,
-                   "nbytes": each.nbytes, "n_windows": len(each.idle)},
+                   "nbytes": each.nbytes, "n_windows": len(each.idle), "n_void": each.n_void},
         "measured": {"change_median": each.change(50), "change_p95": each.change(95), "served_gbps": each.served_gbps,
                      **{f"{kind}_median_s": _percentile(windows, 50) for kind, windows in kinds.items()},
                      **{f"{kind}_windows": [{"samples_s": window.samples_s, "n_steps": window.n_steps,
-                                             "seconds": window.end_s - window.begin_s, "cpu_busy": window.cpu_busy}
+                                             "seconds": window.end_s - window.begin_s, "cpu_busy": window.cpu_busy,
+                                             "others": window.others}
                                             for window in windows] for kind, windows in kinds.items()}},
     }

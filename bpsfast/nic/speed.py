@@ -1,10 +1,11 @@
-"""How fast the network card behind an address is, as far as the kernel knows."""
+"""How fast the network cards are that a node's bytes go through, as far as the kernel knows."""
 from __future__ import annotations
 
 import ipaddress
 
+from ..orchestration.errors import BpsError
+from . import route
 from .host import Host
-from .netlink import Address
 
 #: Cards that a hypervisor plays: they tell no speed, or one that has nothing to do with what the machine may use.
 _PLAYED = frozenset({"virtio_net", "vmxnet3", "hv_netvsc", "vif", "xen_netfront", "tun", "veth"})
@@ -15,16 +16,33 @@ def card_gbps(host: Host, address: str) -> tuple[float, str]:
 
     0 where nobody knows: loopback, veth and the like, cards played by a hypervisor, a cable that is not plugged in.
     """
-    try:
-        wanted: Address = ipaddress.ip_address(address)
-    except ValueError:
-        found = host.kernel.resolve(address)
-        wanted = found[0]
+    wanted = ipaddress.ip_address(address)
     owner = next((netdev.name for netdev in host.netdevs.values()
                   if any(interface.ip == wanted for interface in netdev.addresses)), None)
     if owner is None:
         return 0.0, f"no interface has the address {address}"
     return _told(host, owner, frozenset())
+
+
+def rails_gbps(host: Host, address: str, devices: str = "", gid_index: int = -1) -> tuple[float, str]:
+    """Return the same for the RDMA ports by which peers of *address* would be reached, together; 0 if there is none.
+
+    *devices*, *gid_index*: the settings rdma_devices and rdma_gid_index.
+    """
+    try:
+        rails = route.choose(host, devices=devices, gid_index=gid_index, peer=ipaddress.ip_address(address)).rails
+    except BpsError as exc:  # whoever wants RDMA says so in time
+        return 0.0, str(exc)
+    ports = {(device.name, port.number): (device, port) for device, port in host.ports}
+    total = 0.0
+    for rail in rails:
+        device, port = ports[rail.device, rail.port]
+        # a device in software is as fast as the interface below it
+        gbps = port.rate_gbps or 0.0 if device.pcie or port.netdev is None else _told(host, port.netdev, frozenset())[0]
+        if not gbps:
+            return 0.0, f"{rail.name} is no card whose rate is known"
+        total += gbps
+    return total, ", ".join(rail.name for rail in rails) + " by RDMA" if rails else "there is no RDMA port to use"
 
 
 def _told(host: Host, name: str, seen: frozenset[str]) -> tuple[float, str]:

@@ -29,8 +29,11 @@ def of(settings: Settings, address: str) -> Strength:
     to sum faster than its NIC brings anything (three cores keep up with 100 Gbit/s).
     """
     gbps, source = settings.nic_rate, "set"
+    host = Host()
+    if not gbps and settings.transport in ("auto", "rdma") and not settings.nic_limit:
+        gbps, source = speed.rails_gbps(host, address, settings.rdma_devices, settings.rdma_gid_index)
     if not gbps:
-        gbps, source = speed.card_gbps(Host(), address)
+        gbps, source = speed.card_gbps(host, address)
     log.info("NIC behind %s: %s (%s)", address, f"{gbps:g} Gbit/s" if gbps else "rate not known", source)
     sum_rate = settings.sum_rate * _BYTES
     if settings.cores and not sum_rate:
