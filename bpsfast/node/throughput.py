@@ -26,7 +26,8 @@ _TIMEOUT_S = 5.0
 def measure(n_threads: int, duration_s: float = 0.15, by_tcp: bool = True) -> float:
     """Return bytes of input per second that *n_threads* threads sum, with all else that runs here.
 
-    *by_tcp*: they also receive them, and send as many. Takes *duration_s*; longer, up to some seconds, where other programs leave nothing over.
+    *by_tcp*: they also receive them, and send as many. Takes *duration_s*; longer, up to some seconds, where other
+    programs leave nothing over.
 
     Raises
     ------
