@@ -8,7 +8,7 @@
 
 #include "futex.h"
 
-#define BPS_PACE_BURST_NS 2000000u
+#define BPS_PACE_BURST_NS 4000000u
 #define BPS_PACE_LOOK_NS 50000000u /* so often a sleeper looks whether its connection is being closed */
 
 struct bps_pace {

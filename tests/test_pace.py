@@ -17,7 +17,7 @@ from bpsfast.transport import pace, rdma, tcp
 
 MEGABYTE = 10**6
 #: What idle time may bring at once, in seconds of the rate: the burst, and one piece.
-_AHEAD_S = 0.002
+_AHEAD_S = 0.004
 
 
 def seconds(function):

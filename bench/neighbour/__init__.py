@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from bpsfast.bench import table
-from bpsfast.bench.group import Group
+from bpsfast.bench.group import Group, cpu_s_of
 from bpsfast.bench.hall import Hall
 from bpsfast.cluster import CpuMeter
 from bpsfast.launch.daemons import tethered
@@ -167,15 +167,13 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
             victim.await_ready()
         found = [Measured(name, load, nbytes) for name in groups]
 
-        def cpu_s() -> float:
-            own = [group.cpu_s() for group in groups.values()] + [victim.cpu_s() for victim in victims]
-            return sum(own) + time.process_time()
-
+        own = {os.getpid(), *(pid for group in groups.values() for pid in group.pids()),
+               *(victim.pid for victim in victims)}
         deadline = time.monotonic() + at_most_s
         while any(len(each.idle) < n_windows for each in found):
             for each in found:
-                idle = _window(None, nbytes, window_s, cpu_s)
-                each.add(idle, _window(groups[each.name], nbytes, window_s, cpu_s))
+                idle = _window(None, nbytes, window_s, own)
+                each.add(idle, _window(groups[each.name], nbytes, window_s, own))
             if time.monotonic() > deadline:
                 if not all(each.idle for each in found):
                     raise StallError(f"within {at_most_s:g} s other programs left no pair of windows of {window_s:g} s "
@@ -188,10 +186,10 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
     return found
 
 
-def _window(group: Group | None, nbytes: int, window_s: float, cpu_s: Callable[[], float]) -> Window:
-    """Let *group* step for *window_s*, or nobody. *cpu_s* tells the CPU seconds of all processes of this bench."""
+def _window(group: Group | None, nbytes: int, window_s: float, own: Set[int]) -> Window:
+    """Let *group* step for *window_s*, or nobody. *own* are the processes of this bench."""
     n_steps, batch = 0, 1
-    ours_s, all_s = cpu_s(), _programs_s()
+    before, stolen = _others_s(own), _stolen_s()
     with CpuMeter() as meter:
         begin_s = time.monotonic()
         while (left_s := begin_s + window_s - time.monotonic()) > 0:
@@ -202,18 +200,18 @@ def _window(group: Group | None, nbytes: int, window_s: float, cpu_s: Callable[[
                 n_steps += batch
                 batch = max(1, int(_BATCH_SHARE * window_s / max(turn.samples_s)))
         end_s = time.monotonic()
-    others_s = _programs_s() - all_s - (cpu_s() - ours_s)
+    others_s = sum(now_s - before.get(pid, 0.0) for pid, now_s in _others_s(own).items()) + _stolen_s() - stolen
     return Window(begin_s, end_s, n_steps, meter.busy, others=others_s / (end_s - begin_s) / (os.cpu_count() or 1))
 
 
-def _programs_s() -> float:
-    """Return the CPU seconds that programs have had since boot on all CPUs, and that a hypervisor has taken away.
+def _others_s(own: Set[int]) -> dict[int, float]:
+    """Return the CPU seconds of every process that is none of *own*."""
+    return {pid: cpu_s_of(pid) for pid in psutil.pids() if pid not in own}
 
-    Not those of interrupts: they are nobody's, and packets of ours cause them as well.
-    """
-    with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _, _, _, _, stolen, *_ = [int(word) for word in file.readline().split()[1:]]
-    return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
+
+def _stolen_s() -> float:
+    """Return the seconds that a hypervisor has taken from all CPUs."""
+    return float(psutil.cpu_times().steal)
 
 
 class _Victim:
@@ -224,6 +222,7 @@ class _Victim:
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(argv, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          text=True)
+        self.pid = self._process.pid
 
     def __enter__(self) -> _Victim:
         return self
@@ -237,11 +236,6 @@ class _Victim:
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise PeerLostError(f"the other job (pid {self._process.pid}) ended before its first steps; see its output")
-
-    def cpu_s(self) -> float:
-        """Return its CPU seconds."""
-        times = psutil.Process(self._process.pid).cpu_times()
-        return times.user + times.system
 
     def steps(self) -> list[Step]:
         """Let it end; return its steps."""
