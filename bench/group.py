@@ -120,7 +120,11 @@ class Group:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all threads of all processes of this contestant, node and scheduler included."""
-        return sum(_cpu_s(pid) for process in self._processes if process.poll() is None for pid in _family(process.pid))
+        return sum(cpu_s_of(pid) for pid in self.pids())
+
+    def pids(self) -> list[int]:
+        """Return the processes that live."""
+        return [pid for process in self._processes if process.poll() is None for pid in _family(process.pid)]
 
     def _check(self) -> None:
         for process in self._processes:
@@ -147,7 +151,8 @@ def _family(pid: int) -> list[int]:
         return []
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
+    """Return the CPU seconds of all threads that a process has."""
     total_ns = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):  # in ns, where /proc/PID/stat counts ticks
         with contextlib.suppress(OSError):  # the thread has just ended

@@ -78,13 +78,28 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 @cli.command()
 @click.option("--scheduler", metavar="HOST:PORT", help="Where the scheduler listens.")
 @click.option("--local-size", type=click.IntRange(0), help="Ranks of this machine; 0 makes it a helper.")
+@click.option("--helper", is_flag=True, help="Have no ranks: only sum.")
+@click.option("--cores", type=_COUNT, help="Keep to so many CPUs (the idlest of one NUMA node; --cpus: of these).")
+@click.option("--cpus", metavar="LIST", help="Which CPUs --cores takes, such as 4-7.")
+@click.option("--nic-rate", "nic_limit", type=click.FloatRange(0, min_open=True), metavar="GBPS",
+              help="Send, and receive, no more than so many Gbit/s.")
+@click.option("--max-bytes", metavar="BYTES", help="Most memory for gradients, such as 4G.")
+@click.option("--nice", is_flag=True, default=None, help="Run only where no other program wants to.")
 @click.option("--starter-fd", type=int, hidden=True)
 @set_option
 @errors_in_words
-def node(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
-    """Be this machine's node; without ranks, a helper."""
+def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **options: Any) -> None:
+    """Be this machine's node; without ranks, a helper.
+
+    A helper on spare cores of a busy machine keeps to what it is given, and gets no more to do than that can carry:
+    bpsfast node --helper --cores 2 --nic-rate 5 --max-bytes 4G --nice
+    """
     from .launch import daemons
 
+    if helper:
+        if options["local_size"]:
+            raise ConfigError(f"--helper has no ranks, --local-size {options['local_size']} has: give one of them")
+        options["local_size"] = 0
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
@@ -183,6 +198,26 @@ def bench_optimum(**options: Any) -> None:
     from .bench import optimum
 
     optimum.run(options)
+
+
+@bench.command("neighbour")
+@click.option("--cores", type=_COUNT, help="Cores of the helper.  [default: 1]")
+@click.option("--nic-rate", type=click.FloatRange(0, min_open=True), metavar="GBPS",
+              help="What it sends, and receives, at most, Gbit/s.  [default: 0.2]")
+@click.option("--loads", metavar="SHARE[,SHARE]",
+              help="Share of the time in which the other job wants its cores.  [default: 0.5,1]")
+@click.option("--windows", "n_windows", type=_COUNT, help="Windows of each kind.  [default: 20]")
+@click.option("--at-most-s", type=click.FloatRange(0, min_open=True),
+              help="Give up by then where other programs disturb.  [default: 600 for each load]")
+@click.option("--window-s", type=click.FloatRange(0, min_open=True), help="Length of a window.  [default: 1]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Fewer windows.")
+@errors_in_words
+def bench_neighbour(**options: Any) -> None:
+    """Step time of another job on this machine while a helper with a quota serves, and while it is idle."""
+    from .bench import neighbour
+
+    neighbour.run(options)
 
 
 @bench.command("ladder")

@@ -24,6 +24,7 @@ from .orchestration.errors import ConfigError
 from .orchestration.placement import check_policy
 
 PREFIX = "BPSFAST_"
+_LEAST_LIMIT_GBPS = 0.001
 
 
 def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
@@ -84,7 +85,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rdma_relaxed_ordering: Annotated[bool, _about("may PCIe reorder what RDMA devices write")] = False
     rdma_cores: Annotated[str, _about("cores of each RDMA device's thread: 3 or 4-7; numa: those beside the device; "
                                       "empty: any")] = ""
-    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: like the others", "Gbit/s", ge=0)] = 0.0
+    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: what the kernel says of its RDMA ports, else of "
+                                      "the interface with this node's address, unless that is virtual; else the least "
+                                      "known one of the others; all alike if none is known", "Gbit/s", ge=0,
+                                      le=10_000)] = 0.0
+    nic_probe: Annotated[bool, _about("measure at the start what NICs carry whose rate is not known otherwise",
+                                      agree=True)] = False
+    sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "
+                                      "else taken to be more than its NIC brings", "Gbit/s", ge=0, le=10_000)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
     nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
     awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps", "us", ge=0,
@@ -92,6 +100,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
+
+    # what a node may take of a machine that others use
+    cores: Annotated[int, _about("CPUs of the node, and summing threads; 0: all", ge=0, le=64)] = 0
+    cpus: Annotated[str, _about("the CPUs to take them from: 3 or 4-7; empty: the idlest of one NUMA node")] = ""
+    nice: Annotated[bool, _about("run only where nothing else wants to (SCHED_IDLE), and wait asleep")] = False
+    nic_limit: Annotated[float, _about("most that this node sends, and receives, over the network; peers reach it by "
+                                       "tcp then; 0: no limit", "Gbit/s", ge=0, le=10_000)] = 0.0
 
     # how long to wait, what to tell
     timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0)] = 300.0
@@ -274,6 +289,16 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     if settings.rdma_cores not in ("", "numa") and not numa.parse_cpus(settings.rdma_cores):
         raise ConfigError(f"BPSFAST_RDMA_CORES = {settings.rdma_cores!r} ({origins['rdma_cores']}): expected cores "
                           "such as 3 or 4-7, numa, or nothing")
+    if settings.cpus and (not numa.parse_cpus(settings.cpus) or not settings.cores):
+        raise ConfigError(f"BPSFAST_CPUS = {settings.cpus!r} ({origins['cpus']}): expected CPUs such as 3 or 4-7, of "
+                          f"which BPSFAST_CORES = {settings.cores} ({origins['cores']}) says how many are used")
+    if 0 < settings.nic_limit < _LEAST_LIMIT_GBPS:
+        raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is in Gbit/s, at least "
+                          f"{_LEAST_LIMIT_GBPS:g}: with less, one partition takes minutes")
+    if settings.nic_limit and settings.transport == "rdma":
+        raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is kept on tcp "
+                          f"connections, but BPSFAST_TRANSPORT = rdma ({origins['transport']}) has none: use "
+                          "transport auto or tcp")
     if settings.scheduler:
         parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
     if settings.transport == "shm" and not settings.allow_shm:

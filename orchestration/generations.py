@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from .credit_queue import rank_parts
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
-from .placement import assign, machines_of
+from .placement import assign
+from .rates import machines_of
 
 
 class Generations:
@@ -32,6 +33,10 @@ class Generations:
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
         assign([1], self._machines, policy)
+
+    def know(self, nodes: Sequence[NodeInfo]) -> None:
+        """Count on *nodes*, the same ones with other rates, from the next generation on."""
+        self._machines = machines_of(nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
         """Begin the next generation with *specs*, which carry their priorities. None may be in flight.

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from . import messages as m
 from .admission import Admission, Expected
 from .barriers import Barriers
@@ -65,6 +67,8 @@ class Job:
         self._n_heartbeats = 0
         self._last_seen: dict[bytes, float] = {}
         self._left: set[int] = set()
+        self._unmeasured: set[int] = set()
+        self._rates: list[float] = []
         self._roster = Roster(())
         self._admitted = False
         self._declarations: Declarations
@@ -72,7 +76,8 @@ class Job:
         self._barriers: Barriers
         self._stalls: Stalls
         self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Declare: self._declare, m.Ready: self._ready, m.PrepareFailed: self._prepare_failed,
+            m.Measured: self._measured, m.Declare: self._declare, m.Ready: self._ready,
+            m.PrepareFailed: self._prepare_failed,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
             m.StallReport: self._stall_report,
         }
@@ -185,9 +190,24 @@ class Job:
         self._barriers = Barriers(roster.size)
         self._stalls = Stalls(roster, self._left.__contains__)
         self._roster = roster
+        self._rates = [node.nic_rate_bytes for node in roster.nodes]
+        self._unmeasured = {node.index for node in roster.nodes if node.probes}
         self._admitted = True
         return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=roster.nodes))
                 for index, sender in enumerate(roster.senders)]
+
+    def _measured(self, now: float, sender: bytes, message: m.Measured) -> Outgoing:
+        """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
+        index = self._roster.index_of(sender)
+        if index not in self._unmeasured:
+            return self.abort(ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
+        self._unmeasured.remove(index)
+        self._rates[index] = message.nic_rate_bytes
+        if self._unmeasured:
+            return []
+        self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
+                                for node, rate in zip(self._roster.nodes, self._rates)])
+        return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._plan()
 
     # -- declaring ----------------------------------------------------------------------------------------
 
@@ -198,8 +218,8 @@ class Job:
         return out + self._plan()
 
     def _plan(self) -> Outgoing:
-        """Begin a generation with everything that is complete, unless one is in flight."""
-        if self._generations.in_flight is not None:
+        """Begin a generation with everything that is complete, unless one is in flight or NICs are being measured."""
+        if self._generations.in_flight is not None or self._unmeasured:
             return []
         specs = self._declarations.take_complete()
         if not specs:
@@ -262,6 +282,9 @@ class Job:
         ranks = self._declarations.missing(name)
         if ranks:
             return self._stalls.words(ranks, f"has not declared {name!r}")
+        if self._unmeasured:
+            return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still measuring its NIC"
+                                           for node in sorted(self._unmeasured)), False
         nodes = self._generations.not_ready(name)
         if nodes:
             return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still preparing memory for {name!r}"

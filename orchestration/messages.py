@@ -87,7 +87,7 @@ class Join(Message):
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
     `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size.
+    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough.
     """
 
     version: int
@@ -102,6 +102,15 @@ class Join(Message):
     nic_rate_bytes: float
     settings: dict[str, str]
     page_nbytes: int = 4096
+    nic_limit_bytes: float = 0.0
+    sum_rate_bytes: float = 0.0
+    probes: bool = False
+
+
+class Measured(Message):
+    """This node, which `probes`, has found what its NIC carries: bytes/s, 0 if there was nobody to measure with."""
+
+    nic_rate_bytes: float
 
 
 class Declare(Message):
@@ -180,7 +189,11 @@ class StallReport(Message):
 
 
 class NodeInfo(Record):
-    """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper."""
+    """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper.
+
+    Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
+    `sum_rate_bytes` of input that it sums (0: no matter). `probes`: it measures its NIC before anything is planned.
+    """
 
     index: int
     host: str
@@ -190,6 +203,9 @@ class NodeInfo(Record):
     ranks: tuple[int, ...]
     nic_rate_bytes: float
     page_nbytes: int = 4096
+    nic_limit_bytes: float = 0.0
+    sum_rate_bytes: float = 0.0
+    probes: bool = False
 
 
 class Welcome(Message):
@@ -198,6 +214,12 @@ class Welcome(Message):
     index: int
     epoch: int
     nodes: tuple[NodeInfo, ...]
+
+
+class Rates(Message):
+    """All who measure have: what the NICs of all nodes carry, in node order, as placement counts on it from now on."""
+
+    nic_rate_bytes: tuple[float, ...]
 
 
 class Refuse(Message):
@@ -380,11 +402,12 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled | StallReport
+    Join | Measured | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled
+    | StallReport
 )
 SchedulerMessage = (
-    Welcome | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer | Departed
-    | Abort | Finish
+    Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer
+    | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from . import hashes
 from .errors import ConfigError
-from .messages import NodeInfo
 
 
 class Machine(NamedTuple):
@@ -49,11 +48,6 @@ class WireBytes(NamedTuple):
 
     tx: int
     rx: int
-
-
-def machines_of(nodes: Sequence[NodeInfo]) -> list[Machine]:
-    """Return the machines of *nodes*, in node order."""
-    return [Machine(bool(node.ranks), node.nic_rate_bytes) for node in nodes]
 
 
 def rates_of(machines: Sequence[Machine]) -> list[float]:

@@ -15,7 +15,6 @@ class Roster:
         self.size = sum(len(node.ranks) for node in self.nodes)
         self._index_of = {sender: index for index, sender in enumerate(self.senders)}
         self._node_of_rank = {rank: node.index for node in self.nodes for rank in node.ranks}
-        self._n_workers = sum(bool(node.ranks) for node in self.nodes)
 
     def index_of(self, sender: bytes) -> int:
         """Return the node index of *sender*."""
@@ -30,12 +29,8 @@ class Roster:
         return [self.senders[index] for index in sorted({self._node_of_rank[rank] for rank in ranks})]
 
     def describe_node(self, index: int) -> str:
-        """Name a node: "node 1 (host b, ranks 2, 3)" or "helper 0 (node 2, host c)"."""
-        node = self.nodes[index]
-        if not node.ranks:
-            return f"helper {index - self._n_workers} (node {index}, host {node.host})"
-        ranks = ", ".join(map(str, node.ranks))
-        return f"node {index} (host {node.host}, {'rank' if len(node.ranks) == 1 else 'ranks'} {ranks})"
+        """Name a node, see `describe_node`."""
+        return describe_node(self.nodes, index)
 
     def describe_rank(self, rank: int) -> str:
         """Name a rank: "rank 3 (node 1, host b)"."""
@@ -51,3 +46,12 @@ class Roster:
             if kind == "node" and int(number) < len(self.nodes):
                 return self.describe_node(int(number))
         return who
+
+
+def describe_node(nodes: Sequence[NodeInfo], index: int) -> str:
+    """Name a node: "node 1 (host b, ranks 2, 3)" or "helper 0 (node 2, host c)"."""
+    node = nodes[index]
+    if not node.ranks:
+        return f"helper {index - sum(bool(each.ranks) for each in nodes)} (node {index}, host {node.host})"
+    ranks = ", ".join(map(str, node.ranks))
+    return f"node {index} (host {node.host}, {'rank' if len(node.ranks) == 1 else 'ranks'} {ranks})"

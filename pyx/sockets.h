@@ -11,6 +11,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "pace.h"
+
 static inline void bps_tune(int fd, int send_buffer_nbytes)
 {
     int one = 1;
@@ -77,6 +79,38 @@ static inline int bps_receive_all(int fd, void *buffer, size_t nbytes)
         got += (size_t)n;
     }
     return 0;
+}
+
+/* The same, piece by piece as *pace allows (NULL: at once); ECANCELED once *closing is set. */
+static inline int bps_send_paced(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes,
+                                 struct bps_pace *pace, const uint32_t *closing)
+{
+    if (pace == NULL)
+        return bps_send_all(fd, header, header_nbytes, payload, nbytes);
+    int rc = 0;
+    for (size_t done = 0; rc == 0 && (header_nbytes != 0 || done < nbytes); header_nbytes = 0) {
+        size_t piece = nbytes - done < pace->piece_nbytes ? nbytes - done : pace->piece_nbytes;
+        rc = bps_await_turn(pace, header_nbytes + piece, closing);
+        if (rc == 0)
+            rc = bps_send_all(fd, header, header_nbytes, (char *)payload + done, piece);
+        done += piece;
+    }
+    return rc;
+}
+
+static inline int bps_receive_paced(int fd, void *buffer, size_t nbytes, struct bps_pace *pace,
+                                    const uint32_t *closing)
+{
+    if (pace == NULL)
+        return bps_receive_all(fd, buffer, nbytes);
+    int rc = 0;
+    for (size_t got = 0; rc == 0 && got < nbytes; got += pace->piece_nbytes) {
+        size_t piece = nbytes - got < pace->piece_nbytes ? nbytes - got : pace->piece_nbytes;
+        rc = bps_await_turn(pace, piece, closing);
+        if (rc == 0)
+            rc = bps_receive_all(fd, (char *)buffer + got, piece);
+    }
+    return rc;
 }
 
 #endif

@@ -32,8 +32,11 @@ cdef extern from "sockets.h":
     void bps_tune(int, int) nogil
     void bps_acknowledge(int) nogil
     uint64_t bps_unacknowledged(int) nogil
-    int bps_send_all(int, void *, size_t, void *, size_t) nogil
+    struct bps_pace:
+        pass
     int bps_receive_all(int, void *, size_t) nogil
+    int bps_send_paced(int, void *, size_t, void *, size_t, bps_pace *, const uint32_t *) nogil
+    int bps_receive_paced(int, void *, size_t, bps_pace *, const uint32_t *) nogil
     int shutdown(int, int) nogil
     int close(int) nogil
     int SHUT_RDWR
@@ -57,6 +60,8 @@ cdef struct Link:
     void *engine
     bps_arrived_fn arrived
     bps_notify_fn notify
+    bps_pace *pace_out          # NULL: as fast as it goes
+    bps_pace *pace_in
     Slot *slots
     pthread_mutex_t lock        # the queue
     Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
@@ -120,7 +125,8 @@ cdef void *_send(void *argument) noexcept nogil:
                 _deliver(link)
             continue
         pause_ns = FIRST_POLL_NS
-        rc = bps_send_all(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes)
+        rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,
+                            link.pace_out, &link.closing)
         if rc:
             _lost(link, rc)
             return NULL
@@ -158,7 +164,8 @@ cdef void *_receive(void *argument) noexcept nogil:
             rc = EPROTO
             break
         if header.nbytes:
-            rc = bps_receive_all(link.fd, <void *>link.slots[header.slot].addresses[header.round & 1], header.nbytes)
+            rc = bps_receive_paced(link.fd, <void *>link.slots[header.slot].addresses[header.round & 1], header.nbytes,
+                                   link.pace_in, &link.closing)
             if rc:
                 rc = ECONNRESET if rc < 0 else rc  # between header and payload there is no orderly end
                 break
@@ -174,8 +181,9 @@ cdef void *_receive(void *argument) noexcept nogil:
 cdef class Stream:
     """One connection to node *peer* (a source id of the engine) over the socket *fd*, which becomes the stream's own.
 
-    *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *keep* is
-    held so that the engine outlives the stream's threads. *epoch* is stamped on every write and checked on every
+    *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*,
+    *pace_in*: addresses of the `Pace` that it keeps to in each direction, with others (0: none). *keep* is held so that
+    all these outlive the stream's threads. *epoch* is stamped on every write and checked on every
     arrival. `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
 
     Raises
@@ -190,7 +198,8 @@ cdef class Stream:
     cdef object keep
 
     def __cinit__(self, int fd, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify,
-                  uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0, keep=None):
+                  uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0,
+                  uintptr_t pace_out=0, uintptr_t pace_in=0, keep=None):
         cdef Link *link = <Link *>calloc(1, sizeof(Link))
         if link == NULL:
             raise MemoryError("stream")
@@ -200,6 +209,7 @@ cdef class Stream:
         link.peer, link.epoch, link.n_slots = peer, epoch, n_slots
         link.engine = <void *>engine
         link.arrived, link.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
+        link.pace_out, link.pace_in = <bps_pace *>pace_out, <bps_pace *>pace_in
         link.capacity = 1024
         link.slots = <Slot *>calloc(n_slots, sizeof(Slot))
         link.queue = <Post *>calloc(link.capacity, sizeof(Post))

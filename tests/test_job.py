@@ -52,6 +52,25 @@ def test_one_node_too_many_aborts_before_and_is_refused_after_the_welcome():
     assert not table.job.over
 
 
+def test_nothing_is_planned_before_all_who_measure_have():
+    table = Table()
+    table.say(b"A", join("a", probes=True))
+    table.say(b"B", join("b", probes=True))
+    table.say(b"A", m.Declare(rank=0, tensors=(spec("x"),)))
+    table.say(b"B", m.Declare(rank=1, tensors=(spec("x"),)))
+    table.say(b"A", m.Measured(nic_rate_bytes=7.0))
+    assert not table.got(b"A", m.Plan) and not table.got(b"A", m.Rates)
+    table.say(b"A", m.Stalled(rank=0, question=1, part=-1, round=0, name="x"))
+    (answer,) = table.got(b"A", m.StallAnswer)
+    assert answer.missing == "missing: node 1 (host b, rank 1): is still measuring its NIC"
+    table.say(b"B", m.Measured(nic_rate_bytes=3.0))
+    for sender in (b"A", b"B"):
+        assert table.got(sender, m.Rates) == [m.Rates(nic_rate_bytes=(7.0, 3.0))]
+        assert len(table.got(sender, m.Plan)) == 1
+    table.say(b"B", m.Measured(nic_rate_bytes=3.0))
+    assert "has measured its NIC, and was not to" in table.job.aborted.reason
+
+
 def test_ranks_that_do_not_fit_abort():
     table = Table(size=5)
     table.say(b"A", join("a", 2))

@@ -15,6 +15,11 @@ def test_lists_of_cores(text: str, cpus: set[int]) -> None:
     assert numa.parse_cpus(text) == cpus
 
 
+@pytest.mark.parametrize("text", ["0-3,8,10-11", "5", "", "1-2"])
+def test_lists_of_cores_as_they_are_written(text: str) -> None:
+    assert numa.format_cpus(numa.parse_cpus(text)) == text
+
+
 def test_nodes_with_cores_and_distances(recorded_machine: Callable[[str], Machine]) -> None:
     host = recorded_machine("mlx5_roce").host
     assert {number: node.distances for number, node in host.numa.items()} == {0: (10, 21), 1: (21, 10)}

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.placement import (
     Machine,
     WireBytes,
     assign,
     check_policy,
-    machines_of,
     optimal_shares,
     predict_wire,
     ring_wire,
@@ -240,12 +238,6 @@ def test_a_job_without_ranks_is_refused():
 
 def test_one_unknown_rate_makes_all_equal():
     assert optimal_shares(cluster([100.0, 0.0, 50.0]), 3.0).owned == pytest.approx((1, 1, 1))
-
-
-def test_machines_of_nodes():
-    nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=2.0)
-             for i, ranks in enumerate([(0, 1), ()])]
-    assert machines_of(nodes) == [Machine(True, 2.0), Machine(False, 2.0)]
 
 
 # -- greedy -----------------------------------------------------------------------------------------------

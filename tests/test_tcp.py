@@ -6,12 +6,14 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import Stream
 
@@ -136,6 +138,36 @@ def test_nothing_counts_as_delivered_while_the_peer_takes_nothing(engine, socket
     sender.close()
 
 
+def test_streams_keep_to_their_pace_and_end_at_once_when_closed(engine, sockets):
+    left, right = sockets
+    rate = 4_000_000
+    out, incoming = Pace(rate), Pace(rate / 2)
+    sender = stream(engine, left, pace_out=out.address)
+    receiver = stream(engine, right, pace_in=incoming.address)
+    nbytes = 1 << 20
+    payload = np.frombuffer(os.urandom(nbytes), np.uint8)
+    with Segment(2 * nbytes) as slots:
+        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
+                          owner=receiver.peer, partial=(0, 0, 0))
+        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
+        sender.start()
+        receiver.start()
+        begin = time.monotonic()
+        sender.post(1, 1, 0, payload.ctypes.data, nbytes)
+        while receiver.counters()["writes_received"] < 1:
+            assert time.monotonic() - begin < 20
+            os.sched_yield()
+        assert time.monotonic() - begin >= nbytes / (rate / 2) - 0.01, "the receiver is the slower one"
+        assert (np.frombuffer(slots, np.uint8)[nbytes:2 * nbytes] == payload).all()
+        assert out.counters()["bytes"] == nbytes + 32 and incoming.counters()["bytes"] == nbytes
+        out.await_turn(100 * rate)  # somebody else has the next minute and a half
+        sender.post(1, 2, 0, payload.ctypes.data, nbytes)
+        begin = time.monotonic()
+        sender.close()
+        assert time.monotonic() - begin < 5
+        receiver.close()
+
+
 def test_an_empty_contribution_has_no_payload(engine, sockets):
     left, right = sockets
     sender = stream(engine, left)
@@ -239,6 +271,7 @@ _DROPPED = """
 import gc, socket
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import Stream
 for _ in range(20):

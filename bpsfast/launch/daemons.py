@@ -122,14 +122,14 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run_node(settings: Settings) -> int:
     """Be this machine's node (or a helper) until the job is over; return the exit code."""
-    from ..node import (
-        control as node,  # kernels and the engine: ranks and the launcher, which load this file too, do without them
-    )
+    # kernels and the engine: ranks and the launcher, which load this file too, do without them
+    from ..node import control as node, quota
 
     if not settings.scheduler:
         raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
     name = "node" if settings.node_index < 0 else f"node {settings.node_index}"
     logs.configure(settings.log_level, name)
+    settings = quota.take(settings)
     return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()))
 
 

@@ -50,3 +50,14 @@ def parse_cpus(text: str) -> frozenset[int]:
         if first.isdecimal():
             cpus.update(range(int(first), int(last if dash else first) + 1))
     return frozenset(cpus)
+
+
+def format_cpus(cpus: Set[int]) -> str:
+    """Return *cpus* as a list such as "0-3,8": the inverse of `parse_cpus`."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

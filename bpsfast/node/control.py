@@ -15,21 +15,22 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from .. import __version__, logs, trace, transport
 from ..launch.reach import nobody_at
-from ..orchestration import forecast, messages
+from ..orchestration import forecast, messages, rates
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
-from ..orchestration.placement import machines_of
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
-from ..transport import Peering, TalkingLink, rdma, shm, tcp
-from . import reception
+from ..transport import Peering, TalkingLink, nic_probe, rdma, shm, tcp
+from . import reception, strength
 from .counters import told
 from .detours import Detours
 from .event_loop import EventLoop
@@ -86,6 +87,7 @@ class Node:
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
+        self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peering: Peering | None = None
         self._detours: Detours | None = None
@@ -96,7 +98,8 @@ class Node:
         self._exit_code: int | None = None
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
-            messages.Welcome: self._on_welcome, messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
+            messages.Welcome: self._on_welcome, messages.Rates: self._on_rates, messages.Refuse: self._on_refuse,
+            messages.Plan: self._plans.prepare,
             messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
             messages.StallAnswer: self._on_stall_answer, messages.Departed: self._home.departed,
@@ -135,8 +138,10 @@ class Node:
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
             index=self._settings.node_index, ranks=self._home.wished_ranks(),
             server_processes=self._home.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
-            shm_name=self._reception.name.lstrip(b"\0").decode(), nic_rate_bytes=self._settings.nic_rate * 1e9 / 8,
-            settings=self._fingerprint, page_nbytes=PAGE_NBYTES))
+            shm_name=self._reception.name.lstrip(b"\0").decode(), settings=self._fingerprint,
+            page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._strength.nic_rate_bytes,
+            nic_limit_bytes=self._strength.nic_limit_bytes, sum_rate_bytes=self._strength.sum_rate_bytes,
+            probes=self._strength.probes))
 
     @property
     def admitted(self) -> bool:
@@ -285,9 +290,14 @@ class Node:
             return
         for name, choice in self._peering.describe().items():
             log.info("%s by %s", name, choice)
-        if self._welcome.index == 0:
-            self._say_what_to_expect()
-        me = self._welcome.nodes[self._welcome.index]
+        me, nodes = self._welcome.nodes[self._welcome.index], self._welcome.nodes
+        if nic_probe.partners(me, nodes):
+            links, deadline = self._peering.links, time.monotonic() + self._settings.start_timeout_s
+            rate = self.patiently(lambda: nic_probe.measure(me, nodes, links, deadline))
+            if me.probes:
+                self.send(messages.Measured(nic_rate_bytes=rate))
+        if not any(node.probes for node in nodes):
+            self._say_what_to_expect(nodes)
         self._vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
         for link in self._vertex.talking_links():
             self._loop.watch(link.channel.fileno(), partial(self._read_peer, link))
@@ -298,13 +308,21 @@ class Node:
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
 
-    def _say_what_to_expect(self) -> None:
+    def _on_rates(self, message: messages.Rates) -> None:
+        assert self._welcome is not None
+        self._say_what_to_expect([msgspec.structs.replace(node, nic_rate_bytes=rate)
+                                  for node, rate in zip(self._welcome.nodes, message.nic_rate_bytes)])
+
+    def _say_what_to_expect(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
         assert self._peering is not None and self._welcome is not None
-        machines = machines_of(self._welcome.nodes)
+        if self._welcome.index != 0:
+            return
+        machines = rates.machines_of(nodes)
         log.info("%s", forecast.first_line(machines, self._settings.placement))
         if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
-            for warning in forecast.warnings(machines, self._settings.placement):
+            for warning in (*rates.remarks(nodes, self._settings.placement),
+                            *forecast.warnings(machines, self._settings.placement)):
                 log.warning("%s", warning)
 
     def _read_peer(self, link: TalkingLink) -> None:

@@ -16,7 +16,7 @@ from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
-from . import rdma, shm, tcp
+from . import pace, rdma, shm, tcp
 from .links import Link
 from .rdma import rendezvous
 
@@ -82,6 +82,7 @@ class Peering:
         self._listener = listener
         self._doorstep = doorstep
         self._rails = rails
+        self._paces = pace.of(settings, len(self._peers))
         self._n_nodes = len(nodes)
         self._notify = notify
         self._deadline = time.monotonic() + settings.start_timeout_s
@@ -242,6 +243,7 @@ class Peering:
         settings = self._settings
         link.n_nodes, link.epoch, link.send_buffer_nbytes = self._n_nodes, self._epoch, settings.tcp_sndbuf_bytes
         link.trace_capacity = settings.trace_capacity if settings.trace_dir else 0
+        link.paces = self._paces
         return link
 
     def _accept_all(self) -> None:

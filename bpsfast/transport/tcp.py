@@ -21,6 +21,7 @@ from ..pyx.engine import Engine
 from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
 from ..settings import Settings
+from .pace import Paces
 
 CONTEXT = "bpsfast data"
 #: A stranger on the data port holds up one accepting thread for at most this long.
@@ -92,6 +93,7 @@ class TcpLink:
     n_slots: int = MAX_PARTS
     send_buffer_nbytes: int = 0
     trace_capacity: int = 0
+    paces: Paces | None = None
     expected: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     kind = "tcp"
@@ -102,10 +104,14 @@ class TcpLink:
         for number in sorted(self.sockets):
             sock = self.sockets[number]
             nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
+            pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
+            if self.paces:
+                self.paces.prepare(sock)
             stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
                             n_slots=self.n_slots, send_buffer_nbytes=nbytes,
-                            trace_capacity=self.trace_capacity, keep=engine)
+                            trace_capacity=self.trace_capacity, pace_out=pace_out, pace_in=pace_in,
+                            keep=(engine, self.paces))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
         for part, even, odd, nbytes in self.expected:

@@ -16,7 +16,7 @@ class NoRdmaError(UnsupportedError):
 
 
 class NoDeviceError(NoRdmaError):
-    """This machine has no RDMA device: nothing that anybody needs to be warned of."""
+    """This machine has no RDMA device, or is to use none: nothing that anybody needs to be warned of."""
 
 
 #: ibv_event_type -> what happened to the queue pair, queue or device

@@ -179,6 +179,8 @@ class Rails:
         try:
             with self._lock:  # around all: what is known of this machine is read once
                 host = self._host
+                if settings.nic_limit:
+                    raise NoDeviceError(f"nic_limit={settings.nic_limit:g} is kept on tcp connections only")
                 if not host.ports:
                     raise NoDeviceError("there is no RDMA device here")
                 peer = route.peer_address(host, address.rpartition(":")[0]) if address else None

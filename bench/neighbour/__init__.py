@@ -1,0 +1,265 @@
+"""``bpsfast bench neighbour``: what does a helper on spare cores do to the job that the machine is there for?
+
+That job is one process a core which computes, streams through memory and waits (`victim`). Beside it runs a job of ours
+whose helper owns all keys. Windows in which steps go through the helper take turns with windows in which nothing does;
+what counts is the other job's time for a step. Two contestants: `quota`, a helper with a core, a rate and niceness, and
+`free`, the same without any of it. The two nodes that push and their ranks run on this machine, too, beside a
+quota-bound helper as nicely as that; so what is measured is more than what the helper alone does. A pair of windows in
+which programs of others took CPU time is void.
+"""
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from bpsfast.bench import table
+from bpsfast.bench.group import Group, cpu_s_of
+from bpsfast.bench.hall import Hall
+from bpsfast.cluster import CpuMeter
+from bpsfast.launch.daemons import tethered
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+
+#: What the issue of quotas promises.
+MOST_CHANGE = 0.05
+CONTESTANTS = ("quota", "free")
+_STEP_S = 0.1  # of the quota-bound job
+_START_S = 60.0
+_PATIENT = {"heartbeat_s": 2.0, "lease_s": 60.0, "start_timeout_s": 120.0, "log_level": "ERROR"}
+#: So much of a window is asked for at once: asking takes time as well.
+_BATCH_SHARE = 0.2
+#: A window is void in which others have taken more of all CPUs.
+_MOST_OTHERS = 0.03
+
+Step = tuple[float, float]
+
+
+@dataclass
+class Window:
+    """A stretch of time: nothing goes through the helper, or steps of ours do. Seconds of the monotonic clock.
+
+    `others`: share of all CPUs that programs had which are not of this bench, and that the hypervisor took away.
+    """
+
+    begin_s: float
+    end_s: float
+    n_steps: int
+    cpu_busy: float
+    samples_s: list[float] = field(default_factory=list)
+    others: float = 0.0
+
+    def take(self, steps: Sequence[Step]) -> None:
+        """Keep the durations of those of *steps* that lie in the window."""
+        self.samples_s += [took_s for begin_s, took_s in steps
+                           if begin_s >= self.begin_s and begin_s + took_s <= self.end_s]
+
+
+@dataclass
+class Measured:
+    """One contestant beside a job of *load*: windows in turns, first one that is idle."""
+
+    name: str
+    load: float
+    nbytes: int
+    idle: list[Window] = field(default_factory=list)
+    serving: list[Window] = field(default_factory=list)
+    n_void: int = 0
+
+    def add(self, idle: Window, serving: Window) -> None:
+        """Keep a pair of windows, if nobody has disturbed it."""
+        if max(idle.others, serving.others) > _MOST_OTHERS:
+            self.n_void += 1
+        else:
+            self.idle.append(idle)
+            self.serving.append(serving)
+
+    def change(self, percent: float) -> float:
+        """Return how much longer than while idle the other job's steps take while serving, at this percentile."""
+        return _percentile(self.serving, percent) / _percentile(self.idle, percent) - 1.0
+
+    @property
+    def served_gbps(self) -> float:
+        """Gbit/s of gradients that the helper took in, and sent out: those of both nodes that push."""
+        took_s = sum(window.end_s - window.begin_s for window in self.serving)
+        return 2 * self.nbytes * sum(window.n_steps for window in self.serving) * 8 / took_s / 1e9
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print a table, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows of each kind, window_s; at_most_s for one
+        load; json_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense.
+    StallError
+        If the machine is not left alone for long enough.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    quick = bool(given.get("quick"))
+    cores, gbps = given.get("cores") or 1, given.get("nic_rate") or 0.2
+    loads = _loads(given.get("loads") or "0.5,1")
+    n_windows, window_s = given.get("n_windows") or (2 if quick else 20), given.get("window_s") or 1.0
+    start = time.time()
+    at_most_s = given.get("at_most_s") or 600.0
+    found = [each for load in loads for each in _beside(load, cores, gbps, n_windows, window_s, at_most_s)]
+    print(report(found), flush=True)
+    return table.finish("neighbour", given, start, [_record(each, cores, gbps) for each in found])
+
+
+def report(found: Sequence[Measured]) -> str:
+    """Return the table, and whether the quota was worth its name."""
+    rows = [["load", "helper", "serves Gbit/s", "idle ms", "serving ms", "median", "p95", "CPU busy",
+             "windows", "void"]]
+    for each in found:
+        rows.append([f"{each.load:.0%}", each.name, f"{each.served_gbps:.3f}",
+                     *(f"{_percentile(windows, 50) * 1e3:.2f}" for windows in (each.idle, each.serving)),
+                     f"{each.change(50):+.1%}", f"{each.change(95):+.1%}",
+                     f"{statistics.mean(window.cpu_busy for window in each.serving):.0%}",
+                     str(2 * len(each.idle)), str(2 * each.n_void)])
+    bound = [each for each in found if each.name == "quota"]
+    kept = all(each.change(50) <= MOST_CHANGE for each in bound)
+    words = "at most" if kept else "NOT within"
+    return "\n".join(["# steps of another job on this machine, by its load on every core", table.plain(rows),
+                      f"# a quota-bound helper changes its median step by {words} {MOST_CHANGE:.0%}"])
+
+
+def _loads(text: str) -> list[float]:
+    try:
+        loads = [float(word) for word in text.split(",")]
+    except ValueError:
+        loads = []
+    if not loads or not all(0 < load <= 1 for load in loads):
+        raise ConfigError(f"--loads {text!r}: expected shares above 0 and up to 1, such as 0.5,1")
+    return loads
+
+
+def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: float,
+            at_most_s: float) -> list[Measured]:
+    """Measure all contestants beside one other job of *load*."""
+    nbytes = max(1 << 16, int(gbps * 1e9 / 8 * _STEP_S / 2)) // 4096 * 4096
+    nice = {"BPSFAST_NICE": "1"}
+    quota = {"node0": nice, "node1": nice, "helper0": nice | {
+        "BPSFAST_CORES": str(cores), "BPSFAST_NIC_LIMIT": str(gbps), "BPSFAST_SUM_RATE": str(gbps)}}
+    with Hall(2, 2) as hall, ExitStack() as stack:
+        groups = {name: hall.bpsfast(n_helpers=1, more=more, placement="ps", transport="tcp", awake_us=0,
+                                     partition_bytes=256 << 10, **_PATIENT)
+                  for name, more in zip(CONTESTANTS, (quota, {}))}
+        for group in groups.values():
+            group.measure("numpy", nbytes, 0, 1)  # it checks its sums once
+        groups["quota"].ask("yield_to_all")
+        victims = [stack.enter_context(_Victim(load)) for _ in os.sched_getaffinity(0)]
+        for victim in victims:
+            victim.await_ready()
+        found = [Measured(name, load, nbytes) for name in groups]
+
+        own = {os.getpid(), *(pid for group in groups.values() for pid in group.pids()),
+               *(victim.pid for victim in victims)}
+        deadline = time.monotonic() + at_most_s
+        while any(len(each.idle) < n_windows for each in found):
+            for each in found:
+                idle = _window(None, nbytes, window_s, own)
+                each.add(idle, _window(groups[each.name], nbytes, window_s, own))
+            if time.monotonic() > deadline:
+                if not all(each.idle for each in found):
+                    raise StallError(f"within {at_most_s:g} s other programs left no pair of windows of {window_s:g} s "
+                                     "alone: measure on a machine that does nothing else")
+                break
+        steps = [step for victim in victims for step in victim.steps()]
+    for each in found:
+        for window in each.idle + each.serving:
+            window.take(steps)
+    return found
+
+
+def _window(group: Group | None, nbytes: int, window_s: float, own: Set[int]) -> Window:
+    """Let *group* step for *window_s*, or nobody. *own* are the processes of this bench."""
+    n_steps, batch = 0, 1
+    before, stolen = _others_s(own), _stolen_s()
+    with CpuMeter() as meter:
+        begin_s = time.monotonic()
+        while (left_s := begin_s + window_s - time.monotonic()) > 0:
+            if group is None:
+                time.sleep(left_s)
+            else:
+                turn = group.measure("numpy", nbytes, 0, batch)
+                n_steps += batch
+                batch = max(1, int(_BATCH_SHARE * window_s / max(turn.samples_s)))
+        end_s = time.monotonic()
+    others_s = sum(now_s - before.get(pid, 0.0) for pid, now_s in _others_s(own).items()) + _stolen_s() - stolen
+    return Window(begin_s, end_s, n_steps, meter.busy, others=others_s / (end_s - begin_s) / (os.cpu_count() or 1))
+
+
+def _others_s(own: Set[int]) -> dict[int, float]:
+    """Return the CPU seconds of every process that is none of *own*."""
+    return {pid: cpu_s_of(pid) for pid in psutil.pids() if pid not in own}
+
+
+def _stolen_s() -> float:
+    """Return the seconds that a hypervisor has taken from all CPUs."""
+    return float(psutil.cpu_times().steal)
+
+
+class _Victim:
+    """The process of `victim`. A context manager; `steps` ends it."""
+
+    def __init__(self, load: float) -> None:
+        argv = tethered([sys.executable, "-m", "bpsfast.bench.neighbour.victim", str(load)])
+        threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._process = subprocess.Popen(argv, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         text=True)
+        self.pid = self._process.pid
+
+    def __enter__(self) -> _Victim:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def await_ready(self) -> None:
+        """Return once it steps at its pace."""
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise PeerLostError(f"the other job (pid {self._process.pid}) ended before its first steps; see its output")
+
+    def steps(self) -> list[Step]:
+        """Let it end; return its steps."""
+        out, _ = self._process.communicate(timeout=_START_S)
+        return [(begin_s, took_s) for begin_s, took_s in json.loads(out)]
+
+
+def _percentile(windows: Sequence[Window], percent: float) -> float:
+    samples = sorted(sample for window in windows for sample in window.samples_s)
+    if not samples:
+        raise PeerLostError("the other job made no step in a whole kind of windows: let them be longer (--window-s)")
+    return samples[min(len(samples) - 1, int(len(samples) * percent / 100))]
+
+
+def _record(each: Measured, cores: int, gbps: float) -> dict[str, Any]:
+    kinds = {"idle": each.idle, "serving": each.serving}
+    return {
+        "section": "neighbour",
+        "chosen": {"contestant": each.name, "load": each.load, "cores": cores, "nic_rate_gbps": gbps,
+                   "nbytes": each.nbytes, "n_windows": len(each.idle), "n_void": each.n_void},
+        "measured": {"change_median": each.change(50), "change_p95": each.change(95), "served_gbps": each.served_gbps,
+                     **{f"{kind}_median_s": _percentile(windows, 50) for kind, windows in kinds.items()},
+                     **{f"{kind}_windows": [{"samples_s": window.samples_s, "n_steps": window.n_steps,
+                                             "seconds": window.end_s - window.begin_s, "cpu_busy": window.cpu_busy,
+                                             "others": window.others}
+                                            for window in windows] for kind, windows in kinds.items()}},
+    }
