@@ -16,6 +16,9 @@ from .credit_queue import CreditQueue, urgency
 
 Item = TypeVar("Item")
 
+#: With one at a time the card would idle whenever the turn changes, and one peer that takes nothing would stop all.
+_LEAST_BREADTH = 2
+
 
 class _Peer(Generic[Item]):
     """One destination. `turn`: how much it was sent, in shares of a step."""
@@ -45,7 +48,7 @@ class CardQueue(Generic[Item]):
         self._busy: dict[int, _Peer[Item]] = {}
         self._front = 0.0
         #: How many peers may have something under way at a time.
-        self.breadth = 1
+        self.breadth = _LEAST_BREADTH
 
     def add(self, peer: int, place: int) -> None:
         """Add a destination; *place*: whose turn it is when all have got the same, best not one for all cards."""
@@ -53,11 +56,11 @@ class CardQueue(Generic[Item]):
         self.plan({})
 
     def plan(self, shares: Mapping[int, int]) -> None:
-        """Say how many bytes each peer is sent in a step; peers that are not named share alike."""
+        """Say how many bytes each peer is sent in a step. None at all: they share alike."""
         for index, peer in self._peers.items():
             peer.share_nbytes = shares.get(index, 0)
         planned = [peer.share_nbytes for peer in self._peers.values() if peer.share_nbytes]
-        self.breadth = max(1, round(sum(planned) / max(planned))) if planned else max(1, len(self._peers))
+        self.breadth = max(_LEAST_BREADTH, round(sum(planned) / max(planned))) if planned else len(self._peers)
 
     @property
     def queued(self) -> int:

@@ -84,14 +84,16 @@ def test_who_was_idle_claims_one_step_of_the_past_at_most():
 
 
 def test_a_held_peer_gets_nothing_and_is_in_nobodys_way():
-    queue = card({1: PART, 2: PART // 4})
-    assert queue.breadth == 1
-    put(queue, 1, 3)
-    put(queue, 2, 3)
-    assert queue.pop()[0] == 1
+    queue = card({1: 4 * PART, 2: PART, 3: PART})
+    assert queue.breadth == 2  # never less: with one at a time the card would idle whenever the turn changes
+    for peer in (1, 2, 3):
+        put(queue, peer, 3)
+    assert [queue.pop()[0], queue.pop()[0]] == [1, 2]
+    assert queue.pop() is None
     queue.hold(1)
     assert queue.is_held(1)
-    assert peers_of(queue, 3) == [2, 2, 2]
+    queue.release(2, PART)
+    assert peers_of(queue, 5) == [3, 2, 3, 2, 3]
     assert queue.pop() is None
     queue.resume(1)
     assert peers_of(queue, 2) == [1, 1]

@@ -190,7 +190,9 @@ def test_a_pair_connects_anew_after_its_link_was_given_up(no_leaks):
     connect(made)
     before = [end.peering.take()[1 - end.index] for end in made]
     for end in made:
-        end.peering.detour(1 - end.index, "its card is gone")
+        end.peering.give_up(1 - end.index, "its card is gone")
+    for end in made:
+        end.peering.detour(1 - end.index)
     deadline = time.monotonic() + 20
     while not all(end.peering.done for end in made):
         assert time.monotonic() < deadline

@@ -16,6 +16,8 @@ from bpsfast.orchestration.placement import Machine
 #: A busier machine is measured itself, not the network.
 MOST_BUSY = 0.8
 _CALIBRATION_S = 2.0
+#: Enough that no connection waits for an acknowledgement, little enough that a switch's port holds what all send to it.
+_CREDIT_PARTITIONS = 2
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
 _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
 
@@ -90,7 +92,8 @@ class Ground:
         return self._hall.bpsfast(
             n_helpers=0 if name == "colocated" else cell.n_helpers,
             more={name: {"BPSFAST_NIC_RATE": str(bits / 1e9)} for name, bits in self._layout.rates.items() if known},
-            transport="tcp", partition_bytes=cell.partition_nbytes, placement="optimal" if name == "equal" else name,
+            transport="tcp", partition_bytes=cell.partition_nbytes,
+            credit_bytes=_CREDIT_PARTITIONS * cell.partition_nbytes, placement="optimal" if name == "equal" else name,
             **_PATIENT)
 
     def _sent(self) -> list[int]:

@@ -10,31 +10,27 @@ streams' native threads. A helper is a node to which no rank attaches.
 """
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from typing import TypeVar
-
-import msgspec
 
 from .. import __version__, logs, trace, transport
 from ..launch.reach import nobody_at
-from ..orchestration import forecast, messages, rates
+from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
-from ..transport import Peering, TalkingLink, nic_probe, rdma, shm, tcp
+from ..transport import tcp
 from . import reception, strength
 from .counters import told
-from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
+from .peers import GRACE_S, Peers
 from .plans import Plans
 from .regions import PAGE_NBYTES
 from .stop_signals import StopSignals
@@ -42,8 +38,6 @@ from .vertex import Vertex
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long ranks have to read why a job was aborted, and a scheduler to say what a lost peer means.
-GRACE_S = 2.0
 _TICK_S = 0.25
 _BREATH_S = 0.1
 
@@ -82,24 +76,22 @@ class Node:
         self._loop = EventLoop(self._broken)
         self._home = Household(self, self._loop, settings, __version__, self._fingerprint)
         self._reception = reception.Reception(self._loop, listener, key, self._home.rank_came, self._home.server_came,
-                                              self._peer_came)
-        self._vertex = Vertex(settings, self._source_lost_soon)
+                                              lambda link: self._peers.came(link))
+        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code))
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
         self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
-        self._peering: Peering | None = None
-        self._detours: Detours | None = None
+        self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
         self._welcome: messages.Welcome | None = None
-        self._lost_peers: set[int] = set()
         self._unread: list[messages.Message] = []
         self._n_control = 0
         self._exit_code: int | None = None
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
-            messages.Welcome: self._on_welcome, messages.Rates: self._on_rates, messages.Refuse: self._on_refuse,
-            messages.Plan: self._plans.prepare,
+            messages.Welcome: self._on_welcome, messages.Rates: self._peers.rates_known,
+            messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
             messages.StallAnswer: self._on_stall_answer, messages.Departed: self._home.departed,
@@ -174,10 +166,14 @@ class Node:
             return
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
-            self.send(messages.Lost(who=who or self._name(), reason=reason or str(error)))
+            self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
         self._vertex.abort(error)
         self._home.abort(error)
         self._end(1)
+
+    def heard(self) -> None:
+        """Count a message of a peer."""
+        self._n_control += 1
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted here."""
@@ -230,11 +226,11 @@ class Node:
             self.fail(exc)
         else:
             log.error("the node failed", exc_info=exc)
-            self.fail(ProtocolError(f"{self._name()} failed: {type(exc).__name__}: {exc}"))
+            self.fail(ProtocolError(f"{self.name} failed: {type(exc).__name__}: {exc}"))
 
     def _stopped(self, name: str) -> None:
         # Whoever sent the signal knows; the ranks are told.
-        self.fail(PeerLostError(f"{self._name()} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
+        self.fail(PeerLostError(f"{self.name} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
                   level=logging.INFO)
 
     def _check_gathered(self) -> None:
@@ -243,142 +239,32 @@ class Node:
                                  f"{os.getpid()}) within {self._settings.start_timeout_s:g} s."
                                  f"{nobody_at(*self._scheduler)}"))
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
+        """What this node is called in messages."""
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
     def _close(self) -> None:
         if self._membership is not None:
             self._membership.close()
         self._reception.close()
-        if self._peering is not None:
-            self._peering.close()
+        self._peers.close()
         self._data_listener.close()
         records = self._vertex.stop()
         if self._settings.trace_dir and self._welcome is not None:
-            trace.write(self._settings.trace_dir, self._name(), records, self._vertex.part_names)
+            trace.write(self._settings.trace_dir, self.name, records, self._vertex.part_names)
         self._home.close()
         self._vertex.close()
         self._loop.close()
 
-    # -- peers --------------------------------------------------------------------------------------------
+    # -- the scheduler's words ----------------------------------------------------------------------------
 
     def _on_welcome(self, message: messages.Welcome) -> None:
         self._welcome = message
-        me = message.nodes[message.index]
-        logs.configure(self._settings.log_level, self._name())
-        self._home.admitted(me)
-        doorstep = self._vertex.doorstep
-        self._peering = Peering(self._settings, self._key, message.epoch, me, message.nodes, self._data_listener,
-                                doorstep, self._vertex.rails,
-                                lambda: self._loop.call_soon(self._peering_changed))
-        self._peering.start()
-        self._reception.know(message.index, message.epoch, doorstep)
-        self._peering_changed()
-
-    def _peer_came(self, link: shm.ShmLink) -> None:
-        assert self._peering is not None
-        self._peering.offer(link, "a memfd exchange over this node's local socket worked")
-
-    def _peering_changed(self) -> None:
-        """Once every peer is connected: tell the engine, the ranks, and do what was held back."""
-        assert self._peering is not None and self._welcome is not None
-        if self._peering.error is not None:
-            self.fail(self._peering.error)
-        if self._detours is not None and self._exit_code is None:
-            self._detours.connected()
-        if not self._peering.done or self._vertex.connected or self._exit_code is not None:
-            return
-        for name, choice in self._peering.describe().items():
-            log.info("%s by %s", name, choice)
-        me, nodes = self._welcome.nodes[self._welcome.index], self._welcome.nodes
-        if nic_probe.partners(me, nodes):
-            links, deadline = self._peering.links, time.monotonic() + self._settings.start_timeout_s
-            rate = self.patiently(lambda: nic_probe.measure(me, nodes, links, deadline))
-            if me.probes:
-                self.send(messages.Measured(nic_rate_bytes=rate))
-        if not any(node.probes for node in nodes):
-            self._say_what_to_expect(nodes)
-        self._vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
-        for link in self._vertex.talking_links():
-            self._loop.watch(link.channel.fileno(), partial(self._read_peer, link))
-            if isinstance(link, shm.ShmLink):
-                self._loop.watch(link.pidfd, partial(self._peer_lost, link.index, link.gone))
-        self._detours = Detours(self._settings, self._loop, self._vertex, self._peering, self._plans.without,
-                                self._peer_lost)
-        self._home.connected(me, self._welcome, self._peering.describe())
-        self._plans.connected()
-
-    def _on_rates(self, message: messages.Rates) -> None:
-        assert self._welcome is not None
-        self._say_what_to_expect([msgspec.structs.replace(node, nic_rate_bytes=rate)
-                                  for node, rate in zip(self._welcome.nodes, message.nic_rate_bytes)])
-
-    def _say_what_to_expect(self, nodes: Sequence[messages.NodeInfo]) -> None:
-        """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
-        assert self._peering is not None and self._welcome is not None
-        if self._welcome.index != 0:
-            return
-        machines = rates.machines_of(nodes)
-        log.info("%s", forecast.first_line(machines, self._settings.placement))
-        if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
-            for warning in (*rates.remarks(nodes, self._settings.placement),
-                            *forecast.warnings(machines, self._settings.placement)):
-                log.warning("%s", warning)
-
-    def _read_peer(self, link: TalkingLink) -> None:
-        assert self._detours is not None
-        try:
-            received = link.channel.recv_nowait()
-        except PeerLostError:
-            self._loop.forget(link.channel.fileno())
-            if not self._detours.channel_ended(link.index):
-                self._peer_lost(link.index, link.gone)
-            return
-        for message, fds in received:
-            self._n_control += 1
-            if isinstance(message, rdma.Fenced) and isinstance(link, rdma.RdmaLink):
-                if self._exit_code is None:
-                    self._detours.peer_fenced(link, message)
-            else:
-                self._plans.peer_said(link, message, fds)
-
-    def _source_lost_soon(self, source: int, code: int) -> None:
-        self._loop.call_soon(lambda: self._source_lost(source, code))
-
-    def _source_lost(self, source: int, code: int) -> None:
-        """The engine or a lane gave a source up: a broken connection, or rubbish that was announced."""
-        if self._exit_code is not None:
-            return
-        if source < 0:
-            error = self._vertex.service_error
-            self.fail(ProtocolError(f"the communication service of {self._name()} failed: {error!r}"))
-            return
-        who, index = self._vertex.who(source)
-        if code == errno.EPROTO or index is None:
-            what = self._vertex.why_lost(index, code) if index is not None else os.strerror(code)
-            self.fail(ProtocolError(f"{who} announced or sent what fits no partition ({what}): mixed versions, or our "
-                                    "bug"), who)
-            return
-        reason = f"its data connection ended ({self._vertex.why_lost(index, code)})"
-        if self._detours is None or not self._detours.begin(index, reason):
-            self._peer_lost(index, reason)
-
-    def _peer_lost(self, index: int, reason: str) -> None:
-        """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""
-        link = self._vertex.links.get(index)
-        if isinstance(link, shm.ShmLink):
-            self._loop.forget(link.pidfd)
-        if index in self._lost_peers or self._exit_code is not None:
-            return
-        self._lost_peers.add(index)
-        assert self._welcome is not None
-        host = self._welcome.nodes[index].host
-        log.info("node %d (%s) is lost: %s", index, host, reason)
-        self.send(messages.Lost(who=f"node {index}", reason=reason))
-        self._loop.call_at(time.monotonic() + GRACE_S,
-                           lambda: self.fail(PeerLostError(f"node {index} ({host}) is lost: {reason}"), tell=False))
-
-    # -- the scheduler's words ----------------------------------------------------------------------------
+        logs.configure(self._settings.log_level, self.name)
+        self._home.admitted(message.nodes[message.index])
+        self._peers.welcomed(message)
+        self._reception.know(message.index, message.epoch, self._vertex.doorstep)
 
     def _on_refuse(self, message: messages.Refuse) -> None:
         self.fail(error_of(message.error, message.reason), tell=False)

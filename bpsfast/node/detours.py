@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ..orchestration.errors import ProtocolError
 from ..settings import Settings
@@ -24,9 +26,6 @@ from .event_loop import EventLoop
 from .vertex import Vertex
 
 log = logging.getLogger("bpsfast.node")
-
-#: How long a peer has to say that it is fenced, too. One that was stopped is found by its lease; this is for the rest.
-_ANSWER_TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -43,6 +42,8 @@ class Detours:
 
     Parameters
     ----------
+    patiently
+        Does what may take long while the node goes on beating (`Node.patiently`).
     on_fenced
         Called with a node's index when nothing is to be expected any more on the channel to it.
     on_lost
@@ -50,11 +51,15 @@ class Detours:
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, vertex: Vertex, peering: Peering,
-                 on_fenced: Callable[[int], None], on_lost: Callable[[int, str], None]) -> None:
+                 patiently: Callable[[Callable[[], Any]], Any], on_fenced: Callable[[int], None],
+                 on_lost: Callable[[int, str], None]) -> None:
         self._allowed = settings.transport == "auto"
+        # A peer may be busy for as long as it may be at the start; one that was stopped is found by its lease.
+        self._timeout_s = settings.start_timeout_s
         self._loop = loop
         self._vertex = vertex
         self._peering = peering
+        self._patiently = patiently
         self._on_fenced = on_fenced
         self._on_lost = on_lost
         self._under_way: dict[int, Detour] = {}
@@ -66,15 +71,14 @@ class Detours:
         link = self._vertex.links.get(index)
         if not self._allowed or not isinstance(link, RdmaLink):
             return False
-        self._vertex.hold(index)
-        link.fence()
-        if not link.sealed:
+        if not self._patiently(partial(self._vertex.part_with, link)):
             return False  # it may still be written into our memory
+        self._peering.give_up(index, reason)  # before the peer hears of it, which may then dial at once
         log.info("rdma with node %d is over: %s", index, reason)
         detour = self._under_way[index] = Detour(link, reason)
         link.tell(Fenced(reason=reason, awaited=tuple(link.awaited().items())))
         self._on_fenced(index)
-        self._loop.call_at(time.monotonic() + _ANSWER_TIMEOUT_S, lambda: self._check(index, detour))
+        self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(index, detour))
         return True
 
     def peer_fenced(self, link: RdmaLink, message: Fenced) -> None:
@@ -86,7 +90,8 @@ class Detours:
         if detour.awaited is not None:
             raise ProtocolError(f"node {link.index} said twice that its queue pairs are gone")
         detour.awaited = dict(message.awaited)
-        self._peering.detour(link.index, detour.reason)
+        self._peering.detour(link.index)
+        self.connected()  # it may have been let in beside another one
 
     def connected(self) -> None:
         """Go on with those whom `Peering` has connected meanwhile; or its error ends the job for all."""
@@ -96,7 +101,7 @@ class Detours:
                 del self._under_way[index]
                 self._peering.take(index)
                 self._loop.forget(detour.link.channel.fileno())
-                self._vertex.resume(link, detour.awaited)
+                self._patiently(partial(self._vertex.resume, link, detour.awaited))
                 log.warning("node %d is reached by tcp from now on, not by rdma: %s", index, detour.reason)
 
     def channel_ended(self, index: int) -> bool:
@@ -106,6 +111,6 @@ class Detours:
 
     def _check(self, index: int, detour: Detour) -> None:
         if self._under_way.get(index) is detour and detour.awaited is None:
-            self._on_lost(index, f"{detour.reason}; and it did not answer within {_ANSWER_TIMEOUT_S:g} s that it goes "
+            self._on_lost(index, f"{detour.reason}; and it did not answer within {self._timeout_s:g} s that it goes "
                                  "on by tcp")
 

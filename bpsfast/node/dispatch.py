@@ -76,7 +76,8 @@ class Dispatcher:
         self._destinations: dict[int, Destination] = {}
         self._order: tuple[int, ...] = ()
         self._first_parts: dict[int, int] = {}
-        self._shares: dict[int, int] | None = None
+        self._shares: dict[int, int] = {}
+        self._planned = self._shares
         self._detours: deque[Detour] = deque()
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
@@ -103,6 +104,7 @@ class Dispatcher:
     def hold(self, source: int) -> None:
         """Post nothing more to *source* until `detour`: its link is about to be closed. Any thread."""
         self._card.hold(source)
+        self._engine.wake()  # others may have its turn
 
     def detour(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
         """Go on writing to *source* over *link*, which is started here; its predecessor is held and closed.
@@ -119,8 +121,11 @@ class Dispatcher:
         detour = Detour(source, link, awaited, threading.Event())
         self._detours.append(detour)
         self._engine.wake()
-        if not detour.taken.wait(_DETOUR_TIMEOUT_S):
-            raise StallError(f"the communication service did not take over a new link within {_DETOUR_TIMEOUT_S:g} s")
+        deadline = time.monotonic() + _DETOUR_TIMEOUT_S
+        while not detour.taken.wait(0.05):
+            if self.error is not None or time.monotonic() > deadline:
+                raise StallError(f"the communication service did not take over a new link within {_DETOUR_TIMEOUT_S:g} "
+                                 f"s, or failed ({self.error!r})")
 
     def abandon(self) -> None:
         """Post nothing more: the job is over and links are being cut. Any thread."""
@@ -155,6 +160,8 @@ class Dispatcher:
                 if batch:
                     self.handle(batch)
                     self._cpu_ns = time.thread_time_ns()
+                else:
+                    self._pump()
                 while self._detours:
                     self._take(self._detours.popleft())
         except Exception as exc:
@@ -165,9 +172,9 @@ class Dispatcher:
 
     def handle(self, batch: list[tuple[int, int, int, int, int, int, int]]) -> None:
         """Queue what the events of *batch* ask for, give credit back, and post what credit allows."""
-        if self._shares is not None:
-            self._card.plan(self._shares)
-            self._shares = None
+        if self._shares is not self._planned:
+            self._planned = self._shares
+            self._card.plan(self._planned)
         for kind, source, part, round_, code, address, nbytes in batch:
             if kind == EVENT_DELIVERED:
                 self._card.release(source, nbytes)

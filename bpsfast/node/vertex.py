@@ -130,16 +130,16 @@ class Vertex:
         for link in self.wires():
             link.start(engine, source_of[link.index])
 
-    def hold(self, index: int) -> None:
-        """Write nothing more to node *index* until `resume`."""
+    def part_with(self, link: rdma.RdmaLink) -> bool:
+        """Write nothing more over *link*, and let nothing more arrive; whether that is certain. Until `resume`."""
         assert self._dispatcher is not None
-        self._dispatcher.hold(self._source_of[index])
+        self._dispatcher.hold(self._source_of[link.index])
+        link.fence()
+        self.rails.settle()  # before anybody wants memory registered: its device may be what is gone
+        return link.sealed
 
     def resume(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
-        """Reach by *link* from now on the node whose RDMA link was held and fenced; it has not got *awaited*.
-
-        Rails that lead nowhere any more are closed with it.
-        """
+        """Reach by *link* from now on the node whose RDMA link was parted with; it has not got *awaited*."""
         old = self.links[link.index]
         assert isinstance(old, rdma.RdmaLink) and self._dispatcher is not None
         for part, (even, odd, nbytes) in old.bound.items():
@@ -147,10 +147,11 @@ class Vertex:
         self._records.append(old.trace())
         counted = old.counters()
         self._moved[link.index] = {name: counted[name] for name in _ADDED_UP}
-        self._dispatcher.detour(self._source_of[link.index], link, awaited)
-        self.links[link.index] = link
-        old.close()
-        self.rails.settle()
+        self.links[link.index] = link  # ours to close from here on, whatever comes
+        try:
+            self._dispatcher.detour(self._source_of[link.index], link, awaited)
+        finally:
+            old.close()
 
     @property
     def service_error(self) -> Exception | None:

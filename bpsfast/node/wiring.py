@@ -283,8 +283,8 @@ class Wiring:
     def _take(self, generation: Generation, index: int, message: PeerExtents | PeerSlots) -> None:
         link = self._links[index]
         if isinstance(message, PeerSlots):
-            assert isinstance(link, RdmaLink)
-            link.aim(message)
+            if isinstance(link, RdmaLink):  # else the pair has gone over to tcp since it was sent
+                link.aim(message)
             generation.awaited.discard(index)
             return
         if not self._me.ranks:

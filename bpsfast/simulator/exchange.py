@@ -1,7 +1,8 @@
 """Push and pull through summation services: partials to their owners, sums back, as `node.dispatch` decides it.
 
-Which write leaves next is the job's own `CreditQueue`, one for each pair of machines, with the job's own orders; who
-owns what is the job's own placement (`layout`). Only the wire, the sums and the machine's inside are simulated.
+Which write leaves next to one machine is the job's own `CreditQueue`, with the job's own orders; who owns what is the
+job's own placement (`layout`). Whose turn it is on a card is the simulated `network`'s affair (`one_queue`), not yet
+the job's `card_queue`. Wire, sums and the machine's inside are simulated.
 """
 from __future__ import annotations
 

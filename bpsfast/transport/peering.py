@@ -116,18 +116,22 @@ class Peering:
             self._taken |= taken.keys()
             return taken
 
-    def detour(self, index: int, reason: str) -> None:
-        """Connect to node *index* anew, by tcp, because of *reason*; the link that was taken before is void.
-
-        As before, `notify` is called when `links` has it, or `error` says why not; `take` hands it over.
-        """
+    def give_up(self, index: int, reason: str) -> None:
+        """Forget the link to node *index*, which was taken, because of *reason*: it may come again by tcp."""
         with self._lock:
             self._taken.discard(index)
             self.links.pop(index, None)
             self._objections[index] = reason
+
+    def detour(self, index: int) -> None:
+        """Connect by tcp to node *index*, which both sides have given up.
+
+        As before, `notify` is called when `links` has it, or `error` says why not; `take` hands it over.
+        """
+        with self._lock:
             self._deadline = time.monotonic() + self._settings.start_timeout_s
         if index < self._me.index:
-            self._begin(partial(self._dial_tcp, self._peers[index], reason))
+            self._begin(partial(self._dial_tcp, self._peers[index], self._objections[index]))
         else:
             self._begin_to_accept()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bpsfast.node.detours import Detours
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
 from bpsfast.pyx.port import DONE
@@ -141,3 +142,25 @@ def test_nodes_whose_device_the_kernel_has_taken_away_close(verbs):
     assert words.endswith("this machine's port is gone with its device now"), words
     assert last == "closed" and done.stderr == ""
     assert kernel_objects() == objects  # rxe's own stay while the process has them mapped
+
+
+def test_a_peer_that_does_not_answer_that_it_goes_on_by_tcp_is_lost_after_all(no_leaks):
+    made = agree("auto", "rxe1")
+    end, lost, fenced = made[0], [], []
+
+    def detours(**changes: object) -> Detours:
+        settings = msgspec.structs.replace(end.settings, **changes)
+        return Detours(settings, end.loop, end.vertex, end.peering, lambda work: work(), fenced.append,
+                       lambda index, reason: lost.append((index, reason)))
+
+    assert not detours(transport="rdma").begin(1, "explicit rdma takes no detour")
+    under_way = detours(start_timeout_s=1.0)
+    assert under_way.begin(1, "a test")
+    assert under_way.begin(1, "its other lanes say so, too")
+    assert fenced == [1] and not end.vertex.rails.used
+    assert not under_way.channel_ended(1)  # before the peer has said what it awaits, its end is its end
+    while not lost:
+        end.loop.run_once(0.1)
+    assert lost == [(1, "a test; and it did not answer within 1 s that it goes on by tcp")]
+    for each in made:
+        each.close()

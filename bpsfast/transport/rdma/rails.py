@@ -197,10 +197,13 @@ class Rails:
             raise NoRdmaError(exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)) from exc
 
     def settle(self) -> None:
-        """Close the rails that no peer is reached by: all peers are connected, memory is registered from now on."""
+        """Close the rails that no peer is reached by: nothing more is registered with them."""
         with self._lock:
             for name in [name for name, rail in self._open.items() if not rail.users]:
-                self._open.pop(name).close()
+                try:
+                    self._open.pop(name).close()
+                except (OSError, BufferError) as exc:  # nobody needs it any more
+                    log.warning("rail %s stays open: %s", name, exc)
 
     # -- memory -------------------------------------------------------------------------------------------
 

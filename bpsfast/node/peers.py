@@ -1,0 +1,182 @@
+"""The other nodes of a job, as one node sees them: connected once, read while the job runs, and lost.
+
+    welcomed    the scheduler has said who they are: `Peering` connects to all of them
+    connected   engine, ranks and plans learn of it; NICs are measured first, where that was asked for
+    lost        a connection or process is gone: a detour, if there may be one, else the scheduler hears of it
+"""
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..orchestration import forecast, messages, rates
+from ..orchestration.errors import PeerLostError, ProtocolError
+from ..settings import Settings
+from ..transport import Peering, TalkingLink, nic_probe, rdma, shm
+from .detours import Detours
+from .event_loop import EventLoop
+from .household import Household
+from .plans import Plans
+
+if TYPE_CHECKING:
+    from .control import Node
+
+log = logging.getLogger("bpsfast.node")
+
+#: How long ranks have to read why a job was aborted, and a scheduler to say what a lost peer means.
+GRACE_S = 2.0
+
+
+class Peers:
+    """The peers of *node*. Called by the control loop's thread, but for `source_lost_soon`.
+
+    Parameters
+    ----------
+    listener
+        Where other nodes' data connections come in; `close` closes it, if the job has begun.
+    """
+
+    def __init__(self, node: Node, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,
+                 plans: Plans, home: Household) -> None:
+        self._node = node
+        self._loop = loop
+        self._settings = settings
+        self._key = key
+        self._listener = listener
+        self._plans = plans
+        self._home = home
+        self._peering: Peering | None = None
+        self._detours: Detours | None = None
+        self._welcome: messages.Welcome | None = None
+        self._lost_peers: set[int] = set()
+
+    def welcomed(self, message: messages.Welcome) -> None:
+        """Begin to connect."""
+        self._welcome = message
+        vertex = self._node.vertex
+        self._peering = Peering(self._settings, self._key, message.epoch, message.nodes[message.index], message.nodes,
+                                self._listener, vertex.doorstep, vertex.rails,
+                                lambda: self._loop.call_soon(self._changed))
+        self._peering.start()
+        self._changed()
+
+    def came(self, link: shm.ShmLink) -> None:
+        """Take in a node of this host that came to the local socket."""
+        assert self._peering is not None
+        self._peering.offer(link, "a memfd exchange over this node's local socket worked")
+
+    def rates_known(self, message: messages.Rates) -> None:
+        """Say what to expect now that all NICs are measured."""
+        assert self._welcome is not None
+        self._say_what_to_expect([msgspec.structs.replace(node, nic_rate_bytes=rate)
+                                  for node, rate in zip(self._welcome.nodes, message.nic_rate_bytes)])
+
+    def source_lost_soon(self, source: int, code: int) -> None:
+        """Hear, from any thread, that the engine or a lane gave *source* up; *code* is an errno."""
+        self._loop.call_soon(lambda: self._source_lost(source, code))
+
+    def close(self) -> None:
+        """Stop connecting; close what was not handed on."""
+        if self._peering is not None:
+            self._peering.close()
+
+    # -- innards ------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Once every peer is connected: tell the engine, the ranks, and do what was held back."""
+        assert self._peering is not None and self._welcome is not None
+        if self._peering.error is not None:
+            self._node.fail(self._peering.error)
+        if self._detours is not None and not self._node.ending:
+            self._detours.connected()
+        if not self._peering.done or self._node.vertex.connected or self._node.ending:
+            return
+        for name, choice in self._peering.describe().items():
+            log.info("%s by %s", name, choice)
+        me, nodes = self._welcome.nodes[self._welcome.index], self._welcome.nodes
+        if nic_probe.partners(me, nodes):
+            links, deadline = self._peering.links, time.monotonic() + self._settings.start_timeout_s
+            rate = self._node.patiently(lambda: nic_probe.measure(me, nodes, links, deadline))
+            if me.probes:
+                self._node.send(messages.Measured(nic_rate_bytes=rate))
+        if not any(node.probes for node in nodes):
+            self._say_what_to_expect(nodes)
+        self._node.vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
+        for link in self._node.vertex.talking_links():
+            self._loop.watch(link.channel.fileno(), partial(self._read, link))
+            if isinstance(link, shm.ShmLink):
+                self._loop.watch(link.pidfd, partial(self._lost, link.index, link.gone))
+        self._detours = Detours(self._settings, self._loop, self._node.vertex, self._peering, self._node.patiently,
+                                self._plans.without, self._lost)
+        self._home.connected(me, self._welcome, self._peering.describe())
+        self._plans.connected()
+
+    def _say_what_to_expect(self, nodes: Sequence[messages.NodeInfo]) -> None:
+        """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
+        assert self._peering is not None and self._welcome is not None
+        if self._welcome.index != 0:
+            return
+        machines = rates.machines_of(nodes)
+        log.info("%s", forecast.first_line(machines, self._settings.placement))
+        if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
+            for warning in (*rates.remarks(nodes, self._settings.placement),
+                            *forecast.warnings(machines, self._settings.placement)):
+                log.warning("%s", warning)
+
+    def _read(self, link: TalkingLink) -> None:
+        assert self._detours is not None
+        try:
+            received = link.channel.recv_nowait()
+        except PeerLostError:
+            self._loop.forget(link.channel.fileno())
+            if not self._detours.channel_ended(link.index):
+                self._lost(link.index, link.gone)
+            return
+        for message, fds in received:
+            self._node.heard()
+            if isinstance(message, rdma.Fenced) and isinstance(link, rdma.RdmaLink):
+                if not self._node.ending:
+                    self._detours.peer_fenced(link, message)
+            else:
+                self._plans.peer_said(link, message, fds)
+
+    def _source_lost(self, source: int, code: int) -> None:
+        """A broken connection, or rubbish that was announced."""
+        if self._node.ending:
+            return
+        if source < 0:
+            error = self._node.vertex.service_error
+            self._node.fail(ProtocolError(f"the communication service of {self._node.name} failed: {error!r}"))
+            return
+        who, index = self._node.vertex.who(source)
+        if code == errno.EPROTO or index is None:
+            what = self._node.vertex.why_lost(index, code) if index is not None else os.strerror(code)
+            rubbish = f"{who} announced or sent what fits no partition ({what})"
+            self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), who)
+            return
+        reason = f"its data connection ended ({self._node.vertex.why_lost(index, code)})"
+        if self._detours is None or not self._detours.begin(index, reason):
+            self._lost(index, reason)
+
+    def _lost(self, index: int, reason: str) -> None:
+        """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""
+        link = self._node.vertex.links.get(index)
+        if isinstance(link, shm.ShmLink):
+            self._loop.forget(link.pidfd)
+        if index in self._lost_peers or self._node.ending:
+            return
+        self._lost_peers.add(index)
+        assert self._welcome is not None
+        host = self._welcome.nodes[index].host
+        log.info("node %d (%s) is lost: %s", index, host, reason)
+        self._node.send(messages.Lost(who=f"node {index}", reason=reason))
+        error = PeerLostError(f"node {index} ({host}) is lost: {reason}")
+        self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._node.fail(error, tell=False))
