@@ -10,8 +10,11 @@ from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement import Machine
 
 #: Of all links together: what two cores can move and sum without being the limit.
-_TOTAL_BITS = 1.6e9
-_PARTITION_NBYTES = 64 << 10
+_TOTAL_BITS = 0.8e9
+_PARTITION_NBYTES = 32 << 10
+#: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
+#: workers, so a step of few partitions is above any formula.
+_NBYTES = 832 * _PARTITION_NBYTES
 _BYTEPS_PARTITION_NBYTES = 4_096_000
 SETS = ("equal", "unequal", "models")
 
@@ -93,14 +96,14 @@ def _counts(text: str) -> list[int]:
 def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
     layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, _TOTAL_BITS / (2 * n))
     helpers = (0, n // 2, n) if quick else range(n + 1)
-    return layout, [Cell(k, ("optimal", *(("ps",) if k else ()), "colocated", "gloo"), _nbytes(n)) for k in helpers]
+    return layout, [Cell(k, ("optimal", *(("ps",) if k else ()), "colocated", "gloo"), _NBYTES) for k in helpers]
 
 
 def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
     one_slow = Layout("7 workers and 1 at a quarter", (1.0,) * 7 + (0.25,), (), _TOTAL_BITS / 8)
     half_slow = Layout("4 workers and 4 at 40 %, 2 helpers", (1.0,) * 4 + (0.4,) * 4, (1.0,) * 2, _TOTAL_BITS / 10)
-    return [(one_slow, [Cell(0, ("optimal", "equal", "gloo"), _nbytes(8))]),
-            (half_slow, [Cell(2, ("optimal", "equal", "gloo"), _nbytes(8))])]
+    return [(one_slow, [Cell(0, ("optimal", "equal", "gloo"), _NBYTES)]),
+            (half_slow, [Cell(2, ("optimal", "equal", "gloo"), _NBYTES)])]
 
 
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
@@ -112,8 +115,3 @@ def _models(quick: bool) -> tuple[Layout, list[Cell]]:
         partition_nbytes = _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096
         cells.append(Cell(4, ("optimal", "hash:mixed"), nbytes, partition_nbytes, f"gradients of {model}/{divisor}"))
     return layout, cells
-
-
-def _nbytes(n: int) -> int:
-    """Return the bytes of a step: more than 200 partitions, and enough for the buckets of fast links not to count."""
-    return _PARTITION_NBYTES * (208 if n > 4 else 512)
