@@ -1,4 +1,4 @@
-# make demo, make test, make expr3: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
+# make demo, make test, make expr1, make expr3: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
 PYTHON ?= python3
 VENV ?= .venv
 # PyPI's torch may bring CUDA along; name a package index with a CPU-only build here to get that one instead.
@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest bench expr3 setup system guest clean
+.PHONY: demo test test-guest bench expr1 expr3 setup system guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -27,6 +27,10 @@ test-guest: $(stamp) guest
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick
 	$(bin)/bpsfast bench push_pull --quick
+
+# Steps on real packets beside the formulas: about an hour, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
+expr1: $(stamp)
+	$(bin)/python -m bpsfast.bench.expr1
 
 # The simulator beside the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
 expr3: $(stamp)

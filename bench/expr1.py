@@ -1,0 +1,138 @@
+"""``make expr1``: steps on real packets beside the formulas, and beside what BytePS's authors reached of theirs.
+
+Runs `bench optimum` piece by piece and writes ``optimum_*.jsonl`` (raw samples and machine), then, from all of them,
+``expr1.md`` (tables) and, where matplotlib is installed, ``expr1.png``. Needs root: machines are network namespaces.
+
+Source: BytePS (OSDI'20) figure 12: communication alone, 8 machines, k = 0..8 helpers.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bpsfast.bench import optimum
+from bpsfast.commands import exits
+from bpsfast.orchestration.placement import Machine, least_time_s
+from bpsfast.simulator import paper
+
+RESULTS = Path(__file__).parent / "results"
+#: File name -> what `bench optimum` is asked for.
+PIECES: dict[str, dict[str, str]] = {
+    "2": {"sets": "equal", "workers": "2"}, "4": {"sets": "equal", "workers": "4"},
+    "8": {"sets": "equal", "workers": "8"}, "unequal": {"sets": "unequal"}, "models": {"sets": "models"},
+}
+_NAMES = {"optimal": "ours", "ps": "naive PS", "colocated": "colocated", "gloo": "gloo's ring"}
+
+
+@click.command()
+@click.option("--only", type=click.Choice(sorted(PIECES)), multiple=True, help="Measure these pieces only.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of each contestant.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
+              help="Folder of the results.")
+@exits.errors_in_words
+def main(only: tuple[str, ...], rounds: int, out: Path) -> None:
+    """Measure all pieces, about an hour; then write tables and plot of all results there are."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in only or PIECES:
+        optimum.run({**PIECES[name], "n_rounds": rounds, "json_path": str(_file(out, name))})
+    found = {name: read(_file(out, name)) for name in PIECES if _file(out, name).exists()}
+    (out / "expr1.md").write_text(tables(found), encoding="utf-8")
+    click.echo(str(out / "expr1.md"))
+    try:
+        plot(found, out / "expr1.png")
+    except ImportError:
+        click.echo("no plot: install bpsfast[plot]", err=True)
+    else:
+        click.echo(str(out / "expr1.png"))
+
+
+def _file(out: Path, name: str) -> Path:
+    return out / f"optimum_{name}.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the records of one run, without its manifest."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][1:]
+
+
+def reached(n: int, n_helpers: int) -> float:
+    """Return the share of the optimum's goodput that the authors measured with 8 machines (figure 12)."""
+    machines = [Machine(True, paper.CARD_RATE)] * n + [Machine(False, paper.CARD_RATE)] * n_helpers
+    nbytes = 1 << 30
+    return paper.FIGURE_12["BytePS"][n_helpers] * 1e9 / 8 * least_time_s(machines, nbytes) / nbytes
+
+
+def tables(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return all results as Markdown; times in units of M/B."""
+    lines = ["# The optimum in real packets", "",
+             "Times of a step in units of M/B: M the bytes of the gradients, B what two machines exchange both ways at "
+             "once. Cells are *measured / formula (deviation)*; `void`: the CPUs were busier than 80 %. Written by "
+             "`make expr1`.", ""]
+    for records in found.values():
+        for section in dict.fromkeys(record["section"] for record in records):
+            lines += _section(section, [record for record in records if record["section"] == section])
+    if "8" in found:
+        lines += ["## Of the optimum, 8 machines: BytePS in figure 12 of its paper, and ours here", "",
+                  "| helpers | the paper | here |", "|---|---|---|"]
+        lines += [f"| {k} | {reached(8, k):.3f} | {1 / (1 + record['measured']['dev']):.3f} |"
+                  for k, record in _by_helpers(found["8"], "optimal").items()]
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, records: Sequence[dict[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(record["chosen"]["contestant"] for record in records))
+    helpers = sorted({record["chosen"]["n_helpers"] for record in records})
+    loads = list(dict.fromkeys(record["chosen"]["load"] for record in records))
+    lines = [f"## {title}", "", "| helpers | load | " + " | ".join(_NAMES.get(name, name) for name in names) + " |",
+             "|---|---|" + "---|" * len(names)]
+    for k in helpers:
+        for load in loads:
+            cells = {record["chosen"]["contestant"]: record["measured"] for record in records
+                     if (record["chosen"]["n_helpers"], record["chosen"]["load"]) == (k, load)}
+            lines.append(f"| {k} | {load} | " + " | ".join(_cell(cells.get(name)) for name in names) + " |")
+    return [*lines, ""]
+
+
+def _cell(measured: dict[str, Any] | None) -> str:
+    if measured is None:
+        return ""
+    void = " void" if measured["void"] else ""
+    if measured["formula"] is None:
+        return f"{measured['time']:.3f}{void}"
+    return f"{measured['time']:.3f} / {measured['formula']:.3f} ({100 * measured['dev']:+.1f} %){void}"
+
+
+def _by_helpers(records: Sequence[dict[str, Any]], contestant: str) -> dict[int, dict[str, Any]]:
+    return {record["chosen"]["n_helpers"]: record for record in records
+            if record["chosen"]["contestant"] == contestant}
+
+
+def plot(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw the steps of equal links by the number of helpers: points measured, lines the formulas."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    equal = [name for name in ("2", "4", "8") if name in found]
+    figure, axes = pyplot.subplots(1, max(1, len(equal)), figsize=(4.5 * max(1, len(equal)), 4.2),
+                                   layout="constrained", squeeze=False)
+    for panel, name in zip(axes[0], equal):
+        for color, (contestant, label) in enumerate(_NAMES.items()):
+            records = _by_helpers(found[name], contestant)
+            panel.plot(list(records), [record["measured"]["time"] for record in records.values()], "o",
+                       color=f"C{color}", label=label)
+            panel.plot(list(records), [record["measured"]["formula"] for record in records.values()], "-",
+                       color=f"C{color}")
+        panel.set(title=f"{name} workers, real packets", xlabel="helpers k", ylabel="t in units of M/B", ylim=(0, 4.2))
+        panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
