@@ -17,7 +17,7 @@ from bpsfast.orchestration.placement import Machine
 MOST_BUSY = 0.8
 _CALIBRATION_S = 2.0
 #: Enough that no connection waits for an acknowledgement, little enough that a switch's port holds what all send to it.
-_CREDIT_PARTITIONS = 4
+_CREDIT_PARTITIONS = 2
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
 _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
 
