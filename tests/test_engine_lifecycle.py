@@ -1,6 +1,5 @@
 """An engine from its start to its end: threads, memory, the collector, and what a closed one refuses."""
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.trainer.attachment import error_of
+from tests import threads
 from tests.vertex import Vertex
 
 
@@ -52,17 +52,13 @@ def test_an_engine_without_memory_for_events_ends_the_job_in_words():
 
 
 def test_close_joins_the_threads():
-    def threads():
-        return set(os.listdir("/proc/self/task"))
-
-    before = threads()
+    before = threads.ids()
     v = Vertex(n_threads=4)
-    fresh = threads() - before
+    fresh = threads.ids() - before
     assert len(fresh) == 4
     v.close()
     v.engine.close()
-    while threads() & fresh:  # joined, but the kernel may take a moment to forget them
-        os.sched_yield()
+    threads.until_forgotten(fresh)
 
 
 #: Nobody closes the engine; the garbage collector finds it, the only one that holds board and doorbell, in a cycle.

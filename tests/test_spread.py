@@ -5,11 +5,8 @@ import numpy as np
 import pytest
 
 from bpsfast.pyx.port import DONE
+from tests import threads
 from tests.vertex import Vertex
-
-
-def threads():
-    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 @pytest.fixture
@@ -27,10 +24,10 @@ def cpus():
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("awake_us", [0, 50])
 def test_a_second_sum_gets_a_cpu_of_its_own(cpus, awake_us):
-    before = threads()
+    before = threads.ids()
     v = Vertex(n_parts=2, n_threads=2, awake_us=awake_us)
     try:
-        first, second = engine_threads = sorted(threads() - before)
+        first, second = engine_threads = sorted(threads.ids() - before)
         for part in range(2):
             v.own(part)
         v.commit()
@@ -50,10 +47,10 @@ def test_a_second_sum_gets_a_cpu_of_its_own(cpus, awake_us):
 
 
 def test_more_cpus_than_threads_are_left_to_the_kernel(cpus):
-    before = threads()
+    before = threads.ids()
     v = Vertex(n_parts=2, n_threads=1)
     try:
-        (thread,) = threads() - before
+        (thread,) = threads.ids() - before
         os.sched_setaffinity(thread, {cpus[0]})
         for part in range(2):
             v.own(part)

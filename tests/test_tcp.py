@@ -1,4 +1,5 @@
 """Streams: payloads whole and in order, credit on acknowledgement, nothing written that was not bound."""
+import contextlib
 import errno
 import gc
 import os
@@ -16,6 +17,7 @@ from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import Stream
+from tests import threads
 
 MAGIC = 0x31575042
 EPOCH = 5
@@ -45,6 +47,20 @@ def sockets():
 def stream(engine, sock, **options):
     return Stream(sock.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
                   notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
+
+
+@contextlib.contextmanager
+def bound(engine, sender, receiver, nbytes):
+    """Start both streams, part 1 of *nbytes* bound at the receiver; yield the bytes of even and of odd rounds."""
+    with Segment(2 * nbytes) as slots:
+        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
+                          owner=receiver.peer, partial=(0, 0, 0))
+        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
+        sender.start()
+        receiver.start()
+        yield np.frombuffer(slots, np.uint8).reshape(2, nbytes)
+        sender.close()
+        receiver.close()
 
 
 def header(slot=1, round=1, epoch=EPOCH, flags=0, nbytes=NBYTES, magic=MAGIC, immediate=None):
@@ -87,13 +103,7 @@ def test_the_wire_header_is_as_drawn(engine, sockets):
 def test_payloads_land_in_the_slot_of_their_round(engine, sockets):
     left, right = sockets
     sender, receiver = stream(engine, left), stream(engine, right)
-    with Segment(2 * NBYTES) as slots:
-        engine.add_member(1, nbytes=NBYTES, n_elements=NBYTES, unit_offset=0, kernel=1, local=[0],
-                          owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + NBYTES, NBYTES)
-        sender.start()
-        receiver.start()
-        got = np.frombuffer(slots, np.uint8).reshape(2, NBYTES)
+    with bound(engine, sender, receiver, NBYTES) as got:
         for round in (1, 2, 3):
             payload = np.full(NBYTES, round, np.uint8)
             sender.post(1, round, 0, payload.ctypes.data, NBYTES)
@@ -101,8 +111,6 @@ def test_payloads_land_in_the_slot_of_their_round(engine, sockets):
             while receiver.counters()["writes_received"] < round:
                 os.sched_yield()
             assert (got[round % 2] == round).all()
-        sender.close()
-        receiver.close()
         del got
 
 
@@ -146,26 +154,21 @@ def test_streams_keep_to_their_pace_and_end_at_once_when_closed(engine, sockets)
     receiver = stream(engine, right, pace_in=incoming.address)
     nbytes = 1 << 20
     payload = np.frombuffer(os.urandom(nbytes), np.uint8)
-    with Segment(2 * nbytes) as slots:
-        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
-                          owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
-        sender.start()
-        receiver.start()
+    with bound(engine, sender, receiver, nbytes) as got:
         begin = time.monotonic()
         sender.post(1, 1, 0, payload.ctypes.data, nbytes)
         while receiver.counters()["writes_received"] < 1:
             assert time.monotonic() - begin < 20
             os.sched_yield()
         assert time.monotonic() - begin >= nbytes / (rate / 2) - 0.01, "the receiver is the slower one"
-        assert (np.frombuffer(slots, np.uint8)[nbytes:2 * nbytes] == payload).all()
+        assert (got[1] == payload).all()
+        del got
         assert out.counters()["bytes"] == nbytes + 32 and incoming.counters()["bytes"] == nbytes
         out.await_turn(100 * rate)  # somebody else has the next minute and a half
         sender.post(1, 2, 0, payload.ctypes.data, nbytes)
         begin = time.monotonic()
         sender.close()
         assert time.monotonic() - begin < 5
-        receiver.close()
 
 
 def test_an_empty_contribution_has_no_payload(engine, sockets):
@@ -251,19 +254,15 @@ def test_slots_out_of_range_are_refused(engine, sockets):
 
 
 def test_threads_and_descriptors_end_with_the_stream(engine, sockets):
-    def threads():
-        return set(os.listdir("/proc/self/task"))
-
     left, _ = sockets
-    before, n_descriptors = threads(), len(os.listdir("/proc/self/fd"))
+    before, n_descriptors = threads.ids(), len(os.listdir("/proc/self/fd"))
     made = stream(engine, left)
     made.start()
-    fresh = threads() - before
+    fresh = threads.ids() - before
     assert len(fresh) == 2
     made.close()
     assert len(os.listdir("/proc/self/fd")) == n_descriptors - 1
-    while threads() & fresh:  # joined, but the kernel may take a moment to forget them
-        os.sched_yield()
+    threads.until_forgotten(fresh)
 
 
 #: Nobody closes the stream, whose engine only the stream keeps; the collector finds both in a cycle.
