@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from .credit_queue import CreditQueue, urgency
+from .credit_queue import CreditQueue
+from .write_order import urgency
 
 Item = TypeVar("Item")
 
@@ -78,7 +79,7 @@ class CardQueue(Generic[Item]):
         return max((peer.queue.peak_nbytes for peer in self._peers.values()), default=0)
 
     def put(self, peer: int, item: Item, *, order: int, key: int, nbytes: int) -> None:
-        """Queue *item* for *peer*; `CreditQueue.put` says what *order* and *key* are."""
+        """Queue *item* for *peer*; `WriteOrder` gives the *order*, ties go by *key*."""
         found = self._peers[peer]
         if not found.queue.queued and not found.queue.in_flight:
             found.turn = max(found.turn, self._front - 1.0)  # who was idle for a step has no claim on the past

@@ -7,7 +7,7 @@ Unlike there, the head is never overtaken by something that happens to fit: an u
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from .messages import UnitPlan
@@ -39,7 +39,7 @@ class CreditQueue(Generic[Item]):
         return len(self._heap)
 
     def put(self, item: Item, *, order: int, key: int, nbytes: int) -> None:
-        """Queue *item* of *nbytes*; the lowest *order* (`rank_parts`) is sent first."""
+        """Queue *item* of *nbytes*; the lowest *order* (`write_order`) is sent first."""
         heapq.heappush(self._heap, (order, key, self._arrivals, nbytes, item))
         self._arrivals += 1
         self.queued_nbytes += nbytes
@@ -79,20 +79,6 @@ class CreditQueue(Generic[Item]):
     def forget_in_flight(self) -> None:
         """Take all credit back: nobody will say any more that what is under way has reached the destination."""
         self.in_flight = self.in_flight_nbytes = 0
-
-
-def write_order(order: Sequence[int], first_part: int, is_result: bool) -> int:
-    """Return the order of a write of some partition of the unit that begins with *first_part*.
-
-    Units leave by urgency. Within one, partials leave before results: nothing of it is complete before its last
-    result is there, and a partial that waits behind results keeps another machine's link idle at the end.
-    """
-    return 2 * order[first_part] + is_result
-
-
-def urgency(order: int) -> int:
-    """Return the rank of the unit that a write of this `write_order` belongs to."""
-    return order // 2
 
 
 def rank_parts(units: Iterable[UnitPlan]) -> list[int]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..orchestration.card_queue import CardQueue
-from ..orchestration.credit_queue import write_order
 from ..orchestration.errors import StallError
+from ..orchestration.write_order import WriteOrder
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from ..transport import WireLink
 
@@ -28,14 +28,14 @@ _DETOUR_TIMEOUT_S = 30.0
 
 
 class Write(NamedTuple):
-    """One write to one node: the bytes of `part` in `round`, its partial or its result. `flags` as in lane entries."""
+    """One write to one node: the bytes of `part` in `round`. `order`: see `WriteOrder`; `flags` as in lane entries."""
 
     part: int
     round: int
     flags: int
     address: int
     nbytes: int
-    is_result: bool
+    order: int
 
 
 class Detour(NamedTuple):
@@ -74,6 +74,7 @@ class Dispatcher:
         self._on_lost = on_lost
         self._card: CardQueue[Write] = CardQueue(credit_nbytes)
         self._destinations: dict[int, Destination] = {}
+        self._write_order = WriteOrder()
         self._order: tuple[int, ...] = ()
         self._first_parts: dict[int, int] = {}
         self._shares: dict[int, int] = {}
@@ -179,10 +180,11 @@ class Dispatcher:
             if kind == EVENT_DELIVERED:
                 self._card.release(source, nbytes)
             elif kind == EVENT_FORWARD:
-                self._put(source, Write(part, round_, code, address, nbytes, is_result=False))
+                order = self._order_of(part, is_result=False)
+                self._put(source, Write(part, round_, code, address, nbytes, order))
                 self._n_partitions += 1
             elif kind == EVENT_RESULT:
-                write = Write(part, round_, code, address, nbytes, is_result=True)
+                write = Write(part, round_, code, address, nbytes, self._order_of(part, is_result=True))
                 for peer, destination in self._destinations.items():
                     if destination.has_ranks:
                         self._put(peer, write)
@@ -193,9 +195,11 @@ class Dispatcher:
         self._n_batches += 1
         self._pump()
 
+    def _order_of(self, part: int, is_result: bool) -> int:
+        return self._write_order.enter(part, self._order[self._first_parts[part]], is_result)
+
     def _put(self, source: int, write: Write) -> None:
-        order = write_order(self._order, self._first_parts[write.part], write.is_result)
-        self._card.put(source, write, order=order, key=write.part, nbytes=write.nbytes)
+        self._card.put(source, write, order=write.order, key=write.part, nbytes=write.nbytes)
 
     def _pump(self) -> None:
         while not self._abandoned and (found := self._card.pop()) is not None:
