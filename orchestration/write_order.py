@@ -7,8 +7,6 @@ the time of a step.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 #: More partitions than there can be, and the bit for results.
 _RANK_BITS = 32
 

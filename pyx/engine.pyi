@@ -1,6 +1,5 @@
 """Types of `bpsfast.pyx.engine`."""
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from collections.abc import Buffer  # type: ignore[attr-defined]
 

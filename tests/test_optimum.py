@@ -20,9 +20,16 @@ def test_every_number_of_helpers_has_a_cell():
     found = cells.chosen("equal", "2,4,8", quick=False)
     assert [[cell.n_helpers for cell in planned] for _, planned in found] == [[0, 1, 2], [*range(5)], [*range(9)]]
     for layout, planned in found:
-        assert all(cell.nbytes // cell.partition_nbytes >= 200 for cell in planned)
-        assert sum(layout.rates.values()) == pytest.approx(0.8e9)
+        assert all(cell.nbytes // cell.partition_nbytes("optimal") >= 200 for cell in planned)
+        assert len({*layout.rates.values()}) == 1
         assert all("ps" not in cell.contestants for cell in planned if not cell.n_helpers)
+        assert all("gloo" in planned[k].contestants for k in (0, len(planned) // 2, -1))
+
+
+def test_the_hash_has_the_partitions_that_byteps_makes_of_the_list():
+    [(_, planned)] = cells.chosen("models", "8", quick=False)
+    vgg, bert = ([cell.partition_nbytes(name) for name in cell.contestants] for cell in planned)
+    assert vgg == [32 << 10, 4_096_000 // 16 // 4096 * 4096] and bert == [32 << 10, 4_096_000 // 32 // 4096 * 4096]
 
 
 @pytest.mark.parametrize(("sets", "workers", "text"), [
@@ -57,7 +64,7 @@ def test_a_slow_worker_costs_who_does_not_know_of_it():
 
 def measured(busy=0.5):
     """A cell of 4 workers and 2 helpers in which everybody took 1.5 times M / B."""
-    cell = Cell(2, ("optimal", "gloo"), 208 << 16)
+    cell = Cell(2, ("optimal", "gloo"), 208 << 15)
     machines = [Machine(True, 1e6)] * 4 + [Machine(False, 1e6)] * 2
     rows = [Row(SimpleNamespace(name=name), "numpy", cell.nbytes, label=name, samples_s=[1.5 * cell.nbytes / 1e6],
                 cpu_busy=[0.2, busy]) for name in cell.contestants]
@@ -89,7 +96,7 @@ def test_one_small_cell_on_real_packets():
         pytest.skip(lacking)
     layout = Layout("two and one", (1.0, 1.0), (1.0,), 2e8)
     with Ground(layout) as ground:
-        found = ground.measure(Cell(1, ("optimal",), 64 << 16), 1)
+        found = ground.measure(Cell(1, ("optimal",), 64 << 15), 1)
     (row,) = found.rows
     figures = report.figures(found, row)
     assert row.n_wrong == 0 and len(row.samples_s) == 2

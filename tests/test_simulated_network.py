@@ -7,14 +7,14 @@ from bpsfast.simulator.clock import Clock
 from bpsfast.simulator.network import Load, Network
 
 
-def arrivals(rates: list[float], posts: list[tuple[int, int, float]], one_queue: bool = False,
+def arrivals(rates: list[float], posts: list[tuple[int, int, float]],
              overhead_s: float = 0.0, latency_s: float = 0.0) -> tuple[list[float], Network]:
     """Post (sender, receiver, bytes) at time 0, in this order; return when each arrived."""
     clock = Clock()
-    network = Network(clock, rates, overhead_s, latency_s, one_queue)
+    network = Network(clock, rates, overhead_s, latency_s)
     found = [0.0] * len(posts)
     for i, (sender, receiver, nbytes) in enumerate(posts):
-        network.post(sender, receiver, Load(nbytes, nbytes), (0, i), lambda i=i: found.__setitem__(i, clock.now))
+        network.post(sender, receiver, Load(nbytes, nbytes), lambda i=i: found.__setitem__(i, clock.now))
     clock.run()
     return found, network
 
@@ -26,7 +26,6 @@ def test_one_message_costs_its_bytes_an_overhead_and_the_latency() -> None:
 def test_a_sender_works_through_its_messages_connections_in_turn() -> None:
     posts = [(0, 1, 10.0), (0, 1, 10.0), (0, 1, 10.0), (0, 2, 10.0)]
     assert arrivals([10.0] * 3, posts)[0] == [1.0, 2.0, 4.0, 3.0]
-    assert arrivals([10.0] * 3, posts, one_queue=True)[0] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_receiver_takes_in_what_several_send_one_after_another() -> None:

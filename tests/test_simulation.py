@@ -13,8 +13,8 @@ from bpsfast.simulator.simulation import Options, simulate
 from bpsfast.simulator.workload import Layer, Workload, cut, one_bulk, workload
 
 RATE = 1e9
-#: Placement, order and window that let the bulk reach the optimum; `test_connections_that_share_a_card...` has others.
-BEST = Options(priority=False, one_queue=True, interleave=True, partition_nbytes=32_768, credit_nbytes=131_072)
+#: Placement, order and window that let the bulk reach the optimum.
+BEST = Options(interleave=True, partition_nbytes=32_768, credit_nbytes=131_072)
 
 
 def chain(n_layers: int, nbytes: int, compute_s: float) -> Workload:
@@ -69,20 +69,12 @@ def test_other_strategies_converge_to_theirs(strategy: str, n: int, k: int, form
     assert 1 - 1e-9 <= (found.step_s - cycle_s) * RATE / nbytes / formula < 1.012
 
 
-def test_connections_that_share_a_card_equally_stay_above_the_optimum_with_some_helpers() -> None:
-    # Equal shares starve helpers, which own more than workers do: the reason for `one_queue`.
-    shared = BEST._replace(one_queue=False)
-    times = [simulate(one_bulk(50_000_000), uniform(8, 4, RATE), "optimal", options, n_steps=1).step_s
-             for options in (BEST, shared)]
-    assert times[1] > 1.1 * times[0]
-
-
-@pytest.mark.parametrize(("k", "one_queue"), [(0, False), (0, True), (4, False)])
-def test_priority_shortens_a_step_that_waits_for_communication(k: int, one_queue: bool) -> None:
+@pytest.mark.parametrize("k", [0, 4])
+def test_priority_shortens_a_step_that_waits_for_communication(k: int) -> None:
     job = chain(12, 4_000_000, 0.02)
     steps = [simulate(job, uniform(4, k, RATE), "optimal", Options(
-        priority=priority, cross_barrier=True, credit_nbytes=1 << 20, partition_nbytes=1 << 18, one_queue=one_queue,
-    ), n_steps=6).step_s for priority in (True, False)]
+        priority=priority, cross_barrier=True, credit_nbytes=1 << 20, partition_nbytes=1 << 18), n_steps=6).step_s
+        for priority in (True, False)]
     assert steps[0] < 0.97 * steps[1]
 
 

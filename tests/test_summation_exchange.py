@@ -34,7 +34,7 @@ def exchanged(costs: Costs, credit_nbytes: int = 1 << 30, n: int = 2) -> list[tu
     machines = uniform(n, 1, 4096.0, costs)
     clock, seen = Clock(), []
     exchange = Exchange(clock, full(machines, plan, "ps"), costs, credit_nbytes=credit_nbytes, priority=True,
-                        one_queue=False, done=lambda w, unit: seen.append((unit, clock.now)) if w == 0 else None)
+                        done=lambda w, unit: seen.append((unit, clock.now)) if w == 0 else None)
     for worker in range(n):
         for unit in (1, 0):
             exchange.gradient_ready(worker, unit)

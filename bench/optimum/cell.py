@@ -88,13 +88,13 @@ class Ground:
     def _start(self, name: str, cell: Cell) -> Group:
         if name == "gloo":
             return self._hall.gloo()
+        partition_nbytes = cell.partition_nbytes(name)
         known = name not in ("equal",) and len({*self._layout.workers, *self._layout.helpers}) > 1
         return self._hall.bpsfast(
             n_helpers=0 if name == "colocated" else cell.n_helpers,
             more={name: {"BPSFAST_NIC_RATE": str(bits / 1e9)} for name, bits in self._layout.rates.items() if known},
-            transport="tcp", partition_bytes=cell.partition_nbytes,
-            credit_bytes=_CREDIT_PARTITIONS * cell.partition_nbytes, placement="optimal" if name == "equal" else name,
-            **_PATIENT)
+            transport="tcp", partition_bytes=partition_nbytes, credit_bytes=_CREDIT_PARTITIONS * partition_nbytes,
+            placement="optimal" if name == "equal" else name, **_PATIENT)
 
     def _sent(self) -> list[int]:
         return [machine.traffic().tx for machine in self._cluster]

@@ -9,8 +9,10 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement import Machine
 
-#: Of all links together: what two cores can move and sum without being the limit.
+#: Of all links together: what two cores can move and sum without being the limit, of few machines and of many.
 _TOTAL_BITS = 0.8e9
+_TOTAL_BITS_OF_MANY = 0.5e9
+_MANY = 12
 _PARTITION_NBYTES = 32 << 10
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
 #: workers, so a step of few partitions is above any formula.
@@ -48,8 +50,12 @@ class Cell:
     n_helpers: int
     contestants: tuple[str, ...]
     nbytes: int
-    partition_nbytes: int = _PARTITION_NBYTES
     load: str = "numpy"
+    hash_partition_nbytes: int = _PARTITION_NBYTES
+
+    def partition_nbytes(self, contestant: str) -> int:
+        """Return what *contestant* cuts tensors into: BytePS has a default, which its hash is measured with."""
+        return self.hash_partition_nbytes if contestant.startswith("hash:") else _PARTITION_NBYTES
 
     def specs(self) -> list[TensorSpec]:
         """Return the tensors as the job declares them, in the order of their priority."""
@@ -94,9 +100,13 @@ def _counts(text: str) -> list[int]:
 
 
 def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
-    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, _TOTAL_BITS / (2 * n))
-    helpers = (0, n // 2, n) if quick else range(n + 1)
-    return layout, [Cell(k, ("optimal", *(("ps",) if k else ()), "colocated", "gloo"), _NBYTES) for k in helpers]
+    """All numbers of helpers; whom they change nothing for takes part without any, with half of them and with all."""
+    total_bits = _TOTAL_BITS if 2 * n < _MANY else _TOTAL_BITS_OF_MANY
+    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, total_bits / (2 * n))
+    some = (0, n // 2, n)
+    return layout, [
+        Cell(k, ("optimal", *(["ps"] if k else []), *(["colocated", "gloo"] if k in some else [])), _NBYTES)
+        for k in (some if quick else range(n + 1))]
 
 
 def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
@@ -107,11 +117,11 @@ def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
 
 
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
-    """Lists of whole tensors in partitions of BytePS's default size, all 16 or 32 times smaller."""
-    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _TOTAL_BITS / 12)
+    """Lists of whole tensors, 16 or 32 times smaller, as is what BytePS cuts them into by default."""
+    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _TOTAL_BITS_OF_MANY / 12)
     cells = []
     for model, divisor in (("vgg16", 64), ("bert-large", 128)) if quick else (("vgg16", 16), ("bert-large", 32)):
         nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())
-        partition_nbytes = _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096
-        cells.append(Cell(4, ("optimal", "hash:mixed"), nbytes, partition_nbytes, f"gradients of {model}/{divisor}"))
+        cells.append(Cell(4, ("optimal", "hash:mixed"), nbytes, f"gradients of {model}/{divisor}",
+                          _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096))
     return layout, cells

@@ -61,7 +61,7 @@ def _parts(cell: Cell, machines: Sequence[Machine], name: str) -> list[tuple[int
         return []
     known = [Machine(machine.has_ranks) for machine in machines] if name == "equal" else machines
     units = lay_out(cell.specs(), known, policy="optimal" if name == "equal" else name,
-                    partition_nbytes=cell.partition_nbytes, fusion_nbytes=Settings().fusion_bytes)
+                    partition_nbytes=cell.partition_nbytes(name), fusion_nbytes=Settings().fusion_bytes)
     return [(part.nbytes, part.owner) for unit in units for part in unit.parts]
 
 
@@ -71,7 +71,8 @@ def records(layout: Layout, measured: Sequence[Measured]) -> list[dict[str, Any]
         "section": layout.title,
         "chosen": {"contestant": row.name, "n_workers": len(layout.workers), "n_helpers": each.cell.n_helpers,
                    "links": [*layout.workers, *layout.helpers[: each.cell.n_helpers]], "rate_bits": layout.rate_bits,
-                   "nbytes": each.cell.nbytes, "partition_nbytes": each.cell.partition_nbytes, "load": each.cell.load},
+                   "nbytes": each.cell.nbytes, "partition_nbytes": each.cell.partition_nbytes(row.name),
+                   "load": each.cell.load},
         "measured": {"samples_s": row.samples_s, "median_s": row.median_s, "n_wrong": row.n_wrong,
                      "cpu_busy": row.cpu_busy, "void": busiest([row]) > MOST_BUSY,
                      "rates_bytes": [machine.rate for machine in each.machines], "sent_nbytes": each.sent[row.name],

@@ -44,7 +44,6 @@ _EXAMPLES = """
               help="Under way to one peer [bytes].")
 @click.option("--priority/--no-priority", default=True, show_default=True, help="Most urgent first, or first come.")
 @click.option("--cross-barrier", is_flag=True, help="A layer's forward waits for its own sums only.")
-@click.option("--one-queue", is_flag=True, help="A NIC sends by urgency, whoever it is for; else connections share it.")
 @click.option("--interleave", is_flag=True, help="Place partitions in forward order; else the largest first.")
 @click.option("--fold/--full", default=None, help="One machine stands for its role, or every machine is simulated.  "
               "[default: fold where the full simulation took minutes]")
@@ -58,7 +57,7 @@ def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **ask
     inside = _bytes(asked["inside_gbits"], "--inside-rate")
     costs = Costs(asked["overhead_us"] / 1e6, asked["latency_us"] / 1e6, _bytes(asked["sum_gbits"], "--sum-rate"),
                   reduce_rate=inside, broadcast_rate=inside)
-    options = Options(asked["priority"], asked["cross_barrier"], True, asked["one_queue"], asked["interleave"],
+    options = Options(asked["priority"], asked["cross_barrier"], True, asked["interleave"],
                       asked["credit_nbytes"], asked["partition_nbytes"], ring=Ring(asked["gpus"]), fold=asked["fold"])
     cluster = uniform(asked["workers"], asked["helpers"], rate, costs)
     job = build(asked["model"], asked["compute_ms"] / 1e3)

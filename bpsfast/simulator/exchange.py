@@ -1,17 +1,18 @@
 """Push and pull through summation services: partials to their owners, sums back, as `node.dispatch` decides it.
 
-Which write leaves next to one machine is the job's own `CreditQueue`, with the job's own orders; who owns what is the
-job's own placement (`layout`). Whose turn it is on a card is the simulated `network`'s affair (`one_queue`), not yet
-the job's `card_queue`. Wire, sums and the machine's inside are simulated.
+Which write leaves next, and to whom, is said by the job's own `CardQueue` and `WriteOrder`; who owns what by the job's
+own placement (`layout`). Wire, sums and the machine's inside are simulated.
 """
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..orchestration.credit_queue import CreditQueue, write_order
+from ..orchestration.card_queue import CardQueue
+from ..orchestration.credit_queue import CreditQueue
+from ..orchestration.write_order import WriteOrder
 from .clock import Clock
 from .cluster import Costs
 from .layout import Layout, Part
@@ -24,7 +25,16 @@ Done = Callable[[int, int], None]
 class _Write(NamedTuple):
     part: Part
     is_result: bool
-    order: int
+
+    @property
+    def load(self) -> Load:
+        """What both cards move."""
+        return self.part.result if self.is_result else self.part.push
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the credit."""
+        return int(max(self.load.tx_nbytes, self.load.rx_nbytes))
 
 
 class Stage:
@@ -63,14 +73,12 @@ class Exchange:
         Bytes under way from one machine to another.
     priority
         Send what the next forward needs first; else what was there first.
-    one_queue
-        See `Network`.
     done
         Called when a unit's sum has reached a worker.
     """
 
     def __init__(self, clock: Clock, layout: Layout, costs: Costs, *, credit_nbytes: int, priority: bool,
-                 one_queue: bool, done: Done) -> None:
+                 done: Done) -> None:
         self._clock = clock
         self._layout = layout
         self._costs = costs
@@ -78,24 +86,41 @@ class Exchange:
         self._done = done
         self._arrivals = 0
         rates = [machine.rate for machine in layout.machines]
-        self.network = Network(clock, rates, costs.overhead_s, costs.latency_s, one_queue)
-        # A transfer that stands for those to all peers has the credit of all of them.
-        self._credit_nbytes = credit_nbytes * layout.fold
-        self._queues: dict[tuple[int, int], CreditQueue[_Write]] = {}
+        self.network = Network(clock, rates, costs.overhead_s, costs.latency_s)
         self._workers = [m for m, machine in enumerate(layout.machines) if machine.has_ranks]
         self._reduce = {w: Stage(clock, costs.reduce_rate) for w in self._workers}
         self._broadcast = {w: Stage(clock, costs.broadcast_rate) for w in self._workers}
+        # A transfer that stands for those to all peers has the credit of all of them.
+        self._cards = self._queues(credit_nbytes * layout.fold)
+        self._orders = [WriteOrder() for _ in layout.machines]
         self._inputs = [0] * len(layout.parts)
         self._sum_free_s = [0.0] * len(layout.machines)
         self._left = {(w, u): len(parts) for w in self._workers for u, parts in enumerate(layout.parts_of_unit)}
         self.summed_nbytes = 0.0
+
+    def _queues(self, credit_nbytes: int) -> list[CardQueue[_Write]]:
+        n = len(self._layout.machines)
+        shares: list[dict[int, float]] = [{} for _ in range(n)]
+        for part in self._layout.parts:
+            for worker in self._workers:
+                if worker != part.owner or part.own is not None:
+                    for sender, receiver, load in ((worker, part.owner, part.push), (part.owner, worker, part.result)):
+                        shares[sender][receiver] = shares[sender].get(receiver, 0.0) + load.tx_nbytes
+        queues = []
+        for sender, planned in enumerate(shares):
+            queue: CardQueue[_Write] = CardQueue(credit_nbytes)
+            for receiver in planned:
+                queue.add(receiver, (receiver - sender) % n)
+            queue.plan({receiver: int(nbytes) for receiver, nbytes in planned.items()})
+            queues.append(queue)
+        return queues
 
     def gradient_ready(self, worker: int, unit: int) -> None:
         """Take the gradients of *unit* of *worker*'s machine."""
         reduce = self._reduce[worker]
         for index in self._layout.parts_of_unit[unit]:
             part = self._layout.parts[index]
-            reduce.put(self._on_machine(part), self._order(part, False), part.key,
+            reduce.put(self._on_machine(part), self._urgency(part), part.key,
                        functools.partial(self._partial, worker, part))
 
     def _on_machine(self, part: Part) -> float:
@@ -104,20 +129,18 @@ class Exchange:
             return part.nbytes
         return part.nbytes * self._layout.fold if part.owner == 0 else part.push.tx_nbytes
 
-    def _order(self, part: Part, is_result: bool) -> int:
+    def _urgency(self, part: Part) -> int:
         if self._priority:
-            return write_order(self._layout.order, part.first, is_result)
+            return self._layout.order[part.first]
         self._arrivals += 1
         return self._arrivals
 
     def _partial(self, worker: int, part: Part) -> None:
         """The machine's partial sum is there: to the owner with it."""
-        if worker != part.owner:
-            self._put(worker, part.owner, part, is_result=False)
-        elif part.own is None:
+        if worker == part.owner and part.own is None:
             self._arrived(part)
         else:
-            self._put(worker, worker, part, is_result=False)
+            self._send(worker, [part.owner], _Write(part, is_result=False))
 
     def _arrived(self, part: Part) -> None:
         """One input is at the owner, which sums when it has all of them, or each as it comes."""
@@ -133,17 +156,14 @@ class Exchange:
             self._clock.at(self._sum_free_s[owner], self._summed, part)
 
     def _summed(self, part: Part) -> None:
-        for worker in self._workers:
-            if worker != part.owner:
-                self._put(part.owner, worker, part, is_result=True)
-            elif part.own is None:
-                self._result(worker, part)
-            else:
-                self._put(worker, worker, part, is_result=True)
+        if part.owner in self._workers and part.own is None:
+            self._result(part.owner, part)
+        self._send(part.owner, [worker for worker in self._workers if worker != part.owner or part.own is not None],
+                   _Write(part, is_result=True))
 
     def _result(self, worker: int, part: Part) -> None:
         """A sum is on a worker's machine."""
-        self._broadcast[worker].put(self._on_machine(part), self._order(part, True), part.key,
+        self._broadcast[worker].put(self._on_machine(part), self._urgency(part), part.key,
                                     functools.partial(self._complete, worker, part.unit))
 
     def _complete(self, worker: int, unit: int) -> None:
@@ -152,40 +172,33 @@ class Exchange:
             self._left[worker, unit] = len(self._layout.parts_of_unit[unit])
             self._done(worker, unit)
 
-    def _put(self, sender: int, receiver: int, part: Part, is_result: bool) -> None:
-        queue = self._queues.get((sender, receiver))
-        if queue is None:
-            queue = self._queues[sender, receiver] = CreditQueue(self._credit_nbytes)
-        load = self._load(part, is_result)
-        order = self._order(part, is_result)
-        queue.put(_Write(part, is_result, order), order=order, key=part.key,
-                  nbytes=int(max(load.tx_nbytes, load.rx_nbytes)))
-        self._pump(sender, receiver, queue)
+    def _send(self, sender: int, receivers: Sequence[int], write: _Write) -> None:
+        part = write.part
+        if self._priority:
+            order, key = self._orders[sender].enter(part.key, self._layout.order[part.first], write.is_result), part.key
+        else:
+            self._arrivals += 1
+            order, key = 0, self._arrivals
+        for receiver in receivers:
+            self._cards[sender].put(receiver, write, order=order, key=key, nbytes=write.nbytes)
+        self._pump(sender)
 
-    @staticmethod
-    def _load(part: Part, is_result: bool) -> Load:
-        return part.result if is_result else part.push
-
-    def _pump(self, sender: int, receiver: int, queue: CreditQueue[_Write]) -> None:
-        while (write := queue.pop()) is not None:
-            # A partial that waits keeps a sum from all workers, a result only itself from one.
-            self.network.post(sender, receiver, self._load(write.part, write.is_result), (write.is_result, write.order),
+    def _pump(self, sender: int) -> None:
+        while (found := self._cards[sender].pop()) is not None:
+            receiver, write = found
+            self.network.post(sender, receiver, write.load,
                               functools.partial(self._delivered, sender, receiver, write))
 
     def _delivered(self, sender: int, receiver: int, write: _Write) -> None:
-        part, is_result, _ = write
         if self._costs.latency_s:
             self._clock.at(self._clock.now + self._costs.latency_s, self._acknowledged, sender, receiver, write)
         else:
             self._acknowledged(sender, receiver, write)
-        if is_result:
-            self._result(receiver, part)
+        if write.is_result:
+            self._result(receiver, write.part)
         else:
-            self._arrived(part)
+            self._arrived(write.part)
 
     def _acknowledged(self, sender: int, receiver: int, write: _Write) -> None:
-        load = self._load(write.part, write.is_result)
-        queue = self._queues[sender, receiver]
-        queue.release(int(max(load.tx_nbytes, load.rx_nbytes)))
-        self._pump(sender, receiver, queue)
-
+        self._cards[sender].release(receiver, write.nbytes)
+        self._pump(sender)

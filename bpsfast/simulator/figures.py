@@ -98,7 +98,7 @@ def run(system: str, job: Workload, n: int, k: int, constants: Constants, *, cro
     costs = (intra_machine(machine) if gpus > 1 else Costs(sum_rate=paper.SUM_RATE, fused_sum=False))
     costs = costs._replace(overhead_s=constants.message_overhead_s)
     return simulate(job, uniform(n, k, rate, costs), "optimal", Options(
-        priority=gpus > 1, cross_barrier=cross_barrier, one_queue=True, interleave=True, optimizer_s=per_byte_s),
+        priority=gpus > 1, cross_barrier=cross_barrier, interleave=True, optimizer_s=per_byte_s),
         n_steps)
 
 

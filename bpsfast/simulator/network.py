@@ -12,7 +12,6 @@ the fabric, no more of them than the sender's credit: lossless fabrics and TCP w
 """
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -43,52 +42,38 @@ class Card:
         self.rx_free_s = 0.0
         self.connections: dict[int, deque[tuple[Load, Delivered]]] = {}
         self.turns: deque[int] = deque()
-        self.queue: list[tuple[tuple[int, int], int, int, Load, Delivered]] = []
 
 
 class Network:
-    """All cards of a cluster, joined by a fabric that blocks nobody.
+    """All cards of a cluster, joined by a fabric that blocks nobody."""
 
-    *one_queue*: a card sends the lowest order that was posted, to whomever; else its connections take turns.
-    """
-
-    def __init__(self, clock: Clock, rates: Sequence[float], overhead_s: float, latency_s: float,
-                 one_queue: bool = False) -> None:
+    def __init__(self, clock: Clock, rates: Sequence[float], overhead_s: float, latency_s: float) -> None:
         self._clock = clock
         self.cards = [Card(rate) for rate in rates]
         self._overhead_s = overhead_s
         self._latency_s = latency_s
-        self._one_queue = one_queue
-        self._posted = 0
 
-    def post(self, sender: int, receiver: int, load: Load, order: tuple[int, int], delivered: Delivered) -> None:
-        """Send *load*, before what has a higher *order*; *delivered* is called when its last byte has arrived."""
+    def post(self, sender: int, receiver: int, load: Load, delivered: Delivered) -> None:
+        """Send *load*; *delivered* is called when its last byte has arrived."""
         card = self.cards[sender]
-        if self._one_queue:
-            self._posted += 1
-            heapq.heappush(card.queue, (order, self._posted, receiver, load, delivered))
-        else:
-            waiting = card.connections.get(receiver)
-            if waiting is None:
-                waiting = card.connections[receiver] = deque()
-            if not waiting:
-                card.turns.append(receiver)
-            waiting.append((load, delivered))
+        waiting = card.connections.get(receiver)
+        if waiting is None:
+            waiting = card.connections[receiver] = deque()
+        if not waiting:
+            card.turns.append(receiver)
+        waiting.append((load, delivered))
         if not card.sending:
             self._send(card)
 
     def _send(self, card: Card) -> None:
-        if card.queue:
-            _, _, receiver, load, delivered = heapq.heappop(card.queue)
-        elif card.turns:
-            receiver = card.turns.popleft()
-            waiting = card.connections[receiver]
-            load, delivered = waiting.popleft()
-            if waiting:
-                card.turns.append(receiver)
-        else:
+        if not card.turns:
             card.sending = False
             return
+        receiver = card.turns.popleft()
+        waiting = card.connections[receiver]
+        load, delivered = waiting.popleft()
+        if waiting:
+            card.turns.append(receiver)
         card.sending = True
         now = self._clock.now
         tx_s = load.n_tx * self._overhead_s + load.tx_nbytes / card.rate

@@ -28,10 +28,6 @@ class Options(NamedTuple):
         A layer's forward waits for its own sums only, not for all.
     overlap
         Communicate gradients as they are made; else (accelerators that cannot do both) after the backward pass.
-    one_queue
-        A card sends partials before results, most urgent first, to whomever; else its connections take turns. With
-        `interleave`, a small credit and no priority this reaches the optimum with some helpers, where connections in
-        turn stay up to 25 % above it; with priority it holds urgent results back.
     interleave
         Place partition by partition in forward order, not the largest first: owners of any stretch of the gradients
         are then as mixed as those of all of them.
@@ -46,7 +42,6 @@ class Options(NamedTuple):
     priority: bool = True
     cross_barrier: bool = False
     overlap: bool = True
-    one_queue: bool = False
     interleave: bool = False
     credit_nbytes: int = 16_777_216
     partition_nbytes: int = 4_096_000
@@ -108,7 +103,6 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     clock = Clock()
     workers: list[Worker] = []
     exchange = Exchange(clock, layout, cluster.costs, credit_nbytes=options.credit_nbytes, priority=options.priority,
-                        one_queue=options.one_queue,
                         done=lambda worker, unit: workers[worker].unit_done(unit))
     workers += _workers(clock, layout.n_workers, job, plan, options, n_steps, exchange.gradient_ready)
     _run(clock, workers)

@@ -167,11 +167,42 @@ def test_two_rails_of_two_queue_pairs_give_the_same_until_a_node_dies_in_the_mid
 @contextlib.contextmanager
 def card_of_its_own(transport: str, **values: Any) -> Iterator[tuple[HostedJob, str]]:
     """A job whose node 1 uses a device that may vanish; yield it with the device's name."""
-    more = {"node 1": {"BPSFAST_RDMA_DEVICES": f"={spare_device.NAME}", "BPSFAST_LOG_LEVEL": "INFO"}}
+    more = {f"node {index}": {"BPSFAST_LOG_LEVEL": "DEBUG"} for index in (0, 1)}
+    more["node 1"]["BPSFAST_RDMA_DEVICES"] = f"={spare_device.NAME}"
     with spare_device.spare_device(mtu=4200, address="10.9.0.9/24") as name, \
             running(more, ranks=(1, 1), transport=transport, **values) as job:
         assert [found[f"transport_{1 - index}"] for index, found in enumerate(job.call("stats"))] == [3, 3]
         yield job, name
+
+
+@contextlib.contextmanager
+def pulled_out(job: HostedJob) -> Iterator[None]:
+    """Pull the card out; the kernel lets that end when nobody uses the device, which has to be so afterwards."""
+    process = subprocess.Popen(spare_device.PULL_OUT)
+    try:
+        yield
+        assert process.wait(60) == 0
+    except BaseException:
+        show_where_all_are(job)
+        raise
+    finally:
+        process.kill()
+        process.wait()
+
+
+def show_where_all_are(job: HostedJob) -> None:
+    """Say what the kernel knows of the job's threads, the cards and their queue pairs."""
+    for role, process in job.daemons.items():
+        for task in sorted(Path(f"/proc/{process.pid}/task").glob("*")):
+            with contextlib.suppress(OSError):
+                calls = " < ".join(line.split()[-1] for line in (task / "stack").read_text().splitlines())
+                print(role, task.name, (task / "comm").read_text().strip(), calls)
+    for counter in sorted(Path("/sys/class/infiniband").glob("*/ports/1/hw_counters/*")):
+        with contextlib.suppress(OSError):
+            print(counter.parts[4], counter.name, counter.read_text().strip())
+    for command in ("rdma resource show qp", "ip -brief link", "dmesg | tail -40"):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+        print(command, done.stdout, done.stderr, sep="\n")
 
 
 @pytest.mark.timeout(600)
@@ -179,14 +210,13 @@ def test_explicit_rdma_ends_in_words_when_a_card_is_pulled_out_under_writes():
     with card_of_its_own("rdma") as (job, name):
         job.begin(push_until_it_fails, 10_000)
         until(lambda: packets(name) > 500, 200)  # the first push loads the kernels
-        pulled = subprocess.Popen(spare_device.PULL_OUT)  # the kernel lets it end when nobody uses the device
-        outcomes = job.outcomes(timeout_s=100)
-        assert {outcome.error for outcome in outcomes} == {"PeerLostError"}, outcomes
-        # whoever noticed first says it: the node that lost its card, or the other one, whose writes are not answered
-        assert all(f"over {name}/1 failed" in outcome.text or "its data connection ended (RDMA WRITE" in outcome.text
-                   for outcome in outcomes), outcomes
-        assert [job.daemons[f"node {index}"].wait(60) for index in (0, 1)] == [1, 1]
-        assert pulled.wait(60) == 0
+        with pulled_out(job):
+            outcomes = job.outcomes(timeout_s=100)
+            assert {outcome.error for outcome in outcomes} == {"PeerLostError"}, outcomes
+            # whoever noticed first says it: the node that lost its card, or the other one, whose writes go unanswered
+            assert all(f"over {name}/1 failed" in outcome.text
+                       or "its data connection ended (RDMA WRITE" in outcome.text for outcome in outcomes), outcomes
+            assert [job.daemons[f"node {index}"].wait(60) for index in (0, 1)] == [1, 1]
 
 
 @pytest.mark.timeout(900)
@@ -195,10 +225,9 @@ def test_auto_goes_on_by_tcp_when_a_card_is_pulled_out_under_writes_and_every_su
     with errors_into(said), card_of_its_own("auto", partition_bytes=1 << 18) as (job, name):
         job.begin(push_until_it_goes_by_tcp, 200.0)
         until(lambda: packets(name) > 1500, 200)
-        pulled = subprocess.Popen(spare_device.PULL_OUT)
-        outcomes = job.outcomes(timeout_s=250)
-        assert not any(outcome.error for outcome in outcomes), outcomes
-        assert pulled.wait(60) == 0  # nobody uses the device any more, although the job goes on
+        with pulled_out(job):  # nobody uses the device any more, although the job goes on
+            outcomes = job.outcomes(timeout_s=250)
+            assert not any(outcome.error for outcome in outcomes), outcomes
         for index, outcome in enumerate(outcomes):
             after = outcome.value["after"]
             assert after[f"transport_{1 - index}"] == 2 and "rdma_rails" not in after, after
