@@ -3,7 +3,7 @@
  * The thread takes completions in batches; when there are none it stays awake for a while, yielding, then arms the
  * queue and sleeps until there is a completion, an event of the device, or somebody wakes it. While it has no time to
  * sleep it looks for events of the device now and then, and before it tells that requests were flushed: the event says
- * why.
+ * why. It looks for lanes that are not answered as often.
  * Locks: `lanes_lock` is held around each batch, then a lane's own lock, then that of the regions.
  */
 #ifndef BPS_RAIL_H
@@ -15,7 +15,7 @@
 #include "rdma_writes.h"
 
 #define BPS_RAIL_BATCH 32
-#define BPS_RAIL_SLEEP_S 1
+#define BPS_RAIL_SLEEP_NS 1000000000ul
 #define BPS_RAIL_LOOK_NS 500000000ul /* between looks for events of the device: how exact the time of one is */
 
 static uint32_t bps_forks; /* how often this process's ancestors forked since the first rail was made */
@@ -82,12 +82,35 @@ static inline void bps_rail_fail(struct bps_rail *rail, const struct bps_ibv_qp 
     }
 }
 
+/* A queue pair gives up by itself long before a lane's patience ends. One that does not, because its driver lost it or
+ * was told to try for ever, would keep everybody waiting. Time in which this process was stopped does not count. Under
+ * `lanes_lock`. */
+static inline void bps_rail_look_for_silence(struct bps_rail *rail, uint64_t since_ns)
+{
+    for (uint32_t i = 0; i < rail->n_lanes; i++) {
+        struct bps_rdma_lane *lane = rail->lanes[i];
+        if (lane == NULL)
+            continue;
+        pthread_mutex_lock(&lane->lock);
+        int waits = !lane->lost && lane->sent != lane->delivered;
+        if (waits)
+            lane->silent_ns += since_ns < 2 * BPS_RAIL_SLEEP_NS ? since_ns : 2 * BPS_RAIL_SLEEP_NS;
+        if (waits && lane->silent_ns > lane->patience_ns) {
+            struct bps_write *write = &lane->queue[lane->delivered % lane->capacity];
+            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_SILENCE, (int)(lane->silent_ns / 1000000000u), 0,
+                                                     write->slot, write->round, write->nbytes, 0});
+        }
+        pthread_mutex_unlock(&lane->lock);
+    }
+}
+
 /* Take notice of all that the device has reported by itself. 0 is a broken completion queue, 1 to 3 broken queue pairs,
  * 8 the device's end, 10 the end of a port's work: the time of that is remembered, if it is the rail's own port. Under
  * `lanes_lock`. */
 static inline void bps_rail_look(struct bps_rail *rail)
 {
     struct bps_ibv_async_event event;
+    uint64_t before_ns = rail->looked_ns;
     rail->looked_ns = bps_now_ns();
     while (bps_verbs.get_async_event(rail->cq->context, &event) == 0) {
         int type = event.event_type;
@@ -98,6 +121,7 @@ static inline void bps_rail_look(struct bps_rail *rail)
             rail->port_error_ns = rail->looked_ns;
         bps_verbs.ack_async_event(&event);
     }
+    bps_rail_look_for_silence(rail, rail->looked_ns - before_ns);
 }
 
 /* Take one batch of completions: how many, or a negative number when the queue is broken. */
@@ -130,7 +154,7 @@ static inline int bps_rail_sleep(struct bps_rail *rail)
 {
     struct pollfd waited[3] = {{rail->cq->channel->fd, POLLIN, 0}, {rail->wake_fd, POLLIN, 0},
                                {rail->cq->context->async_fd, POLLIN, 0}};
-    struct timespec limit = {BPS_RAIL_SLEEP_S, 0};
+    struct timespec limit = {BPS_RAIL_SLEEP_NS / 1000000000ul, 0};
     rail->sleeps++;
     if (ppoll(waited, 3, &limit, NULL) <= 0)
         return 0;

@@ -58,11 +58,12 @@ cdef extern from "rail.h" nogil:
         bps_slot_in *in_ "in"
         bps_slot_out *out
         bps_write *queue
-        uint64_t capacity, posted, sent, delivered, writes_received, bytes_sent, bytes_received, waited, proven_ns
+        uint64_t capacity, posted, sent, delivered, patience_ns, silent_ns, writes_received, bytes_sent, bytes_received, waited, proven_ns
         bps_failure failure
         bps_trace records
     enum: BPS_PROOF_SENT, BPS_PROOF_RECEIVED, BPS_PROOF_FAILED, BPS_PROOF_SLOT
     enum: BPS_FAILED_COMPLETION, BPS_FAILED_POST, BPS_FAILED_ARRIVAL, BPS_FAILED_EVENT, BPS_FAILED_POLL
+    enum: BPS_FAILED_SILENCE
     int bps_region_add(bps_regions *, uint64_t, uint64_t, uint32_t)
     int bps_lane_receive(bps_rdma_lane *, uint32_t)
     int bps_lane_bind(bps_rdma_lane *, uint32_t, uint64_t)
@@ -95,7 +96,7 @@ cdef extern from "rail.h" nogil:
     int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
 
 _KINDS = {BPS_FAILED_COMPLETION: "completion", BPS_FAILED_POST: "post", BPS_FAILED_ARRIVAL: "arrival",
-          BPS_FAILED_EVENT: "event", BPS_FAILED_POLL: "poll"}
+          BPS_FAILED_EVENT: "event", BPS_FAILED_POLL: "poll", BPS_FAILED_SILENCE: "silence"}
 
 
 cdef bint _watches_forks = False

@@ -27,6 +27,7 @@
 enum { BPS_PROOF_SENT = 1, BPS_PROOF_RECEIVED = 2, BPS_PROOF_FAILED = 4 };
 enum {
     BPS_FAILED_COMPLETION = 1, BPS_FAILED_POST = 2, BPS_FAILED_ARRIVAL = 3, BPS_FAILED_EVENT = 4, BPS_FAILED_POLL = 5,
+    BPS_FAILED_SILENCE = 6,
 };
 
 struct bps_slot_in { /* what the peer writes here */
@@ -45,7 +46,8 @@ struct bps_write {
 };
 
 struct bps_failure { /* the first one; a flush gives way to its cause */
-    int kind, code; /* BPS_FAILED_*; status of a completion, errno of a post, epoch of an arrival, IBV_EVENT_* */
+    int kind, code; /* BPS_FAILED_*; status of a completion, errno of a post, epoch of an arrival, IBV_EVENT_*,
+                     * seconds of silence */
     uint32_t vendor_error, slot, round, nbytes, is_receive;
     uint64_t at_ns; /* filled in by bps_lane_fail */
 };
@@ -63,6 +65,7 @@ struct bps_rdma_lane {
     struct bps_slot_out *out;
     struct bps_write *queue; /* a ring: in flight from `delivered`, waiting from `sent`, up to `posted` */
     uint64_t capacity, posted, sent, delivered;
+    uint64_t patience_ns, silent_ns; /* how long nothing was delivered although something is in flight */
     uint32_t n_bound, n_receives; /* receive requests that are posted; more than n_bound after an unbind */
     uint32_t proof, closing, lost, told;
     uint64_t proven_ns; /* when the peer's proof came, 0: not yet */

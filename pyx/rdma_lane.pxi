@@ -8,7 +8,8 @@ cdef class Lane:
 
     *epoch* is stamped on every write and checked on every arrival. At most *max_send* writes are in the queue pair,
     others wait in a ring of ours; at most *max_receive* slots may be bound. Writes up to *inline_nbytes* travel
-    inside the request; of writes that wait in a row, every *signal_every*-th asks for a completion. One receive request
+    inside the request; of writes that wait in a row, every *signal_every*-th asks for a completion. If none comes for
+    *patience_s* seconds, far longer than the queue pair itself tries, the lane has failed. One receive request
     is posted at once, for the peer's `prove`. `bind`, `aim` and `post` from any thread once it is connected.
 
     Raises
@@ -26,7 +27,7 @@ cdef class Lane:
 
     def __cinit__(self, Rail rail not None, uintptr_t queue_pair, *, uint32_t epoch, uint32_t n_slots,
                   uint32_t max_send, uint32_t max_receive, uint32_t inline_nbytes=0, uint32_t signal_every=1,
-                  uint64_t trace_capacity=0, keep=None):
+                  double patience_s=30.0, uint64_t trace_capacity=0, keep=None):
         if signal_every < 1:
             raise ValueError("signal_every=0: nobody would learn that a write is delivered")
         cdef bps_rdma_lane *lane = <bps_rdma_lane *>calloc(1, sizeof(bps_rdma_lane))
@@ -37,6 +38,7 @@ cdef class Lane:
         lane.regions, lane.qp = &rail._open().regions, <bps_ibv_qp *>queue_pair
         lane.epoch, lane.n_slots, lane.max_send, lane.max_receive = epoch, n_slots, max_send, max_receive
         lane.inline_nbytes, lane.signal_every = inline_nbytes, signal_every
+        lane.patience_ns = <uint64_t>(1e9 * patience_s)
         lane.capacity = 256
         lane.in_ = <bps_slot_in *>calloc(n_slots, sizeof(bps_slot_in))
         lane.out = <bps_slot_out *>calloc(n_slots, sizeof(bps_slot_out))
@@ -169,7 +171,7 @@ cdef class Lane:
         """Return why the lane has failed, or None: kind and code, what it was about (`rdma_lane.h`).
 
         Kinds: "completion" (code: its status), "post" (errno), "arrival" (its epoch), "event" (``ibv_event_type``),
-        "poll" (errno). `slot` is None where it is not known. `at_ns`: when, `proven_ns`: when the peer's proof had come
+        "poll" (errno), "silence" (seconds). `slot` is None where it is not known. `at_ns`: when, `proven_ns`: when the peer's proof had come
         (0: never), both in monotonic ns.
         """
         cdef bps_failure failure

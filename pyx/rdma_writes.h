@@ -31,6 +31,8 @@ static inline void bps_lane_pump(struct bps_rdma_lane *lane)
                                                      0});
             return;
         }
+        if (lane->sent == lane->delivered)
+            lane->silent_ns = 0;
         lane->sent++;
         lane->bytes_sent += write->nbytes;
     }
@@ -92,8 +94,10 @@ static inline void bps_lane_delivered(struct bps_rdma_lane *lane, uint32_t index
             n = ((index - (uint32_t)lane->delivered) & BPS_WRITE_INDEX) + 1ul;
         int expected = k > 0 || n <= lane->sent - lane->delivered;
         struct bps_write write = lane->queue[lane->delivered % lane->capacity];
-        if (expected)
+        if (expected) {
             lane->delivered++;
+            lane->silent_ns = 0;
+        }
         if (expected && k + 1 == n)
             bps_lane_pump(lane);
         pthread_mutex_unlock(&lane->lock);

@@ -27,6 +27,8 @@ def said(failure, port: PortNow | None = None) -> str:
     (BAD | {"kind": "event", "code": 8}, ["the device is gone (DEVICE_FATAL)", "on mlx5_0/1"]),
     (BAD | {"kind": "event", "code": 77}, ["event 77 of the device"]),
     (BAD | {"kind": "poll", "code": 5}, ["the completions of mlx5_0/1 can no longer be read"]),
+    (BAD | {"kind": "silence", "code": 30},
+     ["RDMA WRITE of partition 7 (round 3, 4096 bytes) to node 2 over mlx5_0/1 had no answer for 30 s", "dmesg"]),
     (None, ["closed"]),
 ])
 def test_words(failure, words):

@@ -5,6 +5,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ MAX_RECEIVE = 16
 class Side:
     """One device with a rail, one queue pair and its lane, an engine as the lane's mailbox, and registered memory."""
 
-    def __init__(self, name: str, **options: int) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         self.signal_every = options.get("signal_every", 1)
         self.device = verbs.Device(name)
         self.domain = verbs.ProtectionDomain(self.device)
@@ -44,10 +45,10 @@ class Side:
         self.rail.know(self.region.address, self.region.nbytes, self.region.lkey)
         self.bytes = np.frombuffer(self.memory, np.uint8)
 
-    def connect(self, number: int, psn: int, gid: bytes, rnr_retry: int = 0) -> None:
+    def connect(self, number: int, psn: int, gid: bytes, rnr_retry: int = 0, timeout: int = 14) -> None:
         self.pair.to_rtr(number, psn, gid=gid, gid_index=1, mtu=1024)
         # 67 ms: an emulated peer beside other work may take many times what a card takes to acknowledge.
-        self.pair.to_rts(timeout=14, retry_count=3, rnr_retry=rnr_retry)
+        self.pair.to_rts(timeout=timeout, retry_count=3, rnr_retry=rnr_retry)
 
     @property
     def place(self) -> tuple[int, int, bytes]:

@@ -128,6 +128,27 @@ def test_threads_and_descriptors_end_with_the_rail():
     wait_for(counts, before)
 
 
+def test_a_queue_pair_that_tries_for_ever_ends_in_words_and_idleness_is_no_silence():
+    made = left, right = Side("rxe0", patience_s=2.0), Side("rxe1")
+    left.connect(*right.place, timeout=0)  # no limit
+    right.connect(*left.place)
+    prove([left, right])
+    right.expect(1, 0, 0)
+    aim(left, right, 1, 0, 0)
+    assert left.engine.events(3.0) == []
+    left.lane.post(1, 1, 0, left.region.address, NBYTES)
+    assert [event[0] for event in left.events(1)] == [native.EVENT_DELIVERED]
+    right.lane.close()
+    right.pair.close()
+    left.lane.post(1, 2, 0, left.region.address, NBYTES)
+    assert [event[0] for event in left.events(1)] == [native.EVENT_LOST]
+    failure = left.lane.failure()
+    assert (failure["kind"], failure["slot"], failure["round"], failure["nbytes"]) == ("silence", 1, 2, NBYTES)
+    assert failure["code"] >= 2
+    for side in made:
+        side.close()
+
+
 class Witness:
     """Says, when it goes, what `look` finds."""
 
