@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
         while True:
             try:
                 name, positional = coordinator.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 break
             try:
                 target = timer.measure if name == "measure" else getattr(contestant, name)

@@ -15,9 +15,14 @@ from typing import Any
 import click
 
 from bpsfast.bench import optimum
+from bpsfast.bench.optimum.cells import Cell
 from bpsfast.commands import exits
 from bpsfast.orchestration.placement import Machine, least_time_s
+from bpsfast.settings import Settings
 from bpsfast.simulator import paper
+from bpsfast.simulator.cluster import cluster
+from bpsfast.simulator.simulation import Options, simulate
+from bpsfast.simulator.workload import Layer, workload
 
 RESULTS = Path(__file__).parent / "results"
 #: File name -> what `bench optimum` is asked for.
@@ -66,6 +71,20 @@ def reached(n: int, n_helpers: int) -> float:
     return paper.FIGURE_12["BytePS"][n_helpers] * 1e9 / 8 * least_time_s(machines, nbytes) / nbytes
 
 
+def simulated(record: dict[str, Any]) -> float | None:
+    """Return what the simulator says of one of our cells, in units of M/B; nothing of gloo, nor of unknown links."""
+    chosen, rates = record["chosen"], record["measured"]["rates_bytes"]
+    name, n = chosen["contestant"], chosen["n_workers"]
+    if name in ("gloo", "equal"):
+        return None
+    shapes = {spec.name: spec.shape for spec in Cell(0, (), chosen["nbytes"], chosen["load"]).specs()}
+    job = workload(chosen["load"], [Layer("all", 0.0, 0.0, tuple(shapes))], shapes)
+    options = Options(interleave=True, credit_nbytes=chosen["credit_nbytes"], fold=False,
+                      partition_nbytes=chosen["partition_nbytes"], fusion_nbytes=Settings().fusion_bytes)
+    helpers = [] if name == "colocated" else rates[n:]
+    return simulate(job, cluster(rates[:n], helpers), name, options, n_steps=1).step_s * max(rates) / chosen["nbytes"]
+
+
 def tables(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return all results as Markdown; times in units of M/B."""
     lines = ["# The optimum in real packets", "",
@@ -80,7 +99,29 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> str:
                   "| helpers | the paper | here |", "|---|---|---|"]
         lines += [f"| {k} | {reached(8, k):.3f} | {1 / (1 + record['measured']['dev']):.3f} |"
                   for k, record in _by_helpers(found["8"], "optimal").items()]
+    lines += ["", *_beside_the_simulator([each for records in found.values() for each in records])]
     return "\n".join(lines) + "\n"
+
+
+def _beside_the_simulator(records: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["## The simulator beside these measurements", "",
+             "No costs but bytes are simulated; cells that were void are left out.", "",
+             "| cluster | helpers | load | placement | measured | simulated | deviation |",
+             "|---|---|---|---|---|---|---|"]
+    errors = []
+    for record in records:
+        if record["measured"]["void"] or (expected := simulated(record)) is None:
+            continue
+        chosen, time = record["chosen"], record["measured"]["time"]
+        errors.append(time / expected - 1)
+        lines.append(f"| {record['section']} | {chosen['n_helpers']} | {chosen['load']} | "
+                     f"{_NAMES.get(chosen['contestant'], chosen['contestant'])} | {time:.3f} | {expected:.3f} | "
+                     f"{100 * errors[-1]:+.1f} % |")
+    if errors:
+        absolute = sorted(abs(error) for error in errors)
+        lines += ["", f"{len(errors)} cells: mean deviation {100 * sum(absolute) / len(absolute):.1f} %, largest "
+                      f"{100 * absolute[-1]:.1f} %, {sum(error <= 0.05 for error in absolute)} within 5 %."]
+    return lines
 
 
 def _section(title: str, records: Sequence[dict[str, Any]]) -> list[str]:

@@ -19,6 +19,8 @@ from bpsfast.orchestration.errors import PeerLostError, StallError
 
 START_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 15.0
+#: One step; another one checks the sums at first.
+_STEP_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Group:
         """Let all processes do *variant* on *nbytes* bytes *n* times."""
         before_s = self.cpu_s()
         with CpuMeter() as meter:
-            answers = self.ask("measure", variant, nbytes, n_warmup, n)
+            answers = self.ask("measure", variant, nbytes, n_warmup, n, timeout_s=_STEP_TIMEOUT_S * (1 + n_warmup + n))
         slowest = [max(samples) for samples in zip(*(answer["samples_s"] for answer in answers))]
         return Turn(samples_s=slowest, n_wrong=sum(answer["n_wrong"] for answer in answers), cpu_busy=meter.busy,
                     cpu_s=(self.cpu_s() - before_s) / (n_warmup + n))

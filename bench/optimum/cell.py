@@ -17,7 +17,7 @@ from bpsfast.orchestration.placement import Machine
 MOST_BUSY = 0.8
 _CALIBRATION_S = 2.0
 #: Enough that no connection waits for an acknowledgement, little enough that a switch's port holds what all send to it.
-_CREDIT_PARTITIONS = 2
+CREDIT_PARTITIONS = 2
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
 _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
 
@@ -93,7 +93,7 @@ class Ground:
         return self._hall.bpsfast(
             n_helpers=0 if name == "colocated" else cell.n_helpers,
             more={name: {"BPSFAST_NIC_RATE": str(bits / 1e9)} for name, bits in self._layout.rates.items() if known},
-            transport="tcp", partition_bytes=partition_nbytes, credit_bytes=_CREDIT_PARTITIONS * partition_nbytes,
+            transport="tcp", partition_bytes=partition_nbytes, credit_bytes=CREDIT_PARTITIONS * partition_nbytes,
             placement="optimal" if name == "equal" else name, **_PATIENT)
 
     def _sent(self) -> list[int]:

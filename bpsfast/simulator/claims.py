@@ -7,7 +7,7 @@ from typing import NamedTuple
 from . import paper
 from .cluster import uniform
 from .figures import Constants, Row, run, workload_of
-from .networks import build
+from .networks import MODELS, build
 from .simulation import Options, simulate
 from .workload import Workload
 
@@ -16,7 +16,7 @@ _SLIDES = {"resnet50": (96.0, 64 / 96), "vgg16": (149.0, 100 / 149)}
 #: Machines of the TCP claim, which does not say; as many helpers.
 TCP_MACHINES = 4
 SWEEP_GBITS = (10, 20, 25, 40, 50, 100, 200, 400)
-SWEEP_MODELS = ("resnet50", "vgg16", "transformer", "bert-large", "gpt2", "ugatit")
+SWEEP_MODELS = MODELS
 
 
 def bert_large(constants: Constants) -> list[Row]:
