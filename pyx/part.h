@@ -39,6 +39,7 @@ struct bps_part {
     uint8_t owned, to_wire;
     uint32_t generation;
     uint32_t order;     /* integer rank given by the policy; 0 is most urgent */
+    uint32_t pass;      /* of the engine when it was last complete */
     uint32_t round;     /* last round whose inputs were all consumed */
     uint32_t n_missing; /* inputs of round+1 that have not arrived */
     uint64_t first_ns, complete_ns;
@@ -85,7 +86,15 @@ static inline void bps_part_free(struct bps_part *part)
     memset(part, 0, sizeof *part);
 }
 
-/* Heap of part indexes, least `order` first. Orders change only between `clear` and the pushes of a commit. */
+/* Whether `a` is summed before `b`: an older pass first, as `orchestration.write_order` has it for writes, then by rank.
+ */
+static inline int bps_part_before(const struct bps_part *a, const struct bps_part *b)
+{
+    return a->pass != b->pass ? (int32_t)(a->pass - b->pass) < 0 : a->order < b->order;
+}
+
+/* Heap of part indexes, the first by `bps_part_before` on top. Orders change only between `clear` and the pushes of a
+ * commit. */
 struct bps_heap {
     uint32_t *index;
     uint32_t used;
@@ -96,7 +105,7 @@ static inline void bps_heap_push(struct bps_heap *heap, const struct bps_part *p
     uint32_t i = heap->used++;
     while (i > 0) {
         uint32_t up = (i - 1) / 2;
-        if (parts[heap->index[up]].order <= parts[part].order)
+        if (!bps_part_before(&parts[part], &parts[heap->index[up]]))
             break;
         heap->index[i] = heap->index[up];
         i = up;
@@ -111,9 +120,9 @@ static inline uint32_t bps_heap_pop(struct bps_heap *heap, const struct bps_part
         uint32_t down = 2 * i + 1;
         if (down >= heap->used)
             break;
-        if (down + 1 < heap->used && parts[heap->index[down + 1]].order < parts[heap->index[down]].order)
+        if (down + 1 < heap->used && bps_part_before(&parts[heap->index[down + 1]], &parts[heap->index[down]]))
             down++;
-        if (parts[last].order <= parts[heap->index[down]].order)
+        if (!bps_part_before(&parts[heap->index[down]], &parts[last]))
             break;
         heap->index[i] = heap->index[down];
         i = down;

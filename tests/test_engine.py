@@ -88,6 +88,14 @@ def test_empty_contributions_leave_the_others(vertex):
     assert np.signbit(v.output(1)[0]).all()
 
 
+def summed(v):
+    """Return (part, round) of all sums so far, as they began."""
+    record = {"begin": "u8", "end": "u8", "part": "u4", "round": "u4", "kind": "u2", "thread": "u2", "nbytes": "u4"}
+    records = np.frombuffer(v.engine.trace(), np.dtype(list(record.items())))
+    sums = np.sort(records[records["kind"] == 3], order="begin")
+    return [(int(part), int(round_)) for part, round_ in zip(sums["part"], sums["round"])]
+
+
 def test_ready_parts_leave_in_policy_order(vertex):
     """All parts are ready before the commit; afterwards one thread takes them by integer rank."""
     order = [5, 0, 7, 2, 6, 1, 4, 3]
@@ -99,10 +107,22 @@ def test_ready_parts_leave_in_policy_order(vertex):
         v.ports[0].submit(part, 1, 1, 0, part * PART)
     v.engine.commit(1, order)
     assert v.ports[0].wait(0, 8, 1, 10) == DONE
-    record = {"begin": "u8", "end": "u8", "part": "u4", "round": "u4", "kind": "u2", "thread": "u2", "nbytes": "u4"}
-    records = np.frombuffer(v.engine.trace(), np.dtype(list(record.items())))
-    sums = records[records["kind"] == 3]
-    assert list(sums["part"][np.argsort(sums["begin"])]) == [order.index(rank) for rank in range(8)]
+    assert [part for part, _ in summed(v)] == [order.index(rank) for rank in range(8)]
+
+
+def test_the_next_step_does_not_overtake_what_is_ready_of_this_one(vertex):
+    v = vertex(n_ranks=1, n_parts=3, n_threads=1, trace_capacity=100)
+    for part in range(3):
+        v.own(part)
+    v.commit()
+    v.ports[0].submit(0, 1, 1, 0, 0)
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    v.engine.freeze(5)
+    for part, round_ in ((2, 1), (1, 1), (0, 2)):
+        v.ports[0].submit(part, 1, round_, 0, part * PART)
+    v.engine.commit(2, [0, 1, 2])
+    assert v.ports[0].wait(0, 1, 2, 10) == DONE
+    assert summed(v) == [(0, 1), (1, 1), (2, 1), (0, 2)]
 
 
 def test_a_frozen_engine_starts_nothing_and_commit_goes_on(vertex):
