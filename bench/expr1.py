@@ -96,7 +96,7 @@ def simulated(record: dict[str, Any]) -> float | None:
         return None
     shapes = _shapes(chosen)
     job = workload(chosen["load"], [Layer("all", 0.0, 0.0, tuple(shapes))], shapes)
-    options = Options(interleave=True, credit_nbytes=chosen["credit_nbytes"], fold=False,
+    options = Options(credit_nbytes=chosen["credit_nbytes"], fold=False,
                       partition_nbytes=chosen["partition_nbytes"], fusion_nbytes=Settings().fusion_bytes)
     helpers = [] if name == "colocated" else rates[n:]
     return simulate(job, cluster(rates[:n], helpers), name, options, n_steps=1).step_s * max(rates) / chosen["nbytes"]

@@ -3,7 +3,7 @@
     messages     what is said          job          what the scheduler decides (pure)
     partition    tensor -> partitions  placement    partition -> owner (pure)
     credit_queue what is sent next     scheduler    the ZeroMQ loop around `job`
-    card_queue   and to whom
+    card_queue   and to whom           write_order  before what else
     membership   a node's side of it   security     the job key: CURVE, HMAC
 
 Imports the standard library, pyzmq and msgspec only.

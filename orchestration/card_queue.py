@@ -69,6 +69,11 @@ class CardQueue(Generic[Item]):
         return sum(peer.queue.queued for peer in self._peers.values())
 
     @property
+    def first_order(self) -> int | None:
+        """The lowest order that waits, for whomever."""
+        return min((peer.queue.head[0] for peer in self._waiting.values()), default=None)
+
+    @property
     def in_flight_nbytes(self) -> int:
         """Bytes under way to all peers."""
         return sum(peer.queue.in_flight_nbytes for peer in self._peers.values())

@@ -1,9 +1,9 @@
-"""The order in which one machine's writes leave: those of an older pass first, then by urgency of their unit.
+"""The order in which one machine's writes leave: what comes again goes behind what waits, then by urgency of the unit.
 
-A fast machine is in its next pass while the last sums of the pass before still wait for a slower one's link. By urgency
-alone the next pass, which begins with something urgent, would overtake them all; but it cannot complete a single sum
+A fast machine is in its next step while the last sums of the step before still wait for a slower one's link. By urgency
+alone the next step, which begins with something urgent, would overtake them all; but it cannot complete a single sum
 before the slower machine has joined in, and that one waits for what was overtaken. On links that are full this doubled
-the time of a step.
+the time of a step. The engine sums in such an order too (``pyx/part.h``, for the same reason).
 """
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ _RANK_BITS = 32
 class WriteOrder:
     """Gives each write of one machine its order, a number that is to be sent before all higher ones. Owner thread only.
 
-    A pass ends when a partition comes that it has had already. Rounds would not do: each tensor counts its own.
+    Steps are not told apart by rounds, which each tensor counts for itself, but by passes: a partition joins the oldest
+    pass that waits, or the one after the last that it was in. So a tensor that is pushed often yields to the others,
+    and to nobody's harm one that is pushed seldom may overtake.
     """
 
     def __init__(self) -> None:
-        self._pass = 0
+        self._newest = 0
         self._last: dict[int, int] = {}
 
-    def enter(self, part: int, rank: int, is_result: bool) -> int:
+    def enter(self, part: int, rank: int, is_result: bool, first_waiting: int | None) -> int:
         """Return the order of *part*, whose partial or result is there, once for all whom it is sent to.
 
         *rank* is that of its unit's first partition (`rank_parts`): units leave by urgency. Within one, partials leave
         before results: nothing of it is complete before its last result is there, and a partial that waits behind
-        results keeps another machine's link idle at the end.
+        results keeps another machine's link idle at the end. *first_waiting*: the lowest order that waits, if any does.
         """
-        if self._last.get(part) == self._pass:
-            self._pass += 1
-        self._last[part] = self._pass
-        return self._pass << _RANK_BITS | rank << 1 | is_result
+        oldest = self._newest if first_waiting is None else first_waiting >> _RANK_BITS
+        joined = max(oldest, self._last.get(part, 0) + 1)
+        self._last[part] = joined
+        self._newest = max(self._newest, joined)
+        return joined << _RANK_BITS | rank << 1 | is_result
 
 
 def urgency(order: int) -> int:

@@ -46,7 +46,8 @@ struct bps_core {
     struct bps_part *parts;
     struct bps_heap heap;
     uint32_t *parked; /* complete parts with an input in a segment nobody has mapped yet */
-    uint32_t n_parked, n_parts, generation, pass;
+    uint32_t n_parked, n_parts, generation;
+    uint32_t pass; /* the newest of all parts */
     struct bps_source *sources;
     uint32_t n_sources;
     int frozen, stopping, running, n_workers;
@@ -208,8 +209,9 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     } else if (what < 0) {
         bps_broken(core, source, index, round);
     } else if (what == BPS_COMPLETE) {
-        core->pass += part->pass == core->pass; /* what comes again begins the next one */
-        part->pass = core->pass;
+        bps_part_join(part, core->heap.used ? core->parts[core->heap.index[0]].pass : core->pass);
+        if ((int32_t)(part->pass - core->pass) > 0)
+            core->pass = part->pass;
         if (core->trace.records != NULL) {
             part->complete_ns = bps_now_ns();
             bps_record_add(&core->trace, BPS_GATHER, 0, index, round, part->nbytes, part->first_ns, part->complete_ns);

@@ -3,7 +3,7 @@
 
 For each partition the engine knows its inputs, a kernel, an output and who comes next (`part.h`). When the
 last input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready;
-threads pop the ready ones by their integer rank, run the kernel without any lock, and (`core.h`)
+threads pop the ready ones of the oldest step by their integer rank, run the kernel without any lock, and (`core.h`)
 
     owner   publish on the board, tell peers of this host by lane, hand EVENT_RESULT to Python for the others
     member  announce the partial to an owner on this host, or hand EVENT_FORWARD to Python

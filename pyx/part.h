@@ -39,7 +39,7 @@ struct bps_part {
     uint8_t owned, to_wire;
     uint32_t generation;
     uint32_t order;     /* integer rank given by the policy; 0 is most urgent */
-    uint32_t pass;      /* of the engine when it was last complete */
+    uint32_t pass;      /* the one that it joined when it was last complete; until it is summed it stays in it */
     uint32_t round;     /* last round whose inputs were all consumed */
     uint32_t n_missing; /* inputs of round+1 that have not arrived */
     uint64_t first_ns, complete_ns;
@@ -86,8 +86,16 @@ static inline void bps_part_free(struct bps_part *part)
     memset(part, 0, sizeof *part);
 }
 
-/* Whether `a` is summed before `b`: an older pass first, as `orchestration.write_order` has it for writes, then by rank.
- */
+/* A complete part joins the oldest pass that waits, or the one after the last that it was in: the next step of fast ranks
+ * does not overtake what slow ones wait for (`orchestration/write_order.py`). */
+static inline void bps_part_join(struct bps_part *part, uint32_t oldest)
+{
+    part->pass++;
+    if ((int32_t)(oldest - part->pass) > 0)
+        part->pass = oldest;
+}
+
+/* Whether `a` is summed before `b`: an older pass first, then by rank. */
 static inline int bps_part_before(const struct bps_part *a, const struct bps_part *b)
 {
     return a->pass != b->pass ? (int32_t)(a->pass - b->pass) < 0 : a->order < b->order;

@@ -16,6 +16,7 @@
 
 #define BPS_RAIL_BATCH 32
 #define BPS_RAIL_SLEEP_NS 1000000000ul
+#define BPS_SLOWEST_NS_PER_BYTE 100u /* 10 MB/s: a card's share beside many others */
 #define BPS_RAIL_LOOK_NS 500000000ul /* between looks for events of the device: how exact the time of one is */
 
 static uint32_t bps_forks; /* how often this process's ancestors forked since the first rail was made */
@@ -83,8 +84,8 @@ static inline void bps_rail_fail(struct bps_rail *rail, const struct bps_ibv_qp 
 }
 
 /* A queue pair gives up by itself long before a lane's patience ends. One that does not, because its driver lost it or
- * was told to try for ever, would keep everybody waiting. Time in which this process was stopped does not count. Under
- * `lanes_lock`. */
+ * was told to try for ever, would keep everybody waiting. Time in which this process was stopped does not count, and big
+ * writes may take longer. Under `lanes_lock`. */
 static inline void bps_rail_look_for_silence(struct bps_rail *rail, uint64_t since_ns)
 {
     for (uint32_t i = 0; i < rail->n_lanes; i++) {
@@ -92,10 +93,12 @@ static inline void bps_rail_look_for_silence(struct bps_rail *rail, uint64_t sin
         if (lane == NULL)
             continue;
         pthread_mutex_lock(&lane->lock);
-        int waits = !lane->lost && lane->sent != lane->delivered;
-        if (waits)
+        uint64_t patience_ns = lane->patience_ns;
+        for (uint64_t at = lane->delivered; at < lane->sent; at++)
+            patience_ns += BPS_SLOWEST_NS_PER_BYTE * lane->queue[at % lane->capacity].nbytes;
+        if (lane->sent != lane->delivered)
             lane->silent_ns += since_ns < 2 * BPS_RAIL_SLEEP_NS ? since_ns : 2 * BPS_RAIL_SLEEP_NS;
-        if (waits && lane->silent_ns > lane->patience_ns) {
+        if (lane->sent != lane->delivered && !lane->lost && lane->silent_ns > patience_ns) {
             struct bps_write *write = &lane->queue[lane->delivered % lane->capacity];
             bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_SILENCE, (int)(lane->silent_ns / 1000000000u), 0,
                                                      write->slot, write->round, write->nbytes, 0});

@@ -31,8 +31,6 @@ static inline void bps_lane_pump(struct bps_rdma_lane *lane)
                                                      0});
             return;
         }
-        if (lane->sent == lane->delivered)
-            lane->silent_ns = 0;
         lane->sent++;
         lane->bytes_sent += write->nbytes;
     }

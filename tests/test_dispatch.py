@@ -119,14 +119,15 @@ def test_within_a_unit_partials_leave_before_results(service):
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_the_last_sum_for_a_slow_node_is_not_overtaken_by_the_next_step_of_a_fast_one(service):
     service.dispatcher.commit((0, 1, 2), alone(3), {})
-    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, 0), service.event(EVENT_RESULT, 0, 2),
-                               service.event(EVENT_FORWARD, 0, 0, 2), service.event(EVENT_FORWARD, 0, 1, 2)])
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1)])
+    service.dispatcher.handle([service.event(EVENT_RESULT, 0, 2)])
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part, 2) for part in (0, 1)])
     order = []
-    for _ in range(4):
+    for _ in range(5):
         (part,) = service.written(0, 1)
         order.append(part)
         service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, part)])
-    assert order == [0, 2, 0, 1]
+    assert order == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("service", [(3, 1 << 20, [True, False, True])], indirect=True)

@@ -21,7 +21,7 @@ def test_every_number_of_helpers_has_a_cell():
     assert [[cell.n_helpers for cell in planned] for _, planned in found] == [[0, 1, 2], [*range(5)], [*range(9)]]
     for layout, planned in found:
         assert all(cell.nbytes // cell.partition_nbytes("optimal") >= 200 for cell in planned)
-        assert len({*layout.rates.values()}) == 1
+        assert sum(layout.rates.values()) == pytest.approx(0.5e9 if len(planned) > 5 else 0.8e9)
         assert all("ps" not in cell.contestants for cell in planned if not cell.n_helpers)
         assert all("gloo" in planned[k].contestants for k in (0, len(planned) // 2, -1))
 

@@ -49,6 +49,11 @@ def test_a_port_that_went_down_is_named_only_where_it_explains_the_failure(at_s,
     assert words.endswith("; this machine's port went down before that (PORT_ERR)") is explains, words
 
 
+def test_a_port_that_went_down_before_a_long_silence_explains_it():
+    silence = BAD | {"kind": "silence", "code": 31}
+    assert "PORT_ERR" in said(silence, PortNow(error_ns=168 * S)) and "PORT_ERR" not in said(silence)
+
+
 @pytest.mark.parametrize(("port", "words"), [
     (PortNow("DOWN"), "; this machine's port is DOWN now"),
     (PortNow("DOWN", error_ns=50 * S), "; this machine's port is DOWN now"),

@@ -1,47 +1,84 @@
-"""The order of writes: by urgency within a pass, and no pass overtakes another."""
+"""The order of writes: by urgency within a pass, and what comes again goes behind what waits."""
 from __future__ import annotations
+
+import heapq
 
 from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.write_order import WriteOrder, urgency
 
 
+class Queue:
+    """Everything that waits, in its order."""
+
+    def __init__(self) -> None:
+        self.order = WriteOrder()
+        self.heap: list[tuple[int, int]] = []
+
+    def put(self, part: int, rank: int, is_result: bool = False) -> int:
+        order = self.order.enter(part, rank, is_result, self.heap[0][0] if self.heap else None)
+        heapq.heappush(self.heap, (order, part))
+        return order
+
+    def pop(self) -> int:
+        return heapq.heappop(self.heap)[1]
+
+    def drained(self) -> list[int]:
+        return [self.pop() for _ in range(len(self.heap))]
+
+
 def test_units_by_urgency_and_within_one_partials_before_results():
-    order = WriteOrder()
-    writes = [(part, rank, is_result) for part, (rank, is_result) in enumerate(
+    queue = Queue()
+    orders = [queue.put(part, rank, is_result) for part, (rank, is_result) in enumerate(
         [(1, True), (0, True), (1, False), (0, False)])]
-    orders = {write: order.enter(*write) for write in writes}
-    assert sorted(writes, key=orders.__getitem__) == [(3, 0, False), (1, 0, True), (2, 1, False), (0, 1, True)]
-    assert urgency(orders[3, 0, False]) == urgency(orders[1, 0, True]) < urgency(orders[2, 1, False])
+    assert queue.drained() == [3, 1, 2, 0]
+    assert urgency(orders[3]) == urgency(orders[1]) < urgency(orders[2])
 
 
-def test_what_comes_again_begins_a_pass_that_leaves_after_all_of_the_pass_before():
-    order = WriteOrder()
-    last = order.enter(7, 1000, True)
-    assert order.enter(1, 0, False) < last < order.enter(1, 0, False)
+def test_the_next_step_leaves_after_what_waits_of_this_one():
+    queue = Queue()
+    for part in range(4):
+        queue.put(part, part)
+    assert [queue.pop(), queue.pop()] == [0, 1]
+    for part in range(4):
+        queue.put(part, part)
+    assert queue.drained() == [2, 3, 0, 1, 2, 3]
 
 
-def test_a_tensor_that_is_pushed_now_and_then_joins_the_pass_that_is_under_way():
-    order = WriteOrder()
-    order.enter(5, 3, False)
+def test_a_tensor_that_is_pushed_often_only_puts_itself_back():
+    queue = Queue()
+    queue.put(9, 5)  # a gradient
+    for _ in range(3):
+        queue.put(0, 0)  # a flag, more urgent than all
+    queue.put(8, 4)
+    queue.put(7, 3)
+    assert queue.drained() == [0, 7, 8, 9, 0, 0]
+
+
+def test_a_tensor_that_is_pushed_now_and_then_joins_what_waits():
+    queue = Queue()
     for _ in range(10):
-        frequent = order.enter(1, 4, False)
-    assert urgency(order.enter(5, 3, False)) == urgency(frequent) - 1
+        queue.put(1, 4)
+        queue.drained()
+    queue.put(1, 4)
+    queue.put(5, 3)
+    queue.put(1, 4)
+    assert queue.drained() == [5, 1, 1]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=60))
-def test_a_partition_never_overtakes_itself_and_all_of_one_pass_go_by_urgency(entered):
-    order, last = WriteOrder(), {}
-    seen: set[int] = set()
-    passes: list[list[tuple[int, tuple[int, bool]]]] = [[]]
-    for part, rank, is_result in entered:
-        if part in seen:
-            seen.clear()
-            passes.append([])
-        seen.add(part)
-        found = order.enter(part, rank, is_result)
-        assert found > last.get(part, -1) or part not in last
-        last[part] = found
-        passes[-1].append((found, (rank, is_result)))
-    expected = [key for each in passes for key in sorted(key for _, key in each)]
-    assert [key for _, key in sorted(entry for each in passes for entry in each)] == expected
+@given(st.lists(st.one_of(st.tuples(st.integers(0, 5), st.integers(0, 3)), st.none()), max_size=60))
+def test_a_partition_never_overtakes_itself_and_nothing_waits_for_ever(events):
+    queue, put, popped = Queue(), 0, []
+    serial: dict[int, list[int]] = {}
+    ranks: dict[int, int] = {}
+    for event in events:
+        if event is None:
+            if queue.heap:
+                popped.append(queue.pop())
+            continue
+        part, rank = event[0], ranks.setdefault(*event)
+        serial.setdefault(part, []).append(queue.put(part, rank))
+        put += 1
+    popped += queue.drained()
+    assert len(popped) == put
+    assert all(orders == sorted(set(orders)) for orders in serial.values())

@@ -196,7 +196,8 @@ class Dispatcher:
         self._pump()
 
     def _order_of(self, part: int, is_result: bool) -> int:
-        return self._write_order.enter(part, self._order[self._first_parts[part]], is_result)
+        rank = self._order[self._first_parts[part]]
+        return self._write_order.enter(part, rank, is_result, self._card.first_order)
 
     def _put(self, source: int, write: Write) -> None:
         self._card.put(source, write, order=write.order, key=write.part, nbytes=write.nbytes)

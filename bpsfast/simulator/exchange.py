@@ -72,7 +72,7 @@ class Exchange:
     credit_nbytes
         Bytes under way from one machine to another.
     priority
-        Send what the next forward needs first; else what was there first.
+        Send what the next forward needs first; else, to each machine, what was there first.
     done
         Called when a unit's sum has reached a worker.
     """
@@ -175,7 +175,9 @@ class Exchange:
     def _send(self, sender: int, receivers: Sequence[int], write: _Write) -> None:
         part = write.part
         if self._priority:
-            order, key = self._orders[sender].enter(part.key, self._layout.order[part.first], write.is_result), part.key
+            key = part.key << 1 | write.is_result  # folded, one machine stands for its owner and for those who push
+            order = self._orders[sender].enter(key, self._layout.order[part.first], write.is_result,
+                                               self._cards[sender].first_order)
         else:
             self._arrivals += 1
             order, key = 0, self._arrivals

@@ -23,7 +23,7 @@ class Options(NamedTuple):
     """How a job communicates.
 
     priority
-        Send what the next forward pass needs first.
+        Send what the next forward pass needs first; else, to each machine, what was there first.
     cross_barrier
         A layer's forward waits for its own sums only, not for all.
     overlap

@@ -49,7 +49,8 @@ class PortNow(NamedTuple):
         A port that is up again explains nothing that began later: no lane that was proven since, no write that was
         posted since.
         """
-        if self.error_ns and self.error_ns >= max(failure["proven_ns"], failure["at_ns"] - _RETRIES_NS):
+        silent_ns = 1_000_000_000 * failure["code"] if failure["kind"] == "silence" else 0
+        if self.error_ns and self.error_ns >= max(failure["proven_ns"], failure["at_ns"] - _RETRIES_NS - silent_ns):
             return "; this machine's port went down before that (PORT_ERR)"
         if self.state != "ACTIVE":  # the event that tells of it may come after the completions that it causes
             return f"; this machine's port is {self.state} now"
