@@ -92,7 +92,7 @@ def simulated(record: dict[str, Any]) -> float | None:
     """Return what the simulator says of one of our cells, in units of M/B; nothing of gloo, nor of unknown links."""
     chosen, rates = record["chosen"], record["measured"]["rates_bytes"]
     name, n = chosen["contestant"], chosen["n_workers"]
-    if name in ("gloo", "equal"):
+    if name in ("gloo", "equal") or "credit_nbytes" not in chosen:  # as in records of before it was noted
         return None
     shapes = _shapes(chosen)
     job = workload(chosen["load"], [Layer("all", 0.0, 0.0, tuple(shapes))], shapes)

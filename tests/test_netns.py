@@ -102,3 +102,16 @@ def test_a_process_number_used_again_is_not_its_former_owner():
     name = f"bpsfast.{os.getpid()}.1.0.test"  # started at tick 1: not this process
     netns.create(name)
     assert name in netns.remove_stale()
+
+
+@root
+def test_tcp_in_a_namespace_controls_congestion_as_linux_does_by_default():
+    folder = Path("/proc/sys/net/ipv4")
+    if "cubic" not in (folder / "tcp_available_congestion_control").read_text().split():
+        pytest.skip("this kernel has no cubic")
+    name = netns.unused_names(["cubic"])["cubic"]
+    netns.create(name)
+    try:
+        assert netns.ip("netns", "exec", name, "cat", str(folder / "tcp_congestion_control")) == "cubic\n"
+    finally:
+        netns.remove(name)

@@ -20,6 +20,7 @@ import msgspec
 from ..orchestration.errors import CapacityError, ConfigError, StallError
 
 _PREFIX = "bpsfast."
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _FOLDER = Path("/run/netns")
 _COMMAND_TIMEOUT_S = 20.0
 _serial = itertools.count()
@@ -84,9 +85,15 @@ def unused_names(machines: list[str]) -> dict[str, str]:
 
 
 def create(name: str) -> None:
-    """Make the namespace *name*, its loopback up."""
+    """Make the namespace *name*, its loopback up; TCP there controls congestion as Linux does unless told otherwise.
+
+    What this machine prefers is inherited else, and on slow links with traffic both ways bbr carries 5 to 15 % less
+    than they can, never twice the same.
+    """
     ip("netns", "add", name)
     ip("-n", name, "link", "set", "lo", "up")
+    if "cubic" in _CONGESTION.with_name("tcp_available_congestion_control").read_text().split():
+        ip("netns", "exec", name, "sh", "-c", f"echo cubic > {_CONGESTION}")
 
 
 def create_bridge(name: str, address: str) -> None:
