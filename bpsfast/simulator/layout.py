@@ -3,7 +3,7 @@
 A *folded* layout lets one worker and one helper stand for all of theirs: every partition is spread over all owners by
 their optimal shares, so that machines of a role do the same at the same time, and one transfer stands for those to all
 peers. A step of 4,096 machines then costs as many events as one of two. `tests/test_simulated_layout.py` holds it
-against the full simulation of small systems: within 5 % where all owners are of one role; up to 20 % too fast with some
+against the full simulation of small systems: within 7 % where all owners are of one role; up to 20 % too fast with some
 helpers (0 < k < n), because all connections to workers get as many turns as all to helpers. That is never done
 unasked.
 """

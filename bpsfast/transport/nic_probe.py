@@ -18,10 +18,12 @@ from .links import Link
 from .pace import PAYLOAD_SHARE
 from .tcp import TcpLink
 
-_DURATION_S = 0.4
+_DURATION_S = 1.0
 #: Of the duration, at both ends, not counted: slow start, and pairs that do not begin at the same moment.
 _EDGE_SHARE = 0.25
 _CHUNK_NBYTES = 256 << 10
+#: Little enough that a slow link's queue does not overflow, which would cost one direction most of a short time.
+_SEND_BUFFER_NBYTES = 64 << 10
 _END = (0).to_bytes(8, "little")
 
 
@@ -65,6 +67,7 @@ def _exchange(socks: Sequence[socket.socket], deadline: float) -> float:
     """Return the bytes per second of the slower direction, which the other end has found as well."""
     for sock in socks:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)  # a stream sets its own
     # both are here from now on
     socks[0].sendall(b"\1")
     _receive(socks[0], bytearray(1))
