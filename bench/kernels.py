@@ -1,15 +1,17 @@
 """How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch?
 
 *cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition is
-touched once per turn. *warm*: one set of buffers again and again. Contestants take turns call by call in random
-order, so a neighbour's load, and what the one before left in the caches, hits all of them. Figures are medians, the
-spread is the quartiles, ratios are of medians.
+touched once per turn. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
+neighbour's load hits all of them. A timed call comes after untimed ones of the same contestant: plain stores stay in
+the caches and go to memory during the calls that follow, so each pays for its own and not for another's. Figures are
+medians, the spread is the quartiles, ratios are of medians.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 import random
 import statistics
 import time
@@ -27,9 +29,10 @@ Array = np.ndarray[Any, Any]
 Operation = Callable[[list[Array]], None]
 
 PARTITION_NBYTES = 4 << 20
-_TURNS = {"cold": 60, "warm": 200}
+_TURNS = {"cold": 150, "warm": 200}
 _QUICK_TURNS = {"cold": 15, "warm": 30}
 _QUICK_DTYPES = ("float32", "float16", "bfloat16")
+_LAST_LEVEL_SHARE = 1.5  # of the last-level cache, what the untimed calls before a cold one walk over
 
 
 @dataclass
@@ -132,18 +135,25 @@ def _measure(
 ) -> list[Row]:
     rows = [Row(case, name, temperature, contestant, PARTITION_NBYTES) for contestant in contestants]
     order = list(zip(rows, contestants.values()))
+    n_untimed = 1 if temperature == "warm" else _n_calls_to_flush(n_arrays)
     for turn in range(-1, turns[temperature]):  # turn -1 warms code and page tables
-        random.shuffle(order)  # whoever comes after plain stores pays for their way to memory
+        random.shuffle(order)
         for row, operation in order:
+            for _ in range(n_untimed):
+                operation(pool.take(n_arrays, name, temperature))
             arrays = pool.take(n_arrays, name, temperature)
-            if temperature == "warm":  # what the contestant before left in the caches must not matter
-                operation(arrays)
             start = time.perf_counter()
             operation(arrays)
             elapsed_s = time.perf_counter() - start
             if turn >= 0:
                 row.samples_s.append(elapsed_s)
     return rows
+
+
+def _n_calls_to_flush(n_arrays: int) -> int:
+    """Return after how many calls the caches hold nothing of the contestant before."""
+    last_level = max(machine.describe()["cache_nbytes"].values(), default=64 << 20)
+    return max(1, math.ceil(_LAST_LEVEL_SHARE * last_level / (n_arrays * PARTITION_NBYTES)))
 
 
 def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dict[str, Operation]:

@@ -13,6 +13,9 @@ Why IR rather than a numba loop: numba has no half on a CPU, promotes 32-bit int
 
 With at most one local input nothing is rounded in between, and all inputs go through the first loop. The
 identity starts the sums without touching a bit (`Element.identity`), so an empty group needs no branch.
+
+Few inputs, the common case, have loops of their own (`_LAYOUTS`) that keep every pointer in a register and branch on
+nothing: 5 to 8 % less time from DRAM than the nest above, which serves any number.
 """
 
 from __future__ import annotations
@@ -51,6 +54,35 @@ class Tuning(NamedTuple):
 # 5 % (DRAM) to 10 % (L3) faster than none. Zen 5: so far ahead costs 20 %, a few lines gain 3 %.
 _XEON = Tuning(8, 8192, 2)
 _ZEN = Tuning(4, 256, 3)
+
+class Layout(NamedTuple):
+    """Say how many inputs stand where; without a sum of its own (*n_local* 0) all stand before."""
+
+    n_before: int
+    n_local: int
+    n_after: int
+
+
+def _layouts(most: int) -> tuple[Layout, ...]:
+    """List the layouts of at most *most* inputs."""
+    flat = [Layout(n, 0, 0) for n in range(1, most + 1)]
+    two_level = [
+        Layout(before, local, after)
+        for local in range(2, most + 1)
+        for before in range(most - local + 1)
+        for after in range(most - local - before + 1)
+    ]
+    return (*flat, *two_level)
+
+
+_MOST = 4  # what two machines of three ranks, or three of two, come to
+_LAYOUTS = _layouts(_MOST)
+_BASE = _MOST + 1
+
+
+def _code(n_before: int, n_local: int, n_after: int) -> int:
+    """Return the number of a layout of at most `_MOST` inputs; 0 is that of none."""
+    return (n_before * _BASE + n_local) * _BASE + n_after
 
 # Inputs with load instructions of their own. Prefetchers that tell streams apart by the instruction see one stream that
 # jumps about where a loop loads every input: 1.5 times the time from DRAM, 1.25 times from L3 (Zen 5).
@@ -134,31 +166,79 @@ class SumLoop:
 
     def build(self) -> None:
         """Emit: whole chunks, then the rest by single elements, then the fence of the non-temporal stores."""
-        n_chunk = self.n_vectors * self.n_lanes
-        in_chunks = self.b.and_(self.n_elements, I64(-n_chunk))
+        b, n_chunk = self.b, self.n_vectors * self.n_lanes
+        in_chunks = b.and_(self.n_elements, I64(-n_chunk))
+        any_layout, rest = b.append_basic_block("any_layout"), b.append_basic_block("rest")
+        ways = b.switch(self.layout_code(), any_layout)
+        for layout in _LAYOUTS:
+            way = b.append_basic_block("layout")
+            ways.add_case(I64(_code(*layout)), way)
+            b.position_at_end(way)
+            sources = [b.load(b.gep(self.inputs, [I64(k)])) for k in range(sum(layout))]
+            with self.loop(I64(0), in_chunks, n_chunk) as index:
+                self.known_chunk(layout, sources, index)
+            b.branch(rest)
+        b.position_at_end(any_layout)
         with self.loop(I64(0), in_chunks, n_chunk) as index:
             self.chunk(index, self.n_vectors, self.n_lanes)
+        b.branch(rest)
+        b.position_at_end(rest)
         with self.loop(in_chunks, self.n_elements, 1) as index:
             self.chunk(index, 1, 1)
         if self.is_x86:  # elsewhere the release of the publishing store orders them
-            with self.b.if_then(self.streams):
+            with b.if_then(self.streams):
                 fence = ir.FunctionType(ir.VoidType(), [])
-                self.b.call(cgutils.get_or_insert_function(self.b.module, fence, "llvm.x86.sse.sfence"), [])
+                b.call(cgutils.get_or_insert_function(b.module, fence, "llvm.x86.sse.sfence"), [])
+
+    def layout_code(self) -> ir.Value:
+        """Return `_code` of the call's layout, or a number that no layout in `_LAYOUTS` has."""
+        b = self.b
+        before, local, everything = self.ends
+        code = b.add(b.mul(before, I64(_BASE)), b.sub(local, before))
+        code = b.add(b.mul(code, I64(_BASE)), b.sub(everything, local))
+        code = b.select(self.two_level, code, b.mul(everything, I64(_BASE * _BASE)))
+        return b.select(b.icmp_signed("<", everything, I64(_BASE)), code, I64(0))
+
+    def known_chunk(self, layout: Layout, sources: list[ir.Value], index: ir.Value) -> None:
+        """Make one chunk at *index* from inputs whose number is known here and whose pointers are at hand."""
+        start = [self.element.identity(self.n_lanes)] * self.n_vectors
+        local_end = layout.n_before + layout.n_local
+        total = self.add_sources(start, sources[: layout.n_before], index)
+        if layout.n_local:
+            part = self.add_sources(start, sources[layout.n_before : local_end], index)
+            total = self.add_part(total, part, self.n_lanes)
+            total = self.add_sources(total, sources[local_end:], index)
+        self.finish_chunk(total, index, self.n_lanes)
+
+    def add_sources(self, sums: list[ir.Value], sources: list[ir.Value], index: ir.Value) -> list[ir.Value]:
+        """Add the chunk at *index* of each of *sources* to *sums*, in this order; return the new sums."""
+        for source in sources:
+            sums = self.add_chunk_of(self.b.gep(source, [index]), sums, self.n_lanes)
+        return sums
 
     def chunk(self, index: ir.Value, n_vectors: int, n_lanes: int) -> None:
-        """Sum, average, round and store ``n_vectors * n_lanes`` elements from *index* on."""
-        b, element = self.b, self.element
-        start = [element.identity(n_lanes)] * n_vectors
+        """Make ``n_vectors * n_lanes`` elements from *index* on out of any number of inputs."""
+        b = self.b
+        start = [self.element.identity(n_lanes)] * n_vectors
         before, local, everything = self.ends
         total = self.add_inputs(start, I64(0), b.select(self.two_level, before, everything), index, n_lanes)
         one_level, in_block = total, b.block
         with b.if_then(self.two_level):
             part = self.add_inputs(start, before, local, index, n_lanes)
-            rounded = [element.widen(element.narrow(value, n_lanes), n_lanes) for value in part]
-            total = [element.add(value, term) for value, term in zip(total, rounded)]
+            total = self.add_part(total, part, n_lanes)
             total = self.add_inputs(total, local, everything, index, n_lanes)
             out_block = b.block
-        total = self.merge((one_level, in_block), (total, out_block))
+        self.finish_chunk(self.merge((one_level, in_block), (total, out_block)), index, n_lanes)
+
+    def add_part(self, total: list[ir.Value], part: list[ir.Value], n_lanes: int) -> list[ir.Value]:
+        """Add this node's own sum as the wire would carry it: rounded to the wire dtype."""
+        element = self.element
+        rounded = [element.widen(element.narrow(value, n_lanes), n_lanes) for value in part]
+        return [element.add(value, term) for value, term in zip(total, rounded)]
+
+    def finish_chunk(self, total: list[ir.Value], index: ir.Value, n_lanes: int) -> None:
+        """Average, round and store the sums at *index*."""
+        b, element = self.b, self.element
         whole, in_block = total, b.block
         with b.if_then(self.averages):
             quotients = [element.divide(value, self.divisor, n_lanes) for value in total]
@@ -182,7 +262,7 @@ class SumLoop:
         for body, following in zip(bodies, [*bodies[1:], bodies[0]]):
             b.position_at_end(body)
             source = b.gep(b.load(b.gep(self.inputs, [next_k])), [index])
-            new = [self.element.add(value, self.load(source, i, n_lanes)) for i, value in enumerate(new)]
+            new = self.add_chunk_of(source, new, n_lanes)
             next_k = b.add(next_k, I64(1))
             b.cbranch(b.icmp_signed("<", next_k, end), following, done)
             ways.append((new, body))
@@ -199,6 +279,10 @@ class SumLoop:
             for phi, value in zip(phis, values):
                 phi.add_incoming(value, block)
         return phis
+
+    def add_chunk_of(self, source: ir.Value, sums: list[ir.Value], n_lanes: int) -> list[ir.Value]:
+        """Add the vectors at *source* to *sums*; return the new sums."""
+        return [self.element.add(value, self.load(source, i, n_lanes)) for i, value in enumerate(sums)]
 
     def load(self, source: ir.Value, i: int, n_lanes: int) -> ir.Value:
         """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""

@@ -58,7 +58,8 @@ cdef extern from "rail.h" nogil:
         bps_slot_in *in_ "in"
         bps_slot_out *out
         bps_write *queue
-        uint64_t capacity, posted, sent, delivered, patience_ns, silent_ns, writes_received, bytes_sent, bytes_received, waited, proven_ns
+        uint64_t capacity, posted, sent, delivered, patience_ns, silent_ns
+        uint64_t writes_received, bytes_sent, bytes_received, waited, proven_ns
         bps_failure failure
         bps_trace records
     enum: BPS_PROOF_SENT, BPS_PROOF_RECEIVED, BPS_PROOF_FAILED, BPS_PROOF_SLOT

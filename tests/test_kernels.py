@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import ml_dtypes
@@ -57,6 +58,20 @@ def _differences(name: str, got: np.ndarray, want: np.ndarray) -> list[str]:
     bits = f"u{dtypes.lookup(name).itemsize}"
     wrong = np.flatnonzero(got.view(bits) != want.view(bits))
     return [f"[{i}] {got.view(bits)[i]:#x} not {want.view(bits)[i]:#x}" for i in wrong[:5]]
+
+
+@pytest.mark.parametrize("name", dtypes.NAMES)
+def test_every_way_through_the_loops_is_the_reference(name: str) -> None:
+    """Few inputs have loops of their own: all of them, and what is one beyond."""
+    n_elements = 1025
+    counts = [each for each in itertools.product(range(6), repeat=3) if 0 < sum(each) <= 5]
+    arrays = _draw_arrays(name, 6, n_elements, seed=1)
+    for before, local, after in counts:
+        dst, *inputs = arrays[: 1 + before + local + after]
+        first, own, last = inputs[:before], inputs[before : before + local], inputs[before + local :]
+        want = reference.reduce([*([x] for x in first), own, *([x] for x in last)], False)
+        kernels.fused_sum(dst, first, own, last)
+        assert not _differences(name, dst, want), (before, local, after)
 
 
 @settings(max_examples=300, deadline=None)
