@@ -171,8 +171,8 @@ cdef class Lane:
         """Return why the lane has failed, or None: kind and code, what it was about (`rdma_lane.h`).
 
         Kinds: "completion" (code: its status), "post" (errno), "arrival" (its epoch), "event" (``ibv_event_type``),
-        "poll" (errno), "silence" (seconds). `slot` is None where it is not known. `at_ns`: when, `proven_ns`: when the peer's proof had come
-        (0: never), both in monotonic ns.
+        "poll" (errno), "silence" (seconds). `slot` is None where it is not known. `at_ns`: when, `proven_ns`: when the
+        peer's proof had come (0: never), both in monotonic ns.
         """
         cdef bps_failure failure
         with nogil:

@@ -84,10 +84,9 @@ cdef void _lost(Link *link, int code) noexcept nogil:
         link.notify(link.engine, BPS_EVENT_LOST, link.peer, 0, 0, <uint32_t>max(code, 0), 0)
 
 
-cdef bint _deliver(Link *link) noexcept nogil:
-    """Report the writes whose last byte the peer's kernel has acknowledged; whether there are any. Sender thread only.
-    """
-    cdef uint64_t acknowledged = link.bytes_sent - bps_unacknowledged(link.fd), before = link.delivered
+cdef void _deliver(Link *link) noexcept nogil:
+    """Report the writes whose last byte the peer's kernel has acknowledged. Sender thread only."""
+    cdef uint64_t acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
     cdef Post post
     while link.delivered < link.sent:
         pthread_mutex_lock(&link.lock)  # `post` may be moving the queue
@@ -96,12 +95,11 @@ cdef bint _deliver(Link *link) noexcept nogil:
             link.delivered += 1
         pthread_mutex_unlock(&link.lock)
         if post.end > acknowledged:
-            break
+            return
         bps_record_add(&link.records, BPS_WIRE, <int>link.peer, post.header.slot, post.header.round,
                        post.header.nbytes, post.posted_ns, bps_now_ns())
         link.notify(link.engine, BPS_EVENT_DELIVERED, link.peer, post.header.slot, post.header.round, 0,
                     post.header.nbytes)
-    return link.delivered != before
 
 
 cdef void *_send(void *argument) noexcept nogil:
@@ -123,10 +121,8 @@ cdef void *_send(void *argument) noexcept nogil:
                 bps_wait(&link.word, seen, IDLE_NS)
             else:
                 bps_wait(&link.word, seen, pause_ns)
-                # By a quarter: what is found late by as much as it took would halve what a small credit carries.
-                pause_ns = min(pause_ns + pause_ns // 4, <uint64_t>LAST_POLL_NS)
-                if _deliver(link):
-                    pause_ns = FIRST_POLL_NS
+                pause_ns = min(2 * pause_ns, <uint64_t>LAST_POLL_NS)
+                _deliver(link)
             continue
         pause_ns = FIRST_POLL_NS
         rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,

@@ -22,14 +22,14 @@ def training(compute_s: float) -> Workload:
                                                 (4, 4, "ps"), (4, 4, "optimal"), (8, 8, "optimal"), (8, 4, "ps")])
 @pytest.mark.parametrize("compute_s", [0.05, 0.2, 0.8])
 @pytest.mark.parametrize("cross_barrier", [False, True])
-def test_folding_changes_the_step_by_less_than_seven_percent(n: int, k: int, policy: str, compute_s: float,
+def test_folding_changes_the_step_by_less_than_three_percent(n: int, k: int, policy: str, compute_s: float,
                                                              cross_barrier: bool) -> None:
-    # fine partitions: the folded ones are spread over all owners, whole ones are not
+    # fine partitions: what the layout's module says of rows that are overtaken
     costs = Costs(2e-6, 1e-5, 2e10, True, 8e9, 8e9)
-    options = Options(partition_nbytes=1 << 18, credit_nbytes=1 << 20, cross_barrier=cross_barrier)
+    options = Options(partition_nbytes=1 << 16, credit_nbytes=1 << 20, cross_barrier=cross_barrier)
     steps = [simulate(training(compute_s), uniform(n, k, RATE, costs), policy, options._replace(fold=fold)).step_s
              for fold in (False, True)]
-    assert steps[1] == pytest.approx(steps[0], rel=0.07)
+    assert steps[1] == pytest.approx(steps[0], rel=0.03)
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ class Load(NamedTuple):
 
     tx_nbytes: float
     rx_nbytes: float
-    n_tx: int = 1
-    n_rx: int = 1
+    n_tx: float = 1
+    n_rx: float = 1
 
 
 Delivered = Callable[[], None]

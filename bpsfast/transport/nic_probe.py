@@ -44,7 +44,8 @@ def partners(me: NodeInfo, nodes: Sequence[NodeInfo]) -> list[int]:
 def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], deadline: float) -> float:
     """Return bytes per second, headers included, that this node's NIC carries each way; 0: with nobody to measure.
 
-    The links are as before afterwards. To be called before their streams start, until *deadline* (monotonic seconds).
+    To be called until *deadline* (monotonic seconds), before streams are made of the links, which set the buffers that
+    they want: these leave small ones behind, and nothing else.
 
     Raises
     ------
