@@ -11,7 +11,7 @@ from bpsfast.orchestration.placement import Machine
 
 #: Of all links together: what two cores can move and sum without being the limit, of few machines and of many.
 _TOTAL_BITS = 0.8e9
-_TOTAL_BITS_OF_MANY = 0.5e9
+_TOTAL_BITS_OF_MANY = 0.4e9
 _MANY = 12
 _PARTITION_NBYTES = 32 << 10
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
