@@ -108,7 +108,7 @@ class Admission:
             (sender, NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
                               ranks=ranks[index], nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes,
                               nic_limit_bytes=join.nic_limit_bytes, sum_rate_bytes=join.sum_rate_bytes,
-                              probes=join.probes))
+                              probes=join.probes, room_nbytes=join.room_nbytes))
             for index, (sender, join) in enumerate(ordered)
         ]
 

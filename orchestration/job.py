@@ -230,7 +230,7 @@ class Job:
             return self._give_up([spec.name for spec in specs], exc)
 
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
-        commit = self._generations.ready(self._roster.index_of(sender), message.generation)
+        commit = self._generations.ready(self._roster.index_of(sender), message.generation, message.room_nbytes)
         return [] if commit is None else self._to_all(commit) + self._plan()
 
     def _prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:

@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 2
+VERSION = 3
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,7 +87,7 @@ class Join(Message):
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
     `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough.
+    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough. `room_nbytes`: see `Ready`.
     """
 
     version: int
@@ -105,6 +105,7 @@ class Join(Message):
     nic_limit_bytes: float = 0.0
     sum_rate_bytes: float = 0.0
     probes: bool = False
+    room_nbytes: int = -1
 
 
 class Measured(Message):
@@ -121,9 +122,13 @@ class Declare(Message):
 
 
 class Ready(Message):
-    """This node has allocated, registered and bound everything of `generation`."""
+    """This node has allocated, registered and bound everything of `generation`.
+
+    `room_nbytes`: what slots and results of further partitions may take of its memory, if that is bounded (-1: no).
+    """
 
     generation: int
+    room_nbytes: int = -1
 
 
 class PrepareFailed(Message):
@@ -193,6 +198,7 @@ class NodeInfo(Record):
 
     Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
     `sum_rate_bytes` of input that it sums (0: no matter). `probes`: it measures its NIC before anything is planned.
+    `room_nbytes`: see `Ready`, when it joined.
     """
 
     index: int
@@ -206,6 +212,7 @@ class NodeInfo(Record):
     nic_limit_bytes: float = 0.0
     sum_rate_bytes: float = 0.0
     probes: bool = False
+    room_nbytes: int = -1
 
 
 class Welcome(Message):
@@ -230,10 +237,11 @@ class Refuse(Message):
 
 
 class Plan(Message):
-    """First phase of a commit: prepare these new units."""
+    """First phase of a commit: prepare these new units. `remark`: what whoever runs the job should know of it."""
 
     generation: int
     units: tuple[UnitPlan, ...]
+    remark: str = ""
 
 
 class Commit(Message):

@@ -10,8 +10,9 @@ Minimising the worst machine's time gives, with B_W and B_C the rates of all mac
     t* = max( M / min b_i ,  2n(n-1) M / (n B_W + (n-2) B_C) )
 
 A machine whose summation takes no more than c_m bytes/s of input (spare cores of a busy one) has a row n s_m <= c_m t
-besides. Tests check both against a linear program. Source: BytePS (OSDI'20) section 4.1, extended to unequal NICs; no
-aggregation along trees (rings included) can be faster. Pure: same input, same answer, on any machine.
+besides, one that may use only so much memory a bound on s_m. Tests check all of it against a linear program. Source:
+BytePS (OSDI'20) section 4.1, extended to unequal NICs; no aggregation along trees (rings included) can be faster. Pure:
+same input, same answer, on any machine.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from . import hashes
-from .errors import ConfigError
+from .errors import CapacityError, ConfigError
 
 
 class Machine(NamedTuple):
@@ -29,11 +30,18 @@ class Machine(NamedTuple):
 
     `rate`: bytes/s of the slower direction of its NIC, 0 if unknown. `sum_rate`: bytes/s of input that its summation
     takes, 0 if that never binds; it is looked at only where the NICs' rates are known, for else there is no unit.
+    `most_nbytes`: what it may own at all, for want of memory; None: anything.
     """
 
     has_ranks: bool
     rate: float = 0.0
     sum_rate: float = 0.0
+    most_nbytes: float | None = None
+
+    @property
+    def limit_nbytes(self) -> float:
+        """`most_nbytes`, infinity for None."""
+        return float("inf") if self.most_nbytes is None else self.most_nbytes
 
 
 class Shares(NamedTuple):
@@ -68,6 +76,13 @@ def optimal_shares(machines: Sequence[Machine], nbytes: float) -> Shares:
 
     When the slowest machine with ranks sets the time there is slack: it is spent by giving everybody bytes in
     proportion to its rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
+
+    Raises
+    ------
+    ConfigError
+        If no machine has ranks.
+    CapacityError
+        If all machines together may not own so much.
     """
     time_s = least_time_s(machines, nbytes)
     return Shares(time_s, _fill(capacities(machines, nbytes, time_s), rates_of(machines), nbytes))
@@ -84,10 +99,10 @@ def capacities(machines: Sequence[Machine], nbytes: float, time_s: float) -> lis
 
 def _capacity(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: int, time_s: float) -> float:
     if not machine.has_ranks:
-        return min(rate, sum_rate) * time_s / n
+        return min(min(rate, sum_rate) * time_s / n, machine.limit_nbytes)
     # with n == 2 any share costs the same: M + 0 * s
     by_nic = float("inf") if n == 2 else max(0.0, (rate * time_s - nbytes) / (n - 2))
-    return min(by_nic, sum_rate * time_s / n)
+    return min(by_nic, sum_rate * time_s / n, machine.limit_nbytes)
 
 
 def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
@@ -97,27 +112,43 @@ def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
         raise ConfigError("placement needs at least one machine with ranks, got none")
     if n == 1 or nbytes == 0:
         return 0.0
-    rates, sums = rates_of(machines), sum_rates_of(machines)
-    workers = [(rate, most) for machine, rate, most in zip(machines, rates, sums) if machine.has_ranks]
-    helped = sum(min(rate, most) for machine, rate, most in zip(machines, rates, sums) if not machine.has_ranks) / n
-    floor_s = nbytes / min(rate for rate, _ in workers)
-    if all(most == float("inf") for _, most in workers):
-        return max(floor_s, 2 * (n - 1) * nbytes / (sum(rate for rate, _ in workers) + (n - 2) * helped))
+    rows = list(zip(machines, rates_of(machines), sum_rates_of(machines)))
+    floor_s = nbytes / min(rate for machine, rate, _ in rows if machine.has_ranks)
+    bends = {bend for row in rows for bend in _bends(*row, nbytes, n)}
+    if not bends:
+        worker_rate = sum(rate for machine, rate, _ in rows if machine.has_ranks)
+        helper_rate = sum(min(rate, most) for machine, rate, most in rows if not machine.has_ranks)
+        return max(floor_s, 2 * n * (n - 1) * nbytes / (n * worker_rate + (n - 2) * helper_rate))
+    if sum(machine.limit_nbytes for machine in machines) < nbytes:
+        raise CapacityError(f"{nbytes:.0f} bytes of gradients do not fit: the machines may own "
+                            f"{sum(machine.limit_nbytes for machine in machines):.0f} bytes of them together")
 
-    # From the floor on, what can be owned grows with time along straight lines; a worker's line gets flatter where its
-    # NIC has become faster than its summation, so the time sought lies behind as many bends as do not suffice.
+    # From the floor on, what can be owned grows with time along straight lines between the bends, and ever slower.
     def owned(time_s: float) -> float:
-        return helped * time_s + sum(_capacity(Machine(True), rate, most, nbytes, n, time_s) for rate, most in workers)
+        return sum(_capacity(*row, nbytes, n, time_s) for row in rows)
 
-    bends = sorted(nbytes / (rate - most * (n - 2) / n) for rate, most in workers if rate > most * (n - 2) / n)
-    bends = [floor_s, *(bend for bend in bends if bend > floor_s)]
-    behind = bisect.bisect_right(bends, nbytes, key=owned) if owned(floor_s) < nbytes else 0
+    wanted = nbytes * (1 - 1e-12)  # machines that are all full own it but for rounding
+    times = [floor_s, *sorted(bend for bend in bends if bend > floor_s)]
+    behind = bisect.bisect_left(times, wanted, key=owned)
     if behind == 0:
         return floor_s
-    begin = bends[behind - 1]
-    end = bends[behind] if behind < len(bends) else begin * 2
+    begin = times[behind - 1]
+    end = times[behind] if behind < len(times) else begin * 2
     growth = (owned(end) - owned(begin)) / (end - begin)
-    return begin + (nbytes - owned(begin)) / growth
+    return begin + (wanted - owned(begin)) / growth
+
+
+def _bends(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: int) -> list[float]:
+    """Return the times at which a machine's capacity changes its slope (and some more, which do no harm)."""
+    limit, never = machine.limit_nbytes, float("inf")
+    if not machine.has_ranks:
+        found = [limit * n / min(rate, sum_rate)]
+    else:
+        lead = rate - sum_rate * (n - 2) / n  # of the NIC, which starts later, over the summation
+        found = [nbytes / lead if lead > 0 else never, limit * n / sum_rate if limit < never else never]
+        if n > 2:
+            found.append((limit * (n - 2) + nbytes) / rate)
+    return [bend for bend in found if bend < never]
 
 
 def _fill(most: Sequence[float], rates: Sequence[float], nbytes: float) -> tuple[float, ...]:
@@ -239,12 +270,16 @@ class _Times:
 
     def __init__(self, machines: Sequence[Machine], nbytes: float) -> None:
         self._n = sum(machine.has_ranks for machine in machines)
-        self._rows = [(nbytes if machine.has_ranks else 0, self._n - 2 if machine.has_ranks else self._n, rate, most)
-                      for machine, rate, most in zip(machines, rates_of(machines), sum_rates_of(machines))]
+        self._rows = [
+            (nbytes if machine.has_ranks else 0, self._n - 2 if machine.has_ranks else self._n, rate, most,
+             machine.limit_nbytes)
+            for machine, rate, most in zip(machines, rates_of(machines), sum_rates_of(machines))]
 
     def of(self, m: int, owned: float) -> float:
-        """Return the time of machine *m*: its NIC's or its summation's."""
-        fixed, slope, rate, most = self._rows[m]
+        """Return the time of machine *m*: its NIC's or its summation's; infinity for more than it may own."""
+        fixed, slope, rate, most, limit = self._rows[m]
+        if owned > limit:
+            return float("inf")
         return max((fixed + slope * owned) / rate, self._n * owned / most)
 
 

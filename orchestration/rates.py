@@ -25,6 +25,33 @@ def machines_of(nodes: Sequence[NodeInfo]) -> list[Machine]:
                     node.sum_rate_bytes) for node in nodes]
 
 
+def bounded(machines: Sequence[Machine], owned: Sequence[int], rooms: Sequence[int],
+            waste_nbytes: int) -> list[Machine]:
+    """Return *machines* with the bound that each one's memory sets to what it may own.
+
+    Parameters
+    ----------
+    owned : bytes that each owns already.
+    rooms : bytes that each may still take, -1 where nothing is said: slots for the partials of all machines with ranks,
+        and a result of either parity, so n + 2 bytes for one that it owns.
+    waste_nbytes : how much more than their bytes the partitions to come may take, each in whole pages.
+    """
+    n = sum(machine.has_ranks for machine in machines)
+    return [machine if room < 0 else machine._replace(most_nbytes=have + max(0, room // (n + 2) - waste_nbytes))
+            for machine, have, room in zip(machines, owned, rooms)]
+
+
+def bound_remark(nodes: Sequence[NodeInfo], free: Sequence[Machine], bound: Sequence[Machine], nbytes: float) -> str:
+    """Say which memory bounds cost time: *bound* are the machines with them, *free* without. "" if none does."""
+    wanted, found = optimal_shares(free, nbytes), optimal_shares(bound, nbytes)
+    if found.time_s * _LESS <= wanted.time_s:
+        return ""
+    short = [node.index for node in nodes if bound[node.index].limit_nbytes < wanted.owned[node.index]]
+    slower = found.time_s / wanted.time_s
+    return (f"a step takes {slower:.2f} times as long as it could: {_names(nodes, short)} may use too little memory "
+            "for its share (BPSFAST_MAX_BYTES), so others sum more")
+
+
 def remarks(nodes: Sequence[NodeInfo], policy: str) -> list[str]:
     """Return, in words, what was assumed of NICs, and which machines cannot sum what their NIC could bring."""
     stand_in = _stand_in(nodes)

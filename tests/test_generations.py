@@ -8,9 +8,10 @@ from bpsfast.orchestration.generations import Generations
 from bpsfast.orchestration.messages import Commit, NodeInfo, TensorSpec
 
 
-def generations(n=2, k=1, pages=(4096,), **fields):
+def generations(n=2, k=1, pages=(4096,), room=-1, **fields):
     nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=(i,) if i < n else (),
-                      nic_rate_bytes=0.0, page_nbytes=pages[i % len(pages)]) for i in range(n + k)]
+                      nic_rate_bytes=0.0, page_nbytes=pages[i % len(pages)], room_nbytes=room if i >= n else -1)
+             for i in range(n + k)]
     return Generations(nodes, **{"policy": "optimal", "partition_nbytes": 4096, "fusion_nbytes": 4096, **fields})
 
 
@@ -78,6 +79,32 @@ def test_a_plan_that_cannot_be_made_begins_nothing():
         ours.propose([spec("a", 65537)])
     assert ours.in_flight is None and ours.number == 0
     commit(ours, spec("b"))
+
+
+def owned(plans, n_nodes):
+    pages = [0] * n_nodes
+    for part in (part for plan in plans for unit in plan.units for part in unit.parts):
+        pages[part.owner] += part.nbytes // 4096
+    return pages
+
+
+def test_a_helper_owns_what_its_memory_holds_and_the_remark_says_what_that_costs():
+    # a partition of one page takes n slots and two results: 6 pages; one page is kept for a ragged end
+    ours = generations(n=4, k=4, room=6 * 4096 * 3)
+    plan = ours.propose([spec("a", 400)])
+    assert owned([plan], 8)[4:] == [2, 2, 2, 2]
+    assert "helper 0" in plan.remark and "BPSFAST_MAX_BYTES" in plan.remark
+    assert generations(n=4, k=4).propose([spec("a", 400)]).remark == ""
+
+
+def test_what_a_node_says_is_left_counts_for_the_next_generation():
+    ours = generations(n=4, k=1, room=6 * 4096 * 11)
+    first = ours.propose([spec("a", 80)])
+    assert owned([first], 5)[4] == 10
+    for node in range(5):
+        ours.ready(node, 1, 6 * 4096 * 5 if node == 4 else -1)
+    second = ours.propose([spec("b", 80)])
+    assert owned([second], 5)[4] == 4
 
 
 def test_hash_placement_uses_byteps_keys():

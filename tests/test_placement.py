@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import CapacityError, ConfigError
 from bpsfast.orchestration.placement import (
     Machine,
     WireBytes,
@@ -50,7 +50,9 @@ def solve(machines, nbytes):
     total[0, -1] = 0
     cost = np.zeros(len(machines) + 1)
     cost[-1] = 1
-    result = linprog(cost, A_ub=np.array(rows), b_ub=bounds, A_eq=total, b_eq=[nbytes], method="highs")
+    within = [(0, machine.most_nbytes) for machine in machines]
+    result = linprog(cost, A_ub=np.array(rows), b_ub=bounds, A_eq=total, b_eq=[nbytes], bounds=[*within, (0, None)],
+                     method="highs")
     assert result.status == 0, result.message
     return result.fun
 
@@ -67,6 +69,8 @@ def check_shares(machines, nbytes):
             assert carried <= machine.rate * shares.time_s * (1 + 1e-9)
         if n > 1 and machine.sum_rate:
             assert n * owned <= machine.sum_rate * shares.time_s * (1 + 1e-9)
+        if n > 1:
+            assert owned <= machine.limit_nbytes * (1 + 1e-9)
     return shares
 
 
@@ -74,25 +78,30 @@ rates = st.floats(0.5, 100.0)
 sum_rates = st.one_of(st.just(0.0), st.floats(0.05, 300.0))
 
 
-def instance(draw):
-    """Random machines; half of them have slow sums here and there."""
+def instance(draw, nbytes):
+    """Random machines; half of the instances have slow sums here and there, half have bounded memory."""
     def rate():
         return draw.choice([1.0, 10.0, 25.0, 100.0, draw.uniform(0.5, 100)])
 
-    with_sums = draw.random() < 0.5
+    with_sums, with_bounds = draw.random() < 0.5, draw.random() < 0.5
 
     def machine(has_ranks):
-        return Machine(has_ranks, rate(), draw.uniform(0.05, 300) if with_sums and draw.random() < 0.5 else 0.0)
+        return Machine(has_ranks, rate(), draw.uniform(0.05, 300) if with_sums and draw.random() < 0.5 else 0.0,
+                       nbytes * draw.choice([0.0, draw.random()]) if with_bounds and draw.random() < 0.5 else None)
 
-    return ([machine(True) for _ in range(draw.randrange(1, 13))]
-            + [machine(False) for _ in range(draw.randrange(13))])
+    machines = ([machine(True) for _ in range(draw.randrange(1, 13))]
+                + [machine(False) for _ in range(draw.randrange(13))])
+    if sum(machine.limit_nbytes for machine in machines) < nbytes:
+        machines[0] = machines[0]._replace(most_nbytes=None)
+    return machines
 
 
 @pytest.mark.slow
 def test_closed_form_equals_linear_program_on_2000_instances():
     draw = random.Random(20201104)
     for _ in range(2000):
-        machines, nbytes = instance(draw), draw.choice([1.0, 548.0])
+        nbytes = draw.choice([1.0, 548.0])
+        machines = instance(draw, nbytes)
         assert check_shares(machines, nbytes).time_s == pytest.approx(solve(machines, nbytes), rel=1e-7, abs=1e-12)
 
 
@@ -116,6 +125,34 @@ def test_workers_that_cannot_sum_fast_leave_it_to_the_helper():
     # 4 workers sum at 1 / 4 each, the helper at 10 / 4: 3.5 t = 1
     assert shares.time_s == pytest.approx(1 / 3.5)
     assert shares.owned[4] == pytest.approx(10 / 14)
+
+
+def test_what_one_machine_may_not_own_others_take():
+    machines = [Machine(True, 10.0)] * 4 + [Machine(False, 10.0, most_nbytes=0.05)]
+    shares = check_shares(machines, 1.0)
+    # 4 workers own 0.95: (1 + 2 * 0.95 / 4) / 10
+    assert shares.time_s == pytest.approx(0.1475) and shares.owned[4] == pytest.approx(0.05)
+
+
+def test_bounds_that_exactly_suffice_do():
+    machines = [Machine(True, 1.0, most_nbytes=0.1)] * 3 + [Machine(False, 1.0, most_nbytes=0.7)]
+    assert check_shares(machines, 1.0).time_s == pytest.approx(solve(machines, 1.0))
+
+
+def test_more_than_all_may_own_is_refused():
+    with pytest.raises(CapacityError, match="100 bytes of gradients do not fit: the machines may own 60 bytes"):
+        optimal_shares([Machine(True, 1.0, most_nbytes=30)] * 2, 100)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4), st.data())
+def test_greedy_keeps_to_the_bounds(parts, n, k, data):
+    bounds = [data.draw(st.one_of(st.none(), st.integers(0, 400))) for _ in range(k)]
+    machines = [Machine(True, 1.0)] * n + [Machine(False, 1.0, most_nbytes=bound) for bound in bounds]
+    owned = [0] * (n + k)
+    for nbytes, owner in zip(parts, assign(parts, machines)):
+        owned[owner] += nbytes
+    assert all(have <= machine.limit_nbytes for have, machine in zip(owned, machines))
 
 
 def test_sum_rates_without_nic_rates_are_not_looked_at():

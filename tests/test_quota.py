@@ -124,15 +124,14 @@ def test_without_a_quota_nothing_changes():
     assert taken(cores=1, engine_threads=3)["engine_threads"] == 3, "what was asked for counts"
 
 
-def job_with_quota(*arguments, **values):
-    """A job whose helper is started by hand, on spare cores."""
+def job_with_quota(options, *arguments, **values):
+    """A job whose helper is started by hand, with these options."""
     from tests.conftest import Job  # ranks load this file as well, and know no other tests
 
     class JobWithQuota(Job):
         def _start(self, command, values):
             if command.name == "helper 0":
-                argv = [sys.executable, "-m", "bpsfast", "node", "--helper", "--cores", "1", "--nic-rate", "4",
-                        "--max-bytes", "24M", "--nice"]
+                argv = [sys.executable, "-m", "bpsfast", "node", "--helper", *options.split()]
                 environ = {name: value for name, value in command.environ.items() if name != "BPSFAST_LOCAL_SIZE"}
                 command = msgspec.structs.replace(command, argv=argv, environ=environ)
             super()._start(command, values)
@@ -152,7 +151,7 @@ def push_more_than_the_helper_holds():
 
 @pytest.mark.slow
 def test_a_helper_on_spare_cores_keeps_its_quota_in_a_real_job():
-    job = job_with_quota((1, 1), 1, "tcp", placement="ps", nic_rate=10)
+    job = job_with_quota("--cores 1 --nic-rate 4 --max-bytes 24M --nice", (1, 1), 1, "tcp", placement="ps", nic_rate=10)
     try:
         for first, refused, last in job.run(push_more_than_the_helper_holds):
             assert (first, last) == (3.0, 4.0)
@@ -166,3 +165,21 @@ def test_a_helper_on_spare_cores_keeps_its_quota_in_a_real_job():
         job.close()
     finally:
         job.kill()
+
+
+def push_twice():
+    sums = [bpsfast.push_pull(np.full(1 << 22, bpsfast.rank() + 1.0, np.float32), average=False, name=name)
+            for name in ("first", "second")]
+    return [float(each[i]) for each in sums for i in (0, -1)]
+
+
+def test_the_placement_gives_a_helper_what_its_memory_holds(capfd):
+    job = job_with_quota("--max-bytes 24M", (1, 1, 1), 1, "tcp", partition_bytes=1 << 18)
+    try:
+        assert job.run(push_twice) == [[6.0] * 4] * 3  # by shares it would have to own more than it can hold
+        job.close()
+    finally:
+        job.kill()
+    said = re.findall(r"node 0.*a step takes (.*) times .*: helper 0 \(node 3, .*\) may use too little memory",
+                      capfd.readouterr().err)
+    assert said and 1.0 < float(said[0]) < 1.5

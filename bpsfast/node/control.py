@@ -133,7 +133,13 @@ class Node:
             shm_name=self._reception.name.lstrip(b"\0").decode(), settings=self._fingerprint,
             page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._strength.nic_rate_bytes,
             nic_limit_bytes=self._strength.nic_limit_bytes, sum_rate_bytes=self._strength.sum_rate_bytes,
-            probes=self._strength.probes))
+            probes=self._strength.probes, room_nbytes=self.room_nbytes))
+
+    @property
+    def room_nbytes(self) -> int:
+        """What the scheduler may count on for sums; a node with ranks needs its memory for their gradients first (-1).
+        """
+        return -1 if self._home.wished_ranks() else self._vertex.regions.room_nbytes
 
     @property
     def admitted(self) -> bool:

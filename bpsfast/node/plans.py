@@ -30,6 +30,7 @@ class Plans:
         self._timeout_s = timeout_s
         self._generation: Generation | None = None
         self._early: list[messages.Plan] = []
+        self._remark = ""
 
     def connected(self) -> None:
         """Prepare what was planned before the last peer was connected."""
@@ -49,6 +50,9 @@ class Plans:
             self._node.send(messages.PrepareFailed(generation=plan.generation, reason=str(exc)))
             return
         self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(plan))
+        if plan.remark and plan.remark != self._remark and self._node.name == "node 0":  # one voice, and once
+            log.warning("%s", plan.remark)
+            self._remark = plan.remark
         self._announce()
 
     def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
@@ -81,7 +85,7 @@ class Plans:
         generation = self._generation
         if generation is not None and not generation.awaited and not generation.announced:
             generation.announced = True
-            self._node.send(messages.Ready(generation=generation.plan.generation))
+            self._node.send(messages.Ready(generation=generation.plan.generation, room_nbytes=self._node.room_nbytes))
 
     def _check(self, plan: messages.Plan) -> None:
         generation = self._generation

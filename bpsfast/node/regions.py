@@ -139,6 +139,13 @@ class Regions:
         return sum(self._nbytes.values())
 
     @property
+    def room_nbytes(self) -> int:
+        """Bytes that slots and results to come may take, less what their segments may be larger; -1: not bounded."""
+        if not self._max_nbytes:
+            return -1
+        return max(0, self._max_nbytes - self.nbytes - 2 * MIN_SEGMENT_NBYTES)
+
+    @property
     def n_segments(self) -> int:
         """Number of segments ever made."""
         return len(self._chunks)
