@@ -1,7 +1,7 @@
 """How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch?
 
-*cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition is
-touched once per turn. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
+*cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition comes
+again only after all others. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
 neighbour's load hits all of them. A timed call comes after untimed ones of the same contestant: plain stores stay in
 the caches and go to memory during the calls that follow, so each pays for its own and not for another's. Figures are
 medians, the spread is the quartiles, ratios are of medians.

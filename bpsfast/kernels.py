@@ -11,7 +11,7 @@ chunk is loaded from all inputs before it is stored). Rounding is that of `bpsfa
 inputs are added by themselves, rounded once to the wire dtype, take their place in the order; then the average.
 The code takes no lock, allocates nothing, raises nothing, needs no GIL, and may run on any number of threads.
 
-Compiling takes about 0.1 s per dtype; numba's disk cache reduces that to about 10 ms. It lies in
+Compiling takes about 0.4 s per dtype; numba's disk cache reduces that to about 10 ms. It lies in
 ``NUMBA_CACHE_DIR`` where that is set, else beside the package, else in the user's cache folder; where none of
 them can be written (a read-only image, no home), each process compiles for itself.
 

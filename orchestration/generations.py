@@ -7,7 +7,7 @@ from .credit_queue import rank_parts
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
 from .placement import assign
-from .rates import bound_remark, bounded, machines_of
+from .rates import bound_remark, bounded, machines_of, ownable
 
 
 class Generations:
@@ -27,7 +27,7 @@ class Generations:
         self._fusion_nbytes = fusion_nbytes
         self._page_nbytes = max(node.page_nbytes for node in nodes)
         self._owned = [0] * len(nodes)
-        self._rooms = [node.room_nbytes for node in nodes]
+        self._more = ownable(nodes)
         self._next_unit = 0
         self._next_part = 0
         self._ready: set[int] = set()
@@ -46,28 +46,30 @@ class Generations:
         Raises CapacityError or UnsupportedError, and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
-        machines = bounded(self._machines, self._owned, self._rooms, waste_nbytes=len(specs) * self._page_nbytes)
         units = lay_out(
-            specs, machines, policy=self._policy, partition_nbytes=self._partition_nbytes,
-            fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes, owned=self._owned,
+            specs, self._machines, policy=self._policy, partition_nbytes=self._partition_nbytes,
+            fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes, owned=self._owned, more=self._more,
             first_unit=self._next_unit, first_part=self._next_part)
+        nbytes = sum(self._owned) + sum(unit.nbytes for unit in units)
+        remark = ""
+        if self._policy == "optimal":
+            machines = bounded(self._machines, self._owned, self._more)
+            remark = bound_remark(self._nodes, self._machines, machines, nbytes)
         self.number += 1
         self._next_unit += len(units)
         self._next_part += sum(len(unit.parts) for unit in units)
         self._ready = set()
-        nbytes = sum(self._owned) + sum(unit.nbytes for unit in units)
-        remark = bound_remark(self._nodes, self._machines, machines, nbytes) if self._policy == "optimal" else ""
         self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark)
         return self.in_flight
 
-    def ready(self, node: int, generation: int, room_nbytes: int = -1) -> Commit | None:
-        """Note that *node* has prepared *generation*; return the commit if it was the last. Late words are ignored.
+    def can_own(self, node: int, more_nbytes: int) -> None:
+        """Note how many bytes of later generations *node* can own, -1 if its memory is not bounded."""
+        self._more[node] = more_nbytes
 
-        *room_nbytes*: what is left of its memory for later ones, -1 if that is not bounded.
-        """
+    def ready(self, node: int, generation: int) -> Commit | None:
+        """Note that *node* has prepared *generation*; return the commit if it was the last. Late words are ignored."""
         if self.in_flight is None or generation != self.number:
             return None
-        self._rooms[node] = room_nbytes
         self._ready.add(node)
         if len(self._ready) < len(self._machines):
             return None

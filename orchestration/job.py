@@ -230,10 +230,13 @@ class Job:
             return self._give_up([spec.name for spec in specs], exc)
 
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
-        commit = self._generations.ready(self._roster.index_of(sender), message.generation, message.room_nbytes)
+        index = self._roster.index_of(sender)
+        self._generations.can_own(index, message.ownable_nbytes)
+        commit = self._generations.ready(index, message.generation)
         return [] if commit is None else self._to_all(commit) + self._plan()
 
     def _prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
+        self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
         names = self._generations.abandon(message.generation)
         if not names:
             return []

@@ -8,16 +8,18 @@ import msgspec
 from .messages import TensorSpec, UnitPlan
 from .partition import plan_units
 from .placement import Machine, assign
+from .rates import bounded
 from .refinement import refine
 
 
 def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy: str, partition_nbytes: int,
-            fusion_nbytes: int, page_nbytes: int = 4096, owned: Sequence[int] | None = None, first_unit: int = 0,
-            first_part: int = 0) -> list[UnitPlan]:
+            fusion_nbytes: int, page_nbytes: int = 4096, owned: Sequence[int] | None = None,
+            more: Sequence[int] | None = None, first_unit: int = 0, first_part: int = 0) -> list[UnitPlan]:
     """Return the units of *specs*, cut into partitions that all have an owner (an index into *machines*).
 
     With policy "optimal" the largest partitions are cut finer where the placement would else miss the optimum by more
-    than `refinement.TOLERANCE`. *owned* are the bytes that each machine owns already.
+    than `refinement.TOLERANCE`. *owned* are the bytes that each machine owns already, *more* those that its memory lets
+    it own besides (-1: any).
 
     Raises
     ------
@@ -29,6 +31,10 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
         If *policy* is unknown or cannot place anything on *machines*.
     """
     units = plan_units(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes)
+    if more is not None:
+        waste = len(units) * page_nbytes  # the last partition of each takes a whole number of pages
+        more = [rest if rest < 0 else max(0, rest - waste) for rest in more]
+        machines = bounded(machines, owned if owned is not None else [0] * len(machines), more)
     if policy == "optimal":
         asked = {spec.name for spec in specs if spec.partition_nbytes}
         fixed = {unit.unit for unit in units if any(member.name in asked for member in unit.members)}

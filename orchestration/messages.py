@@ -87,7 +87,8 @@ class Join(Message):
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
     `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough. `room_nbytes`: see `Ready`.
+    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough. `room_nbytes`: memory for
+    sums (-1: any).
     """
 
     version: int
@@ -124,18 +125,19 @@ class Declare(Message):
 class Ready(Message):
     """This node has allocated, registered and bound everything of `generation`.
 
-    `room_nbytes`: what slots and results of further partitions may take of its memory, if that is bounded (-1: no).
+    `ownable_nbytes`: how many bytes of further partitions it can own, if its memory is bounded (-1: it is not).
     """
 
     generation: int
-    room_nbytes: int = -1
+    ownable_nbytes: int = -1
 
 
 class PrepareFailed(Message):
-    """This node cannot prepare `generation`; nothing of it was kept."""
+    """This node cannot prepare `generation`; nothing of it was kept. `ownable_nbytes`: as in `Ready`."""
 
     generation: int
     reason: str
+    ownable_nbytes: int = -1
 
 
 class BarrierEnter(Message):
@@ -198,7 +200,7 @@ class NodeInfo(Record):
 
     Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
     `sum_rate_bytes` of input that it sums (0: no matter). `probes`: it measures its NIC before anything is planned.
-    `room_nbytes`: see `Ready`, when it joined.
+    `room_nbytes` of memory that it has for sums (-1: not bounded).
     """
 
     index: int

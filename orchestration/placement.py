@@ -24,6 +24,8 @@ from typing import NamedTuple
 from . import hashes
 from .errors import CapacityError, ConfigError
 
+_NEVER = float("inf")
+
 
 class Machine(NamedTuple):
     """One node as placement sees it.
@@ -41,7 +43,7 @@ class Machine(NamedTuple):
     @property
     def limit_nbytes(self) -> float:
         """`most_nbytes`, infinity for None."""
-        return float("inf") if self.most_nbytes is None else self.most_nbytes
+        return _NEVER if self.most_nbytes is None else self.most_nbytes
 
 
 class Shares(NamedTuple):
@@ -119,7 +121,8 @@ def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
         worker_rate = sum(rate for machine, rate, _ in rows if machine.has_ranks)
         helper_rate = sum(min(rate, most) for machine, rate, most in rows if not machine.has_ranks)
         return max(floor_s, 2 * n * (n - 1) * nbytes / (n * worker_rate + (n - 2) * helper_rate))
-    if sum(machine.limit_nbytes for machine in machines) < nbytes:
+    wanted = nbytes * (1 - 1e-12)  # machines that are all full own it but for rounding
+    if sum(machine.limit_nbytes for machine in machines) < wanted:
         raise CapacityError(f"{nbytes:.0f} bytes of gradients do not fit: the machines may own "
                             f"{sum(machine.limit_nbytes for machine in machines):.0f} bytes of them together")
 
@@ -127,7 +130,6 @@ def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
     def owned(time_s: float) -> float:
         return sum(_capacity(*row, nbytes, n, time_s) for row in rows)
 
-    wanted = nbytes * (1 - 1e-12)  # machines that are all full own it but for rounding
     times = [floor_s, *sorted(bend for bend in bends if bend > floor_s)]
     behind = bisect.bisect_left(times, wanted, key=owned)
     if behind == 0:
@@ -140,7 +142,7 @@ def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
 
 def _bends(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: int) -> list[float]:
     """Return the times at which a machine's capacity changes its slope (and some more, which do no harm)."""
-    limit, never = machine.limit_nbytes, float("inf")
+    limit, never = machine.limit_nbytes, _NEVER
     if not machine.has_ranks:
         found = [limit * n / min(rate, sum_rate)]
     else:
@@ -240,7 +242,8 @@ def _greedy(nbytes_of: Sequence[int], machines: Sequence[Machine], candidates: S
                                             (heap[0][0] + nbytes) / rates[heap[0][1]], heap[0][1]))
         before, best = heap[0]
         heapq.heapreplace(heap, (before + nbytes, best))
-        worst = max(worst, times.of(best, before + nbytes))
+        if times.of(best, before + nbytes) < _NEVER:  # where it fits nowhere, bounds go on to count for the others
+            worst = max(worst, times.of(best, before + nbytes))
         owners[position] = best
     return _interleaved(nbytes_of, owners)
 
@@ -279,7 +282,7 @@ class _Times:
         """Return the time of machine *m*: its NIC's or its summation's; infinity for more than it may own."""
         fixed, slope, rate, most, limit = self._rows[m]
         if owned > limit:
-            return float("inf")
+            return _NEVER
         return max((fixed + slope * owned) / rate, self._n * owned / most)
 
 

@@ -25,20 +25,19 @@ def machines_of(nodes: Sequence[NodeInfo]) -> list[Machine]:
                     node.sum_rate_bytes) for node in nodes]
 
 
-def bounded(machines: Sequence[Machine], owned: Sequence[int], rooms: Sequence[int],
-            waste_nbytes: int) -> list[Machine]:
-    """Return *machines* with the bound that each one's memory sets to what it may own.
+def ownable(nodes: Sequence[NodeInfo]) -> list[int]:
+    """Return how many bytes the memory of each node lets it own at first, -1 where it is not bounded.
 
-    Parameters
-    ----------
-    owned : bytes that each owns already.
-    rooms : bytes that each may still take, -1 where nothing is said: slots for the partials of all machines with ranks,
-        and a result of either parity, so n + 2 bytes for one that it owns.
-    waste_nbytes : how much more than their bytes the partitions to come may take, each in whole pages.
+    A byte that is owned takes a slot for each machine with ranks, and a result of either parity.
     """
-    n = sum(machine.has_ranks for machine in machines)
-    return [machine if room < 0 else machine._replace(most_nbytes=have + max(0, room // (n + 2) - waste_nbytes))
-            for machine, have, room in zip(machines, owned, rooms)]
+    n = sum(bool(node.ranks) for node in nodes)
+    return [node.room_nbytes if node.room_nbytes < 0 else node.room_nbytes // (n + 2) for node in nodes]
+
+
+def bounded(machines: Sequence[Machine], owned: Sequence[int], more: Sequence[int]) -> list[Machine]:
+    """Return *machines*, which own *owned* bytes, with the bound that follows from *more* each can own (-1: none)."""
+    return [machine if rest < 0 else machine._replace(most_nbytes=have + rest)
+            for machine, have, rest in zip(machines, owned, more)]
 
 
 def bound_remark(nodes: Sequence[NodeInfo], free: Sequence[Machine], bound: Sequence[Machine], nbytes: float) -> str:

@@ -12,11 +12,12 @@ def reassign(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], lost
              policy: str = "optimal") -> list[int]:
     """Return the owner of each of *parts*, given as (nbytes, owner), once machine *lost* is gone.
 
-    Owners keep their indices into *machines*; *lost* is none of them. What the lost machine owned is spread over the
-    others. What they own stays, unless policy "optimal" would then miss the new optimum by more than
-    `refinement.TOLERANCE`: whoever owns more than it can carry in the new optimum's time gives up whole partitions,
-    the largest first, and never more bytes than it has too many. So at most the lost machine's bytes and those that
-    the new optimum forces are moved, and whoever stays above the optimum does so by less than one partition.
+    Owners keep their indices into *machines*, of which none has a bound of memory; *lost* is no owner. What the lost
+    machine owned is spread over the others. What they own stays, unless policy "optimal" would then miss the new
+    optimum by more than `refinement.TOLERANCE`: whoever owns more than it can carry in the new optimum's time gives up
+    whole partitions, the largest first, and never more bytes than it has too many. So at most the lost machine's bytes
+    and those that the new optimum forces are moved, and whoever stays above the optimum does so by less than one
+    partition.
 
     Raises
     ------

@@ -102,7 +102,8 @@ def test_what_a_node_says_is_left_counts_for_the_next_generation():
     first = ours.propose([spec("a", 80)])
     assert owned([first], 5)[4] == 10
     for node in range(5):
-        ours.ready(node, 1, 6 * 4096 * 5 if node == 4 else -1)
+        ours.can_own(node, 4096 * 5 if node == 4 else -1)
+        ours.ready(node, 1)
     second = ours.propose([spec("b", 80)])
     assert owned([second], 5)[4] == 4
 

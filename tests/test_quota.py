@@ -182,4 +182,4 @@ def test_the_placement_gives_a_helper_what_its_memory_holds(capfd):
         job.kill()
     said = re.findall(r"node 0.*a step takes (.*) times .*: helper 0 \(node 3, .*\) may use too little memory",
                       capfd.readouterr().err)
-    assert said and 1.0 < float(said[0]) < 1.5
+    assert len(said) == 1 and 1.0 < float(said[0]) < 1.5

@@ -61,6 +61,18 @@ def test_segment_numbers_are_unique_over_all_kinds(regions):
                                         (("input", 2), ("result", 1), ("partial", 1), ("slot", 1))}
 
 
+def test_what_can_be_owned_is_what_memory_is_left_for():
+    assert Regions().ownable_nbytes(3) == Regions().room_nbytes == -1
+    regions = Regions(max_bytes=10 * MIN_SEGMENT_NBYTES)
+    assert regions.room_nbytes == 8 * MIN_SEGMENT_NBYTES and regions.ownable_nbytes(2) == 2 * MIN_SEGMENT_NBYTES
+    regions.slots.allocate(2 * MIN_SEGMENT_NBYTES, 6 * MIN_SEGMENT_NBYTES)
+    regions.results.allocate(2 * MIN_SEGMENT_NBYTES, 4 * MIN_SEGMENT_NBYTES)
+    assert regions.room_nbytes == 0
+    assert regions.ownable_nbytes(2) == MIN_SEGMENT_NBYTES, "in what the segments have left"
+    assert regions.ownable_nbytes(8) == MIN_SEGMENT_NBYTES // 2
+    regions.close()
+
+
 def test_max_bytes_is_refused_with_both_numbers():
     regions = Regions(max_bytes=3 * MIN_SEGMENT_NBYTES)
     regions.results.allocate(MIN_SEGMENT_NBYTES)

@@ -20,8 +20,7 @@ def training(compute_s: float) -> Workload:
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "k", "policy"), [(2, 0, "colocated"), (4, 0, "colocated"), (8, 0, "optimal"),
                                                 (4, 4, "ps"), (4, 4, "optimal"), (8, 8, "optimal"), (8, 4, "ps")])
-@pytest.mark.parametrize("compute_s", [0.05, 0.2, 0.8])
-@pytest.mark.parametrize("cross_barrier", [False, True])
+@pytest.mark.parametrize(("compute_s", "cross_barrier"), [(0.05, False), (0.2, False), (0.8, False), (0.05, True)])
 def test_folding_changes_the_step_by_less_than_three_percent(n: int, k: int, policy: str, compute_s: float,
                                                              cross_barrier: bool) -> None:
     # fine partitions: what the layout's module says of rows that are overtaken
@@ -30,6 +29,15 @@ def test_folding_changes_the_step_by_less_than_three_percent(n: int, k: int, pol
     steps = [simulate(training(compute_s), uniform(n, k, RATE, costs), policy, options._replace(fold=fold)).step_s
              for fold in (False, True)]
     assert steps[1] == pytest.approx(steps[0], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cross_barrier", [False, True])
+def test_folding_leaves_out_what_coarse_partitions_cost(cross_barrier: bool) -> None:
+    options = Options(partition_nbytes=1 << 18, credit_nbytes=1 << 20, cross_barrier=cross_barrier)
+    steps = [simulate(training(0.2), uniform(8, 8, RATE), "optimal", options._replace(fold=fold)).step_s
+             for fold in (False, True)]
+    assert 0.85 * steps[0] < steps[1] <= 1.03 * steps[0]
 
 
 @pytest.mark.slow

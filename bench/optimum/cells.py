@@ -9,10 +9,8 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement import Machine
 
-#: Of all links together: what two cores can move and sum without being the limit, of few machines and of many.
-_TOTAL_BITS = 0.8e9
-_TOTAL_BITS_OF_MANY = 0.4e9
-_MANY = 12
+#: Of all links together, up to so many machines: what two cores can move and sum without being the limit.
+_TOTAL_BITS = {11: 0.8e9, 15: 0.5e9, 64: 0.4e9}
 _PARTITION_NBYTES = 32 << 10
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
 #: workers, so a step of few partitions is above any formula.
@@ -99,10 +97,13 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
+def _rate_bits(n_machines: int) -> float:
+    return next(total for most, total in _TOTAL_BITS.items() if n_machines <= most) / n_machines
+
+
 def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
     """All numbers of helpers; whom they change nothing for takes part without any, with half of them and with all."""
-    total_bits = _TOTAL_BITS if 2 * n < _MANY else _TOTAL_BITS_OF_MANY
-    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, total_bits / (2 * n))
+    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, _rate_bits(2 * n))
     some = (0, n // 2, n)
     return layout, [
         Cell(k, ("optimal", *(["ps"] if k else []), *(["colocated", "gloo"] if k in some else [])), _NBYTES)
@@ -110,15 +111,15 @@ def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
 
 
 def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
-    one_slow = Layout("7 workers and 1 at a quarter", (1.0,) * 7 + (0.25,), (), _TOTAL_BITS / 8)
-    half_slow = Layout("4 workers and 4 at 40 %, 2 helpers", (1.0,) * 4 + (0.4,) * 4, (1.0,) * 2, _TOTAL_BITS / 10)
+    one_slow = Layout("7 workers and 1 at a quarter", (1.0,) * 7 + (0.25,), (), _rate_bits(8))
+    half_slow = Layout("4 workers and 4 at 40 %, 2 helpers", (1.0,) * 4 + (0.4,) * 4, (1.0,) * 2, _rate_bits(10))
     return [(one_slow, [Cell(0, ("optimal", "equal", "gloo"), _NBYTES)]),
             (half_slow, [Cell(2, ("optimal", "equal", "gloo"), _NBYTES)])]
 
 
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
     """Lists of whole tensors, 16 or 32 times smaller, as is what BytePS cuts them into by default."""
-    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _TOTAL_BITS_OF_MANY / 12)
+    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _rate_bits(12))
     cells = []
     for model, divisor in (("vgg16", 64), ("bert-large", 128)) if quick else (("vgg16", 16), ("bert-large", 32)):
         nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())

@@ -126,20 +126,15 @@ class Node:
             for sock in self._membership.sockets:
                 self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
         host, port = self._data_listener.getsockname()[:2]
+        ranks = self._home.wished_ranks()
         self._membership.send(messages.Join(
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
-            index=self._settings.node_index, ranks=self._home.wished_ranks(),
+            index=self._settings.node_index, ranks=ranks,
             server_processes=self._home.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
             shm_name=self._reception.name.lstrip(b"\0").decode(), settings=self._fingerprint,
             page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._strength.nic_rate_bytes,
             nic_limit_bytes=self._strength.nic_limit_bytes, sum_rate_bytes=self._strength.sum_rate_bytes,
-            probes=self._strength.probes, room_nbytes=self.room_nbytes))
-
-    @property
-    def room_nbytes(self) -> int:
-        """What the scheduler may count on for sums; a node with ranks needs its memory for their gradients first (-1).
-        """
-        return -1 if self._home.wished_ranks() else self._vertex.regions.room_nbytes
+            probes=self._strength.probes, room_nbytes=-1 if ranks else self._vertex.regions.room_nbytes))
 
     @property
     def admitted(self) -> bool:

@@ -30,7 +30,7 @@ class Plans:
         self._timeout_s = timeout_s
         self._generation: Generation | None = None
         self._early: list[messages.Plan] = []
-        self._remark = ""
+        self._remarked = False
 
     def connected(self) -> None:
         """Prepare what was planned before the last peer was connected."""
@@ -47,12 +47,10 @@ class Plans:
             self._generation = self._node.patiently(lambda: self._vertex.wiring.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
-            self._node.send(messages.PrepareFailed(generation=plan.generation, reason=str(exc)))
+            self._node.send(messages.PrepareFailed(
+                generation=plan.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
             return
         self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(plan))
-        if plan.remark and plan.remark != self._remark and self._node.name == "node 0":  # one voice, and once
-            log.warning("%s", plan.remark)
-            self._remark = plan.remark
         self._announce()
 
     def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
@@ -72,6 +70,10 @@ class Plans:
         if generation is None or generation.plan.generation != message.generation:
             raise ProtocolError(f"the scheduler commits generation {message.generation}, which was not prepared here")
         self._vertex.commit(generation, message.order)
+        remark = generation.plan.remark
+        if remark and not self._remarked and self._node.name == "node 0" and self._vertex.wiring.uses_wires:
+            self._remarked = True  # one voice, and once
+            log.warning("%s", remark)
         self._home.declare(generation, self._vertex.wiring)
 
     def refused(self, message: messages.DeclareFailed) -> None:
@@ -85,11 +87,13 @@ class Plans:
         generation = self._generation
         if generation is not None and not generation.awaited and not generation.announced:
             generation.announced = True
-            self._node.send(messages.Ready(generation=generation.plan.generation, room_nbytes=self._node.room_nbytes))
+            self._node.send(messages.Ready(generation=generation.plan.generation,
+                                           ownable_nbytes=self._vertex.wiring.ownable_nbytes))
 
     def _check(self, plan: messages.Plan) -> None:
         generation = self._generation
         if generation is not None and generation.plan is plan and generation.awaited:
             names = ", ".join(f"node {index}" for index in sorted(generation.awaited))
             self._node.send(messages.PrepareFailed(generation=plan.generation, reason=(
-                f"{names} did not say within {self._timeout_s:g} s where results and slots lie")))
+                f"{names} did not say within {self._timeout_s:g} s where results and slots lie"),
+                ownable_nbytes=self._vertex.wiring.ownable_nbytes))

@@ -140,10 +140,18 @@ class Regions:
 
     @property
     def room_nbytes(self) -> int:
-        """Bytes that slots and results to come may take, less what their segments may be larger; -1: not bounded."""
+        """Bytes that segments of slots and results to come may take, less what they may be larger; -1: not bounded."""
         if not self._max_nbytes:
             return -1
         return max(0, self._max_nbytes - self.nbytes - 2 * MIN_SEGMENT_NBYTES)
+
+    def ownable_nbytes(self, n_writers: int) -> int:
+        """Return how many bytes of partitions, each with *n_writers* slots, this node can own more; -1: any number."""
+        if not self._max_nbytes:
+            return -1
+        by_new = self.room_nbytes // (n_writers + 2)
+        last = [arena.chunks[-1].room if arena.chunks else 0 for arena in (self.slots, self.results)]
+        return max(by_new, min(last[0] // n_writers if n_writers else last[1], last[1] // 2))
 
     @property
     def n_segments(self) -> int:

@@ -83,6 +83,17 @@ class Wiring:
         #: source -> bytes that go to it over a wire when all parts are pushed once.
         self.shares: dict[int, int] = {}
 
+    @property
+    def uses_wires(self) -> bool:
+        """Whether any peer is reached otherwise than by shared memory."""
+        return any(wire(link) is not None for link in self._links.values())
+
+    @property
+    def ownable_nbytes(self) -> int:
+        """Bytes of partitions that this node can own more, -1: any; with ranks its memory is first for their gradients.
+        """
+        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._wire_peers()))
+
     # -- preparing ----------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan) -> Generation:

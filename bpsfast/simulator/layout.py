@@ -5,7 +5,7 @@ their optimal shares, so that machines of a role do the same at the same time, a
 peers. A step of 4,096 machines then costs as many events as one of two. `tests/test_simulated_layout.py` holds it
 against the full simulation of small systems. Where all owners are of one role it is within 3 % if partitions are fine:
 what more urgent layers overtake before each owner has its next partition from all workers is moved in vain for the
-time being, 14 % of a step with 8 partitions an owner and layer, 2 % with 32, and folded none. With some helpers
+time being, which folded it is not: 14 % of a step with 8 partitions an owner and layer, 2 % with 32. With some helpers
 (0 < k < n) it is up to 20 % too fast, because all connections to workers get as many turns as all to helpers; that is
 never done unasked.
 """
@@ -135,7 +135,7 @@ def _to_all(n_tx: int, n_rx: int, share: float, nbytes: float) -> Load:
 
 
 def is_symmetric(cluster: Cluster, policy: str) -> bool:
-    """Tell whether folding loses nothing: cards alike, and all owners of one role."""
+    """Tell whether folding changes nothing but the grain: cards alike, and all owners of one role."""
     if not cluster.is_uniform or policy not in ("optimal", "colocated", "ps"):
         return False
     return 0.0 in _shares(cluster, policy)

@@ -36,7 +36,7 @@ class Options(NamedTuple):
     optimizer_s
         Time between a step's last sum and the next forward.
     fold
-        Let one machine stand for its role (`layout.folded`). None: if it saves much time and loses nothing.
+        Let one machine stand for its role (`layout.folded`). None: if it saves much time, and only the grain is lost.
     """
 
     priority: bool = True

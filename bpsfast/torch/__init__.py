@@ -20,13 +20,14 @@ from .ops import (
     push_pull_inplace,
     synchronize,
 )
-from .optimizer import DistributedOptimizer
+from .optimizer import CrossBarrier, DistributedOptimizer
 
 #: BytePS's second name for it.
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
     "Compression",
+    "CrossBarrier",
     "DistributedOptimizer",
     "barrier",
     "broadcast_object",

@@ -1,141 +1,28 @@
 """DistributedOptimizer: the user's optimizer, whose gradients are averaged over all ranks before each step.
 
-A hook on each parameter runs when backward has accumulated its gradient: it copies the gradient into the segment
-(once, natively; not at all if it lives there) and announces it. `synchronize` delivers the averages into each
-``p.grad``, which is always the rank's own writable memory: clipping, AMP and zero_grad write into it.
+The gradients' way is `exchange.Exchange`'s; with *cross_barrier* steps overlap the next forward pass (`cross_barrier`).
 """
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import current as process
-from ..trainer.gradients import Gradients
 from .compression import Compression, Compressor
-from .ops import wire_dtype_name
-
-
-class _Exchange:
-    """The gradients of one optimizer's parameters on their way: hooks, counts, copies."""
-
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: type[Compressor], n_passes: int) -> None:
-        self.parameters = dict(named)
-        self.n_passes = n_passes
-        self._left = dict.fromkeys(self.parameters, n_passes)
-        self._wire = {name: compression.wire_dtype(p.dtype) for name, p in named}
-        self.gradients = Gradients({name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in named},
-                                   prefix="Gradient.")
-        self.synchronized = False
-        # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
-        me = weakref.ref(self)
-        for name, parameter in named:
-            handle = parameter.register_post_accumulate_grad_hook(_hook(me, name))
-            weakref.finalize(self, handle.remove)
-
-    def accumulated(self, name: str) -> None:
-        """Count a backward pass of *name*; after the last one its gradient goes out."""
-        if self._left[name] == 0:
-            raise BusyError(
-                f"the gradient of {name!r} was computed over backward_passes_per_step={self.n_passes} times before "
-                "step() or synchronize(): call step() after that many backward passes, or raise the number"
-            )
-        self._left[name] -= 1
-        self.synchronized = False
-        if self._left[name] == 0:
-            self._send(name)
-
-    def _send(self, name: str) -> None:
-        """Copy the gradient into its place in the segment, in the dtype that travels, and announce it."""
-        gradient = self.parameters[name].grad
-        assert gradient is not None, "only called for parameters with a gradient"
-        if gradient.layout != torch.strided:
-            raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
-                                   "(sparse=False in the embedding)")
-        with torch.no_grad():
-            if gradient.dtype != self._wire[name]:
-                self._place(name).copy_(gradient)
-                self.gradients.ready(name)
-            else:
-                dense = gradient.detach().contiguous()
-                self.gradients.fill(name, dense.data_ptr(), dense.numel() * dense.element_size())
-
-    def _place(self, name: str) -> torch.Tensor:
-        """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
-        raw = torch.from_numpy(self.gradients.region(name).array)
-        return raw.view(self._wire[name]).view(self.parameters[name].shape)
-
-    def synchronize(self) -> None:
-        """Send what no backward pass has sent, wait for everything, and write the averages into the gradients."""
-        for name in self.gradients.missing():
-            if self.parameters[name].grad is not None:
-                self._send(name)
-        self.gradients.zero_missing()
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                self._receive(name, parameter)
-        self.gradients.step()
-        self.forget_passes()
-        self.synchronized = True
-
-    def _receive(self, name: str, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        target = gradient.detach()
-        if target.dtype == self._wire[name] and target.is_contiguous():
-            self.gradients.deliver(name, target.data_ptr(), target.numel() * target.element_size())
-        elif target.dtype == self._wire[name]:
-            dense = torch.empty(target.shape, dtype=target.dtype)
-            self.gradients.deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
-            target.copy_(dense)
-        else:
-            target.copy_(_tensor_over(self.gradients.wait(name), self._wire[name]))
-
-    def forget_passes(self) -> None:
-        """Count the backward passes from the start."""
-        self._left = dict.fromkeys(self.parameters, self.n_passes)
-
-    def house_gradients(self) -> None:
-        """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in."""
-        for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            if gradient is None or gradient.dtype != self._wire[name] or not gradient.is_contiguous():
-                continue
-            place = self._place(name)
-            if gradient.data_ptr() != place.data_ptr():
-                parameter.grad = place.zero_()
-
-
-def _hook(exchange: weakref.ref[_Exchange], name: str) -> Callable[[torch.Tensor], None]:
-    def accumulated(_: torch.Tensor) -> None:
-        found = exchange()
-        if found is not None:
-            found.accumulated(name)
-
-    return accumulated
-
-
-def _tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over a read-only result, only to be read from at once: torch knows no read-only tensors."""
-    if view.nbytes == 0:
-        return torch.empty(view.shape, dtype=dtype)
-    memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)
-    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(dtype).view(view.shape)
+from .cross_barrier import CrossBarrierExchange
+from .exchange import Exchange
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _base: type[torch.optim.Optimizer]
-    _exchange: _Exchange | None
+    _exchange: Exchange | None
     _skips: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -213,16 +100,78 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         raise UnsupportedError("add the parameter group before DistributedOptimizer wraps the optimizer")
 
 
+class _CrossBarrierOptimizer(torch.optim.Optimizer):
+    """What is mixed in over that with *cross_barrier*, where there is anybody to exchange gradients with."""
+
+    _base: type[torch.optim.Optimizer]
+    _exchange: CrossBarrierExchange
+    _skips: bool
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Note that the step is over and return; each parameter is updated before it is read in the next forward pass.
+
+        After `synchronize` (to clip, for example) inside `skip_synchronize`, and in the first step, it is an ordinary
+        step. Hooks on the step run now.
+        """
+        if closure is not None:
+            raise UnsupportedError("step(closure) evaluates the model within a step: do without cross_barrier")
+        exchange = self._exchange
+        if self._skips or exchange.synchronized or not exchange.crosses:
+            if not (self._skips or exchange.synchronized):
+                self.synchronize()
+            with exchange.whole_step(self.param_groups):
+                self._base.step(self)
+            exchange.synchronized = False
+            return None
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        exchange.defer(self.param_groups)
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
+        return None
+
+    def synchronize(self) -> None:
+        """Make the updates of the last step that are still due; after a backward pass, also average its gradients.
+
+        Needed before parameters are read otherwise than by the forward pass or `state_dict` of their modules. Raises
+        as `bpsfast.push_pull`.
+        """
+        if not self._exchange.settle_all() or self._exchange.gradients.busy:
+            self._exchange.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, of parameters whose update is due after that. Raises BusyError as without cross_barrier.
+        """
+        if self._exchange.gradients.busy:
+            raise BusyError("zero_grad() between backward() and step(): gradients are under way; call step() or "
+                            "synchronize() first")
+        self._exchange.zero(set_to_none)
+        self._exchange.forget_passes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Make the updates that are due, then as the optimizer's own."""
+        self._exchange.settle_all()
+        return self._base.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the updates that are due, then as the optimizer's own."""
+        self._exchange.settle_all()
+        self._base.load_state_dict(self, state_dict)
+
+
 # torch wraps the `step` of a class that has no such mark (when a state is loaded), and would then run the step hooks
 # twice: they are run by the user's own class already.
 _DistributedOptimizer.step.hooked = True  # type: ignore[attr-defined]
+_CrossBarrierOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
+_CROSSING = ("step", "synchronize", "zero_grad", "state_dict", "load_state_dict")
 _MIXED_IN = ("step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group")
 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1,
+    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, *, cross_barrier: bool = False,
+    num_steps: int = 10**6,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that averages its gradients over all ranks before each step.
 
@@ -238,11 +187,18 @@ def DistributedOptimizer(
         `Compression.fp16` and `Compression.bf16` let gradients travel in half the bytes.
     backward_passes_per_step
         Gradients travel after this many backward passes; the sum over passes is not divided.
+    cross_barrier
+        `step` returns at once, and each layer's next forward pass waits for its own parameters only: same values,
+        less waiting (see `cross_barrier`). Gradients cannot be read from backward on; `synchronize` makes them.
+    num_steps
+        After so many steps, a step waits for all again.
 
     Raises
     ------
     ConfigError
         If names are missing or not unique.
+    UnsupportedError
+        If an optimizer cannot update one parameter at a time (also in its first step), or a gradient cannot be summed.
     """
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least one pass is needed")
@@ -250,15 +206,34 @@ def DistributedOptimizer(
     if hasattr(base, "skip_synchronize"):
         raise ConfigError("the optimizer is a DistributedOptimizer already")
     named = _named(optimizer, named_parameters)
+    exchanges = process.size() > 1 and bool(named)
     members = {name: _DistributedOptimizer.__dict__[name] for name in _MIXED_IN}
+    if exchanges and cross_barrier:
+        members |= {name: _CrossBarrierOptimizer.__dict__[name] for name in _CROSSING}
     derived: Any = type(base.__name__, (base,), {**members, "_base": base})
     wrapped = derived.__new__(derived)
     # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._skips = False
-    exchanges = process.size() > 1 and named
-    wrapped._exchange = _Exchange(named, compression, backward_passes_per_step) if exchanges else None
+    if exchanges and cross_barrier:
+        wrapped._exchange = CrossBarrierExchange(wrapped, base, named, compression, backward_passes_per_step, num_steps)
+    else:
+        wrapped._exchange = Exchange(named, compression, backward_passes_per_step) if exchanges else None
     return wrapped
+
+
+def CrossBarrier(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
+) -> torch.optim.Optimizer:
+    """Return *optimizer* as `DistributedOptimizer` does with *cross_barrier*; BytePS's name and arguments for it.
+
+    *named_parameters* None: those of *model*.
+    """
+    named = model.named_parameters() if named_parameters is None else named_parameters
+    return DistributedOptimizer(optimizer, named, compression, backward_passes_per_step, cross_barrier=True,
+                                num_steps=num_steps)
 
 
 def _named(optimizer: torch.optim.Optimizer,

@@ -155,8 +155,16 @@ class Gradients:
             raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {nbytes} are wanted")
         unit.deliver(round, address, member.offset, nbytes, self._timeout(timeout_s))
 
-    def step(self, timeout_s: float | None = None) -> None:
+    def finish(self, name: str, timeout_s: float | None = None) -> None:
+        """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""
+        unit, round = self._awaited(name)
+        unit.wait(round, self._timeout(timeout_s))
+
+    def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
+
+        With *wait* False nothing is waited for: an array may be written, and be ready, again once `wait` or `finish`
+        has returned for its name and those fused with it. So the next forward pass overlaps the end of this step.
 
         Raises
         ------
@@ -171,10 +179,11 @@ class Gradients:
             raise MismatchError(
                 f"the step ends, but {len(missing)} of {len(self._names)} gradients are not ready: {shown}"
             )
-        deadline = time.monotonic() + self._timeout(timeout_s)
-        # The least urgent first: it mostly completes last, and then one sleep was enough.
-        for unit in reversed({id(unit): unit for unit in self._units.values()}.values()):
-            unit.wait(unit.round, max(0.0, deadline - time.monotonic()))
+        if wait:
+            deadline = time.monotonic() + self._timeout(timeout_s)
+            # The least urgent first: it mostly completes last, and then one sleep was enough.
+            for unit in reversed({id(unit): unit for unit in self._units.values()}.values()):
+                unit.wait(unit.round, max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._ready.clear()
             self._pending.clear()

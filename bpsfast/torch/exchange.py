@@ -1,0 +1,128 @@
+"""The gradients of one optimizer's parameters on their way: hooks, counts, copies.
+
+A hook on each parameter runs when backward has accumulated its gradient: it copies the gradient into the segment
+(once, natively; not at all if it lives there) and announces it. `synchronize` delivers the averages into each
+``p.grad``, which is always the rank's own writable memory: clipping, AMP and zero_grad write into it.
+"""
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..orchestration.errors import BusyError, UnsupportedError
+from ..trainer.gradients import Gradients
+from .compression import Compressor
+from .ops import wire_dtype_name
+
+
+class Exchange:
+    """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer; one thread at a time."""
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: type[Compressor], n_passes: int) -> None:
+        self.parameters = dict(named)
+        self.n_passes = n_passes
+        self._left = dict.fromkeys(self.parameters, n_passes)
+        self._wire = {name: compression.wire_dtype(p.dtype) for name, p in named}
+        self.gradients = Gradients({name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in named},
+                                   prefix="Gradient.")
+        self.synchronized = False
+        # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
+        me = weakref.ref(self)
+        for name, parameter in named:
+            handle = parameter.register_post_accumulate_grad_hook(_hook(me, name))
+            weakref.finalize(self, handle.remove)
+
+    def accumulated(self, name: str) -> None:
+        """Count a backward pass of *name*; after the last one its gradient goes out."""
+        if self._left[name] == 0:
+            raise BusyError(
+                f"the gradient of {name!r} was computed over backward_passes_per_step={self.n_passes} times before "
+                "step() or synchronize(): call step() after that many backward passes, or raise the number"
+            )
+        self._left[name] -= 1
+        self.synchronized = False
+        if self._left[name] == 0:
+            self._send(name)
+
+    def _send(self, name: str) -> None:
+        """Copy the gradient into its place in the segment, in the dtype that travels, and announce it."""
+        gradient = self.parameters[name].grad
+        assert gradient is not None, "only called for parameters with a gradient"
+        if gradient.layout != torch.strided:
+            raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
+                                   "(sparse=False in the embedding)")
+        with torch.no_grad():
+            if gradient.dtype != self._wire[name]:
+                self._place(name).copy_(gradient)
+                self.gradients.ready(name)
+            else:
+                dense = gradient.detach().contiguous()
+                self.gradients.fill(name, dense.data_ptr(), dense.numel() * dense.element_size())
+
+    def _place(self, name: str) -> torch.Tensor:
+        """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
+        raw = torch.from_numpy(self.gradients.region(name).array)
+        return raw.view(self._wire[name]).view(self.parameters[name].shape)
+
+    def synchronize(self) -> None:
+        """Send what no backward pass has sent, wait for everything, and write the averages into the gradients."""
+        for name in self.gradients.missing():
+            if self.parameters[name].grad is not None:
+                self._send(name)
+        self.gradients.zero_missing()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                self._receive(name, parameter)
+        self.gradients.step()
+        self.forget_passes()
+        self.synchronized = True
+
+    def _receive(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        target = gradient.detach()
+        if target.dtype == self._wire[name] and target.is_contiguous():
+            self.gradients.deliver(name, target.data_ptr(), target.numel() * target.element_size())
+        elif target.dtype == self._wire[name]:
+            dense = torch.empty(target.shape, dtype=target.dtype)
+            self.gradients.deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
+            target.copy_(dense)
+        else:
+            target.copy_(_tensor_over(self.gradients.wait(name), self._wire[name]))
+
+    def forget_passes(self) -> None:
+        """Count the backward passes from the start."""
+        self._left = dict.fromkeys(self.parameters, self.n_passes)
+
+    def house_gradients(self) -> None:
+        """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype != self._wire[name] or not gradient.is_contiguous():
+                continue
+            place = self._place(name)
+            if gradient.data_ptr() != place.data_ptr():
+                parameter.grad = place.zero_()
+
+
+def _hook(exchange: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:
+    def accumulated(_: torch.Tensor) -> None:
+        found = exchange()
+        if found is not None:
+            found.accumulated(name)
+
+    return accumulated
+
+
+def _tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over a read-only result, only to be read from at once: torch knows no read-only tensors."""
+    if view.nbytes == 0:
+        return torch.empty(view.shape, dtype=dtype)
+    memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)
+    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(dtype).view(view.shape)

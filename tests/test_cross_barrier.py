@@ -1,0 +1,235 @@
+"""Steps that the next forward pass overlaps: the same bits as with a barrier, nothing waited for that is not needed."""
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import bpsfast.torch as bps
+from bpsfast.orchestration.errors import BusyError, UnsupportedError
+
+N_STEPS = 5
+
+
+@pytest.fixture
+def three(shared_job):
+    return shared_job(ranks=(2, 1), transport="tcp")
+
+
+@pytest.fixture
+def two(shared_job):
+    return shared_job(ranks=(2,), transport="auto")
+
+
+class Network(torch.nn.Module):
+    """Layers that are called, one that is read by the module around it, one read twice, one read by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.last = torch.nn.Linear(16, 10)  # held in another order than read
+        self.first = torch.nn.Linear(12, 16)
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)  # reads out_proj's weights itself
+        self.norm = torch.nn.LayerNorm(16)
+        self.shared = torch.nn.Linear(16, 16)
+        self.unused = torch.nn.Linear(3, 3)
+        self.scale = torch.nn.Parameter(torch.ones(16))  # held by the root: read in its own forward pass
+
+    def forward(self, x):
+        x = torch.relu(self.first(x)) * self.scale
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.last(self.shared(torch.relu(self.shared(x)))).mean(1)
+
+
+class Tower(torch.nn.Module):
+    """Wide enough that its tensors are not fused."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.body = torch.nn.Sequential(*(torch.nn.Linear(12 if i == 0 else 32, 32) for i in range(4)))
+        self.end = torch.nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.end(self.body(x)).mean(1)
+
+
+def loss_of(net, step, autocast=False):
+    generator = torch.Generator().manual_seed(1000 * step + bps.rank())
+    x, y = torch.randn(4, 6, 12, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return torch.nn.functional.cross_entropy(net(x).float(), y)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
+    "groups": lambda p: torch.optim.SGD([{"params": ps, "lr": 0.1 * i} for i, ps in enumerate((p[:3], p[3:]), 1)],
+                                        momentum=0.9),
+}
+
+
+def train(cross, kind="sgd", network="Network", passes=1, autocast=False, clip=None, zero="none", schedule=False,
+          evaluate=False, num_steps=10**6):
+    torch.set_num_threads(1)
+    net = globals()[network]()
+    optimizer = OPTIMIZERS[kind](list(net.parameters()))
+    if cross:
+        optimizer = bps.CrossBarrier(net, optimizer, backward_passes_per_step=passes, num_steps=num_steps)
+    else:
+        optimizer = bps.DistributedOptimizer(optimizer, net.named_parameters(), backward_passes_per_step=passes)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if schedule else None
+    seen = []
+    for step in range(N_STEPS):
+        for number in range(passes):
+            loss_of(net, step * passes + number, autocast).backward()
+        if clip is not None:
+            optimizer.synchronize()
+            seen.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), clip)))
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if zero == "model":
+            net.zero_grad()
+        elif zero != "never":
+            optimizer.zero_grad(set_to_none=zero == "none")
+        if evaluate:
+            with torch.inference_mode():
+                seen.append(float(net(torch.ones(1, 6, 12)).sum()))
+    states = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
+    seen += [value.sum().item() for value in states if isinstance(value, torch.Tensor)]
+    return seen, {name: value.numpy().tobytes() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_any_optimizer_of_single_parameters_gives_the_same_bits(three, kind):
+    assert three.run(train, True, kind) == three.run(train, False, kind)
+
+
+@pytest.mark.parametrize("variant", [
+    {"passes": 2}, {"autocast": True}, {"clip": 0.5}, {"zero": "zeros"}, {"zero": "model"}, {"zero": "never"},
+    {"schedule": True}, {"schedule": True, "kind": "tensor rate"}, {"evaluate": True, "kind": "adam"},
+    {"network": "Tower", "kind": "adamw"}], ids=str)
+@pytest.mark.parametrize("shape", ["two", "three"])
+def test_any_loop_gives_the_same_bits(request, shape, variant):
+    job = request.getfixturevalue(shape)
+    crossing, plain = (job.run(train, cross, *[variant.get(name, default) for name, default in DEFAULTS.items()])
+                       for cross in (True, False))
+    assert crossing == plain
+
+
+DEFAULTS = {"kind": "sgd", "network": "Network", "passes": 1, "autocast": False, "clip": None, "zero": "none",
+            "schedule": False, "evaluate": False}
+
+
+def test_after_the_last_step_all_is_up_to_date(two):
+    assert two.run(drain) == [(True, True)] * 2
+
+
+def drain():
+    """Parameters read without any module: at the last of `num_steps`, and after `synchronize`."""
+    found = []
+    for num_steps in (N_STEPS - 1, 10**6):
+        want = train(False)[1]
+        net = Network()
+        optimizer = bps.DistributedOptimizer(OPTIMIZERS["sgd"](net.parameters()), net.named_parameters(),
+                                             cross_barrier=True, num_steps=num_steps)
+        for step in range(N_STEPS):
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if num_steps > N_STEPS:
+            optimizer.synchronize()
+        found.append({name: value.detach().numpy().tobytes() for name, value in net.named_parameters()} == want)
+    return tuple(found)
+
+
+def halves(path):
+    """Rank 1 gives the gradient of `b` only when rank 0 has used the new `a`: with a barrier nobody would go on."""
+    torch.manual_seed(1)
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(),
+                                         cross_barrier=True)
+    x = torch.ones(2, 4)
+    used = Path(path)
+    for step in range(2):
+        net["a"](x).sum().backward()
+        if step == 1 and bps.rank() == 1:
+            deadline = time.monotonic() + 30
+            while not used.exists():
+                assert time.monotonic() < deadline, "rank 0 waits for what it does not need"
+                time.sleep(0.001)
+        net["b"](x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = net["a"].weight.detach().clone()
+    net["a"](x)
+    changed = not torch.equal(before, net["a"].weight)
+    if bps.rank() == 0:
+        used.touch()
+    net["b"](x)
+    optimizer.synchronize()
+    return changed, net["b"].weight.detach().numpy().tobytes()
+
+
+def test_a_layer_waits_for_its_own_parameters_only(shared_job, tmp_path):
+    job = shared_job(ranks=(2,), transport="auto", fusion_bytes=0)
+    (first, ours), (second, theirs) = job.run(halves, str(tmp_path / "used"))
+    assert first and second and ours == theirs
+
+
+class Counting(torch.optim.SGD):
+    """Keeps how many steps it made in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["n_steps"] = group.get("n_steps", 0) + 1
+        return super().step(closure)
+
+
+def misuse(kind):
+    net = Network()
+    optimizer = {"lbfgs": torch.optim.LBFGS, "groups": Counting}.get(kind, torch.optim.SGD)(net.parameters(), lr=0.1)
+    optimizer = bps.DistributedOptimizer(optimizer, net.named_parameters(), cross_barrier=True)
+    if kind == "closure":
+        optimizer.step(lambda: 0.0)
+    for step in range(2):
+        loss_of(net, step).backward()
+        if kind == "clip":
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if kind == "zero":
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind == "twice":
+        loss_of(net, 2).backward()
+        loss_of(net, 2).backward()
+    # a weight that is read by no forward pass of a module
+    torch.nn.functional.linear(torch.ones(1, 12), net.first.weight).sum().backward()
+
+
+@pytest.mark.parametrize(("kind", "error", "text"), [
+    ("lbfgs", UnsupportedError, "LBFGS cannot do"),
+    ("groups", UnsupportedError, "Counting changes n_steps of its parameter groups"),
+    ("closure", UnsupportedError, "closure"),
+    ("clip", BusyError, "clipping by norm"),
+    ("zero", BusyError, r"between backward\(\) and step\(\)"),
+    ("twice", BusyError, "computed over backward_passes_per_step=1 times"),
+    ("functional", BusyError, "'first.weight' before its update"),
+])
+def test_misuse_is_named(job, kind, error, text):
+    started = job(ranks=(2,))
+    for outcome in started.attempt(misuse, kind):
+        assert outcome.error == error.__name__ and re.search(text, outcome.text), outcome
