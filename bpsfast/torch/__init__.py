@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 from ..trainer import current as _current
-from ..trainer.current import barrier, local_rank, local_size, rank, shutdown, size
+from ..trainer.current import barrier, local_rank, local_size, rank, size
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression
+from .cross_barrier import settle_everything as _settle_everything
 from .ops import (
     declare,
     poll,
@@ -53,3 +54,11 @@ __all__ = [
 def init(lazy: bool = True) -> None:
     """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
     _current.init()
+
+
+def shutdown() -> None:
+    """Make the updates that are due (`cross_barrier`), then leave the job (`bpsfast.shutdown`)."""
+    try:
+        _settle_everything()
+    finally:
+        _current.shutdown()

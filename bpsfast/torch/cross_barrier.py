@@ -1,18 +1,17 @@
-"""Steps without a barrier: a layer's next forward pass waits for the sums of its own parameters, and for no others.
+"""Steps without a barrier: whoever reads a parameter waits for the sum of its gradient, and for no others.
 
     backward      each gradient leaves as soon as it is there
-    step()        notes the options of this moment (learning rates, ...) and returns
-    forward       before a layer runs: its sums are awaited, the user's own optimizer updates its parameters
+    step()        notes the options of this moment (learning rates, ...) and returns; every parameter is *due*
+    first use     of a due parameter by anybody: its sum is awaited, the user's own optimizer updates it
 
-The values are those of a step with a barrier, bit for bit: the same sums, the same update, before the same first use.
-Source: ByteScheduler (SOSP'19) section 3.4. BytePS re-implements three optimizers for it; here any one works whose
-update of a parameter depends on that parameter alone: it is run on one parameter at a time, with its state.
-
-The first step has a barrier: during it `Readers` learns which module's forward pass reads what.
+A due parameter is of a class of its own (`DueParameter`), which torch tells of every function that it is given to; so
+nobody in Python can read an old value, in a forward pass or otherwise, and no module has to be known. The values are
+those of a step with a barrier, bit for bit: the same sums, the same update, before the same first use. Source:
+ByteScheduler (SOSP'19) section 3.4. BytePS re-implements three optimizers for it; here any one works whose update of a
+parameter depends on that parameter alone: it is run on one at a time, with its state.
 """
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,10 +22,71 @@ import torch
 from ..orchestration.errors import BusyError, UnsupportedError
 from .compression import Compressor
 from .exchange import Exchange
-from .readers import Readers
 
 #: Keep the whole history of steps, or look for a step along a line: one parameter at a time means nothing to them.
 _UNABLE = (torch.optim.LBFGS,)
+
+#: What does not read values: from these, no update follows.
+_IDLE = frozenset([
+    *(getattr(torch.Tensor, name).__get__ for name in (
+        "grad", "_grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "names",
+        "is_sparse", "is_cuda", "is_meta", "is_quantized", "_backward_hooks", "_post_accumulate_grad_hooks")
+      if hasattr(torch.Tensor, name)),
+    torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex,
+    torch.Tensor.register_post_accumulate_grad_hook,
+])
+
+#: id of a due parameter -> who makes its update. Strong: an optimizer that nobody holds any more owes it nevertheless.
+_due: dict[int, tuple[CrossBarrierExchange, str]] = {}
+
+
+class DueParameter(torch.nn.Parameter):
+    """What the class of a parameter is while its update is due. Any use makes the update, which restores the class."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Update all due parameters among the arguments, unless *func* reads no values; then call it."""
+        kwargs = kwargs or {}
+        if func in _IDLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for parameter in _due_among((*args, *kwargs.values())):
+            _settle(parameter)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the updated parameter."""
+        _settle(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the updated parameter."""
+        _settle(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _due_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if type(value) is DueParameter:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _due_among(value)
+        elif isinstance(value, dict):
+            yield from _due_among(value.values())
+
+
+def _settle(parameter: torch.Tensor) -> None:
+    owner = _due.get(id(parameter))
+    if owner is not None:
+        owner[0].settle((owner[1],))
+    parameter.__class__ = torch.nn.Parameter
+
+
+def settle_everything() -> None:
+    """Make all updates that are due in this process; raises as `bpsfast.push_pull`."""
+    for exchange in dict.fromkeys(exchange for exchange, _ in list(_due.values())):
+        exchange.settle_all()
 
 
 class _UnderWay(torch.Tensor):
@@ -36,49 +96,44 @@ class _UnderWay(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse everything."""
         raise BusyError(
-            "a gradient is read that is on its way to be averaged (cross_barrier): clipping by norm, unscaling and "
-            "logging of gradients need all of them. Call optimizer.synchronize() before, and step() inside "
-            "`with optimizer.skip_synchronize():` (that step then waits for all, as without cross_barrier)")
+            "a gradient is used that is on its way to be averaged (cross_barrier): clipping by norm, unscaling and "
+            "logging of gradients need the averages. Before step(): call optimizer.synchronize(), and step() inside "
+            "`with optimizer.skip_synchronize():` (that step waits for all, as without cross_barrier). After step(): "
+            "call optimizer.settle(), or clear gradients by optimizer.zero_grad()")
 
 
 class CrossBarrierExchange(Exchange):
-    """Gradients whose updates wait until somebody reads the parameter. One thread at a time.
+    """Gradients whose updates wait until somebody uses the parameter. One thread at a time.
 
     Parameters
     ----------
-    optimizer
-        The wrapped one, whose class derives from *base*, the user's.
+    base
+        The class of the user's optimizer, from which that of the wrapped one derives.
     n_steps
         After so many the updates are made in `step` again.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer],
-                 named: list[tuple[str, torch.Tensor]], compression: type[Compressor], n_passes: int,
-                 n_steps: int) -> None:
+    def __init__(self, base: type[torch.optim.Optimizer], named: list[tuple[str, torch.Tensor]],
+                 compression: type[Compressor], n_passes: int, n_steps: int) -> None:
         if issubclass(base, _UNABLE):
             raise UnsupportedError(f"cross_barrier updates one parameter at a time, which {base.__name__} cannot do: "
                                    "its step depends on all parameters. Use it without cross_barrier")
         super().__init__(named, compression, n_passes)
-        self._optimizer = weakref.ref(optimizer)  # which owns this object
         self._base = base
         self._name_of = {id(parameter): name for name, parameter in named}
         self._n_left = n_steps
-        self._readers = Readers(self.parameters)
-        self._learning = True
-        self._unread: tuple[str, ...] = ()  # by no module's forward pass: updated in `step`
-        self._pending: dict[str, dict[str, Any]] = {}  # name -> options of its group when `step` was called
+        self._is_able = False
+        self._pending: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}  # name -> its group's options
         self._sent: dict[str, torch.Tensor] = {}  # name -> the gradient's own memory
-        self._clear: dict[str, bool] = {}  # name -> whether zero_grad wants None
 
     # -- on the way out --------------------------------------------------------------------------------------------
 
     def accumulated(self, name: str) -> None:
-        """As `Exchange`'s; a parameter that was read before its update is an error."""
+        """As `Exchange`'s; a parameter that was used before its update is an error."""
         if name in self._pending:
             raise BusyError(
-                f"the forward pass has used {name!r} before its update of the last step: it is read outside of the "
-                "forward pass of the module that holds it, or of one around that. Call optimizer.synchronize() before "
-                "that forward pass, or do without cross_barrier")
+                f"the forward pass has used {name!r} before its update of the last step: compiled code reads it, of "
+                "which Python is told nothing. Call optimizer.settle() after step(), or do without cross_barrier")
         super().accumulated(name)
 
     def _send(self, name: str) -> None:
@@ -101,24 +156,32 @@ class CrossBarrierExchange(Exchange):
 
     @property
     def crosses(self) -> bool:
-        """Whether the next step leaves its updates to the forward pass."""
-        return not self._learning and self._n_left > 0
+        """Whether the next step leaves its updates to whoever uses the parameters."""
+        return self._is_able and self._n_left > 0
 
-    def defer(self, groups: Iterable[dict[str, Any]]) -> None:
-        """End the step: updates follow, with the options that *groups* have now."""
+    def defer(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the step: updates follow, with the options that the groups of *optimizer* have now."""
         for name in self.gradients.missing():
-            self.settle((name,))  # which this step's forward pass did not need
+            self.settle((name,))  # which nobody used in this step
             if self.parameters[name].grad is not None:
                 self._send(name)
         for name in self.gradients.zero_missing():
             self._hide(name, torch.empty_like(self.parameters[name], requires_grad=False))
-        for group in groups:
-            options = _options(group)
-            self._pending.update((self._name_of[id(p)], options) for p in group["params"] if id(p) in self._name_of)
         self.gradients.step(wait=False)
         self.forget_passes()
+        for group in optimizer.param_groups:
+            options = _options(group)
+            for parameter in group["params"]:
+                name = self._name_of.get(id(parameter))
+                if name is not None:
+                    self._pending[name] = optimizer, options
+                    _due[id(parameter)] = self, name
+                    if type(parameter) is torch.nn.Parameter:
+                        parameter.__class__ = DueParameter
         self._n_left -= 1
-        self.settle(self._unread if self._n_left else tuple(self._pending))
+        if not self._n_left:
+            self.settle_all()
+        self.settle([name for name in self._pending if type(self.parameters[name]) is not DueParameter])
 
     def settle(self, names: Iterable[str]) -> None:
         """Wait for the sums of those of *names* whose update is due, and make it. Raises as `bpsfast.push_pull`."""
@@ -128,57 +191,47 @@ class CrossBarrierExchange(Exchange):
                     self._settle(name, self.parameters[name])
 
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
-        shown = parameter.grad
-        self._receive(name, parameter)
-        self.gradients.finish(name)
-        self._update(parameter, self._pending.pop(name))
+        shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
+        if its_class is DueParameter:
+            parameter.__class__ = torch.nn.Parameter
+        try:
+            self._receive(name, parameter)
+            self.gradients.finish(name)
+            self._update(parameter, *self._pending[name])
+        except BaseException:  # as it was, for whoever tries again
+            self._sent[name], parameter.grad, parameter.__class__ = mine, shown, its_class
+            raise
         if not isinstance(shown, _UnderWay):  # cleared, or replaced, since it was sent
             parameter.grad = shown
-        if name in self._clear:
-            _zero(parameter, self._clear.pop(name))
+        del self._pending[name], _due[id(parameter)]
 
-    def settle_all(self) -> bool:
-        """Make all updates that are due; return whether there were any. Raises as `settle`."""
-        due = tuple(self._pending)
-        self.settle(due)
-        return bool(due)
+    def settle_all(self) -> None:
+        """Make all updates that are due. Raises as `settle`."""
+        self.settle(tuple(self._pending))
 
     @contextmanager
-    def whole_step(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-        """Surround a step on all parameters at once; after the first of them, it is known who reads what.
+    def whole_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Surround a step on all parameters at once; the first of them shows whether one at a time is possible.
 
         Raises
         ------
         UnsupportedError
-            If the optimizer keeps something in its groups, which are copies when parameters are updated one by one.
+            If the optimizer keeps count of something that does not belong to one parameter.
         """
-        groups = list(groups)
-        before = [_options(group) for group in groups] if self._learning else []
+        before = None if self._is_able else _kept(optimizer)
         yield
-        if not self._learning:
+        if before is None:
             return
-        for old, group in zip(before, groups):
-            changed = [key for key, value in group.items()
-                       if key != "params" and not (key in old and _same(old[key], value))]
-            if changed:
-                raise UnsupportedError(
-                    f"{self._base.__name__} changes {', '.join(changed)} of its parameter groups in a step, which "
-                    "cross_barrier cannot do: it updates one parameter at a time. Do without it")
-        self._learning = False
-        me = weakref.ref(self)
+        after = _kept(optimizer)
+        changed = [what for what, value in after.items() if not (what in before and _same(before[what], value))]
+        if changed:
+            raise UnsupportedError(
+                f"{self._base.__name__} changes {', '.join(changed)} in a step: cross_barrier updates one parameter at "
+                "a time, each with a copy of what belongs to all. Do without it")
+        self._is_able = True
 
-        def before_reading(names: tuple[str, ...]) -> None:
-            exchange = me()
-            if exchange is not None:
-                exchange.settle(names)
-
-        self._unread = self._readers.know(before_reading)
-
-    def _update(self, parameter: torch.Tensor, options: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
         """Let the user's optimizer make a step in which there is nothing but *parameter*."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
         alone = self._base.__new__(self._base)
         # `step` of the instance is a scheduler's, and hooks ran when the user's step was called.
         alone.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -187,28 +240,31 @@ class CrossBarrierExchange(Exchange):
         alone.param_groups = [{**options, "params": [parameter]}]
         self._base.step(alone)
 
-    # -- clearing --------------------------------------------------------------------------------------------------
-
     def zero(self, set_to_none: bool) -> None:
-        """Clear all gradients, those under way once their update is made."""
+        """Clear all gradients, those under way too: their averages will be used and forgotten."""
         for name, parameter in self.parameters.items():
-            if name in self._pending:
-                self._clear[name] = set_to_none
-            else:
-                _zero(parameter, set_to_none)
-
-
-def _zero(parameter: torch.Tensor, set_to_none: bool) -> None:
-    if set_to_none:
-        parameter.grad = None
-    elif parameter.grad is not None:
-        parameter.grad.detach_().zero_()
+            if set_to_none:
+                parameter.grad = None
+            elif isinstance(parameter.grad, _UnderWay):
+                parameter.grad = torch.zeros_like(self._sent[name])
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of what a group says besides its parameters."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items() if key != "params"}
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of what *optimizer* keeps besides the state of single parameters, by what it is."""
+    found = {f"{key} of parameter group {i}": value for i, group in enumerate(optimizer.param_groups)
+             for key, value in _options(group).items()}
+    found |= {f"its {key}": value.clone() if isinstance(value, torch.Tensor) else value
+              for key, value in vars(optimizer).items()
+              if isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)}
+    return found | {f"the state of {key!r}": object() for key in optimizer.state if not isinstance(key, torch.Tensor)}
 
 
 def _same(a: object, b: object) -> bool:

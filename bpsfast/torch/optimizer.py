@@ -108,10 +108,10 @@ class _CrossBarrierOptimizer(torch.optim.Optimizer):
     _skips: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Note that the step is over and return; each parameter is updated before it is read in the next forward pass.
+        """Note that the step is over and return; each parameter is updated before anybody uses it.
 
         After `synchronize` (to clip, for example) inside `skip_synchronize`, and in the first step, it is an ordinary
-        step. Hooks on the step run now.
+        step. The optimizer's own hooks on the step run now; torch's global ones run for each parameter.
         """
         if closure is not None:
             raise UnsupportedError("step(closure) evaluates the model within a step: do without cross_barrier")
@@ -119,29 +119,35 @@ class _CrossBarrierOptimizer(torch.optim.Optimizer):
         if self._skips or exchange.synchronized or not exchange.crosses:
             if not (self._skips or exchange.synchronized):
                 self.synchronize()
-            with exchange.whole_step(self.param_groups):
+            with exchange.whole_step(self):
                 self._base.step(self)
             exchange.synchronized = False
             return None
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
-        exchange.defer(self.param_groups)
+        exchange.defer(self)
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return None
 
     def synchronize(self) -> None:
-        """Make the updates of the last step that are still due; after a backward pass, also average its gradients.
-
-        Needed before parameters are read otherwise than by the forward pass or `state_dict` of their modules. Raises
-        as `bpsfast.push_pull`.
+        """Wait until all gradients are averaged and in place, as without cross_barrier: on all ranks, after backward.
         """
-        if not self._exchange.settle_all() or self._exchange.gradients.busy:
-            self._exchange.synchronize()
+        self._exchange.settle_all()
+        self._exchange.synchronize()
+
+    def settle(self) -> None:
+        """Make the updates that are due now, and not when the parameters are used; nobody else has to do so.
+
+        Raises
+        ------
+        StallError, PeerLostError
+            As `bpsfast.push_pull`.
+        """
+        self._exchange.settle_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, of parameters whose update is due after that. Raises BusyError as without cross_barrier.
-        """
+        """Clear the gradients. Raises BusyError as without cross_barrier."""
         if self._exchange.gradients.busy:
             raise BusyError("zero_grad() between backward() and step(): gradients are under way; call step() or "
                             "synchronize() first")
@@ -164,7 +170,7 @@ class _CrossBarrierOptimizer(torch.optim.Optimizer):
 _DistributedOptimizer.step.hooked = True  # type: ignore[attr-defined]
 _CrossBarrierOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
-_CROSSING = ("step", "synchronize", "zero_grad", "state_dict", "load_state_dict")
+_CROSSING = ("step", "synchronize", "settle", "zero_grad", "state_dict", "load_state_dict")
 _MIXED_IN = ("step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group")
 
 
@@ -188,8 +194,9 @@ def DistributedOptimizer(
     backward_passes_per_step
         Gradients travel after this many backward passes; the sum over passes is not divided.
     cross_barrier
-        `step` returns at once, and each layer's next forward pass waits for its own parameters only: same values,
-        less waiting (see `cross_barrier`). Gradients cannot be read from backward on; `synchronize` makes them.
+        `step` returns at once, and whoever uses a parameter next waits for that one only: same values, less waiting
+        (see `cross_barrier`). Gradients cannot be used from backward on; `synchronize` makes them. Not for models that
+        are compiled or scripted: their code uses parameters behind Python's back.
     num_steps
         After so many steps, a step waits for all again.
 
@@ -216,7 +223,7 @@ def DistributedOptimizer(
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._skips = False
     if exchanges and cross_barrier:
-        wrapped._exchange = CrossBarrierExchange(wrapped, base, named, compression, backward_passes_per_step, num_steps)
+        wrapped._exchange = CrossBarrierExchange(base, named, compression, backward_passes_per_step, num_steps)
     else:
         wrapped._exchange = Exchange(named, compression, backward_passes_per_step) if exchanges else None
     return wrapped
