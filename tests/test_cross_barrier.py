@@ -158,7 +158,7 @@ def train(cross, kind="sgd", network="Network", passes=1, autocast=False, clip=N
         if evaluate:
             with torch.inference_mode():
                 first, again = (float(net.eval()(torch.ones(1, 6, 12)).sum()) for _ in range(2))
-            assert first == pytest.approx(again, rel=1e-4, abs=1e-5), "where due, attention takes another of torch's paths"
+            assert first == pytest.approx(again, rel=1e-4, abs=1e-5), "another of torch's paths, no other values"
             seen.append(again)
             net.train()
         seen += BETWEEN[between](net, optimizer, step)

@@ -217,8 +217,10 @@ class Session:
         except ProtocolError as exc:
             self.tensors.refused([member.name for member in ready.plan.members], self._unmapped or exc)
 
-    def _node_lost(self) -> PeerLostError:
-        """Return in words that the node has ended without having said why."""
+    def _node_lost(self) -> BpsError:
+        """Return in words that the node has ended without having said why, or let this rank go."""
+        if self._released:
+            return ClosedError("bpsfast was shut down in this process while this call waited")
         poll = select.poll()
         poll.register(self._attachment.node_pidfd, select.POLLIN)
         ended = bool(poll.poll(_DYING_S * 1000))
