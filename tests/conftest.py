@@ -208,6 +208,19 @@ def shared_job() -> Iterator[Callable[..., Job]]:
     _end(list(started.values()))
 
 
+@pytest.fixture
+def two(shared_job: Callable[..., Job]) -> Job:
+    """Two ranks of one machine."""
+    return shared_job(ranks=(2,), transport="auto")
+
+
+@pytest.fixture
+def three(shared_job: Callable[..., Job]) -> Job:
+    """Two ranks of one node and one of another, over tcp."""
+    return shared_job(ranks=(2, 1), transport="tcp")
+
+
+
 def _end(jobs: list[Job]) -> None:
     failures = []
     for each in jobs:

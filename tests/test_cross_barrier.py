@@ -16,16 +16,6 @@ from bpsfast.orchestration.errors import BusyError, UnsupportedError
 N_STEPS = 5
 
 
-@pytest.fixture
-def three(shared_job):
-    return shared_job(ranks=(2, 1), transport="tcp")
-
-
-@pytest.fixture
-def two(shared_job):
-    return shared_job(ranks=(2,), transport="auto")
-
-
 class Network(torch.nn.Module):
     """Layers that are called, one that is read by the module around it, one read twice, one read by nobody."""
 

@@ -1,7 +1,6 @@
 """bench optimum: its cells and figures, what it refuses, and one small cell on real packets."""
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +18,14 @@ from bpsfast.bench.samples import Row
 from bpsfast.cluster import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 from bpsfast.orchestration.placement import Machine
+
+
+@pytest.fixture
+def namespaces():
+    """Skip where there are none, in the words of what is missing: root, ip, tbf."""
+    lacking = netns.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
 
 
 def test_every_number_of_helpers_has_a_cell():
@@ -94,11 +101,7 @@ def test_a_turn_in_which_the_cpus_were_the_limit_is_void(busy, void):
 
 @pytest.mark.slow
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_one_small_cell_on_real_packets():
-    lacking = netns.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
+def test_one_small_cell_on_real_packets(namespaces):
     layout = Layout("two and one", (1.0, 1.0), (1.0,), 2e8)
     with Ground(layout) as ground:
         found = ground.measure(Cell(1, ("optimal",), 64 << 15), 1)
@@ -111,13 +114,9 @@ def test_one_small_cell_on_real_packets():
 
 @pytest.mark.slow
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_an_interface_that_goes_away_mid_run_ends_it_in_words():
-    lacking = netns.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
+def test_an_interface_that_goes_away_mid_run_ends_it_in_words(namespaces):
     with Cluster(["node0", "node1"], rates=2e8) as cluster, Hall(2, 2, cluster) as hall:
-        namespaces = {machine.namespace for machine in cluster}
+        names = {machine.namespace for machine in cluster}
         group = hall.bpsfast(transport="tcp", heartbeat_s=0.5, lease_s=3.0)
         group.measure("numpy", 1 << 20, 0, 1)
         before = cluster["node1"].traffic().tx
@@ -132,4 +131,4 @@ def test_an_interface_that_goes_away_mid_run_ends_it_in_words():
                 turn.result(60)
         with pytest.raises(ConfigError, match="eth0"):
             cluster["node1"].traffic()
-    assert not namespaces & {path.name for path in Path("/run/netns").iterdir()}
+    assert not names & {path.name for path in Path("/run/netns").iterdir()}

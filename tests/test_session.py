@@ -250,6 +250,19 @@ def wait_while_closing():
     return thread.is_alive(), len(errors)
 
 
+def channel_ends_after_the_farewell():
+    session = current.current()
+    before = type(session._node_lost()).__name__  # the node lives: as if it had closed its channel
+    session._released = True
+    return before, type(session._node_lost()).__name__
+
+
+def test_the_end_of_the_channel_after_the_farewell_is_no_loss(job):
+    started = job(ranks=(1,))
+    assert started.run(channel_ends_after_the_farewell) == [("PeerLostError", "ClosedError")]
+    started.kill()
+
+
 def test_shutdown_beside_a_waiting_thread(job):
     assert job(ranks=(2,)).run(wait_while_closing) == [(False, 1)] * 2
 

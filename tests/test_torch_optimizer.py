@@ -13,16 +13,6 @@ N_RANKS = 3
 N_STEPS = 4
 
 
-@pytest.fixture
-def three(shared_job):
-    return shared_job(ranks=(2, 1), transport="tcp")
-
-
-@pytest.fixture
-def two(shared_job):
-    return shared_job(ranks=(2,), transport="auto")
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     """As on the ranks: the number of threads changes the order of torch's own sums."""

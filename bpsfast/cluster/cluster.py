@@ -185,6 +185,9 @@ class Cluster:
     def calibrate(self, a: str, b: str, duration_s: float = 2.0) -> Calibration:
         """Measure what machines *a* (forth: from *a*) and *b* can exchange, both directions at once.
 
+        Between links of one rate 2 s are enough. The faster direction of unequal ones needs 8: its acknowledgements
+        wait in the queue of the slower, TCP takes that delay for its own and leaves slow start early (hystart).
+
         Raises
         ------
         PeerLostError

@@ -52,17 +52,17 @@ class DueParameter(torch.nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for parameter in _due_among((*args, *kwargs.values())):
-            _settle(parameter)
+            _make_current(parameter)
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy the updated parameter."""
-        _settle(self)
+        _make_current(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the updated parameter."""
-        _settle(self)
+        _make_current(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -76,7 +76,7 @@ def _due_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _due_among(value.values())
 
 
-def _settle(parameter: torch.Tensor) -> None:
+def _make_current(parameter: torch.Tensor) -> None:
     owner = _due.get(id(parameter))
     if owner is not None:
         owner[0].settle((owner[1],))
