@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .placement import Machine, least_time_s, rates_of, sum_rates_of
+from .shares import Machine, least_time_s, rates_of, sum_rates_of
 
 _SAME = 1 + 1e-9
 

@@ -7,9 +7,10 @@ import msgspec
 
 from .messages import TensorSpec, UnitPlan
 from .partition import plan_units
-from .placement import Machine, assign
+from .placement import assign
 from .rates import bounded
 from .refinement import refine
+from .shares import Machine
 
 
 def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy: str, partition_nbytes: int,

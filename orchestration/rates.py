@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .messages import NodeInfo
-from .placement import Machine, optimal_shares
 from .roster import describe_node
+from .shares import Machine, optimal_shares
 
 #: A share that is smaller by less is not worth a word.
 _LESS = 0.99

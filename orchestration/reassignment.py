@@ -4,8 +4,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .errors import ConfigError
-from .placement import Machine, assign, capacities, machine_times_s, optimal_shares, owned_by
+from .placement import assign, machine_times_s, owned_by
 from .refinement import TOLERANCE
+from .shares import Machine, capacities, optimal_shares
 
 
 def reassign(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], lost: int,

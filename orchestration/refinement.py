@@ -13,7 +13,8 @@ import msgspec
 
 from .messages import PartPlan, UnitPlan
 from .partition import MAX_PARTS, round_up
-from .placement import Machine, assign, machine_times_s, optimal_shares
+from .placement import assign, machine_times_s
+from .shares import Machine, optimal_shares
 
 #: A placement this near the bound is left alone: what is measured on real links differs by more.
 TOLERANCE = 0.015

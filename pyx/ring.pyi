@@ -1,4 +1,5 @@
 """Types of `bpsfast.pyx.ring`."""
+
 from collections.abc import Buffer  # type: ignore[attr-defined]
 
 MAX_PARTS: int

@@ -8,8 +8,9 @@ from bpsfast.models import catalog
 from bpsfast.orchestration.layout import lay_out
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.partition import plan_units
-from bpsfast.orchestration.placement import Machine, assign, optimal_shares, step_time_s
+from bpsfast.orchestration.placement import assign, step_time_s
 from bpsfast.orchestration.refinement import LEAST_NBYTES, refine
+from bpsfast.orchestration.shares import Machine, optimal_shares
 
 PART = 4096000
 

@@ -7,7 +7,7 @@ from math import prod
 from bpsfast.models import catalog
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.placement import Machine
+from bpsfast.orchestration.shares import Machine
 
 #: Of all links together, up to so many machines: what two cores can move and sum without being the limit.
 _TOTAL_BITS = {11: 0.8e9, 15: 0.5e9, 64: 0.4e9}

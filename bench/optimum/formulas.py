@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from bpsfast.orchestration import forecast, placement
-from bpsfast.orchestration.placement import Machine
+from bpsfast.orchestration import forecast
+from bpsfast.orchestration.placement import machine_times_s
+from bpsfast.orchestration.shares import Machine, least_time_s, optimal_shares
 
 
 def time_s(contestant: str, nbytes: int, machines: Sequence[Machine]) -> float | None:
@@ -16,10 +17,10 @@ def time_s(contestant: str, nbytes: int, machines: Sequence[Machine]) -> float |
 def _equal(machines: Sequence[Machine], nbytes: float) -> float:
     """What is optimal if all machines were alike, on these: the split of the paper."""
     alike = [Machine(machine.has_ranks) for machine in machines]
-    return max(placement.machine_times_s(placement.optimal_shares(alike, nbytes).owned, machines, nbytes))
+    return max(machine_times_s(optimal_shares(alike, nbytes).owned, machines, nbytes))
 
 
 _FORMULAS: Mapping[str, Callable[[Sequence[Machine], float], float]] = {
-    "optimal": placement.least_time_s, "colocated": forecast.colocated_s, "ps": forecast.ps_s,
+    "optimal": least_time_s, "colocated": forecast.colocated_s, "ps": forecast.ps_s,
     "gloo": forecast.ring_s, "equal": _equal,
 }

@@ -11,7 +11,7 @@ from bpsfast.bench.optimum.cells import Cell, Layout
 from bpsfast.bench.samples import Row
 from bpsfast.orchestration import placement
 from bpsfast.orchestration.layout import lay_out
-from bpsfast.orchestration.placement import Machine
+from bpsfast.orchestration.shares import Machine
 from bpsfast.settings import Settings
 
 

@@ -15,7 +15,8 @@ from ..orchestration import forecast
 from ..orchestration.errors import ConfigError
 from ..orchestration.layout import lay_out
 from ..orchestration.partition import ITEM_NBYTES
-from ..orchestration.placement import Machine, capacities, least_time_s, machine_times_s, owned_by
+from ..orchestration.placement import machine_times_s, owned_by
+from ..orchestration.shares import Machine, capacities, least_time_s
 from . import fleet
 
 #: Layouts in the order they are shown; the last three are placements of the same name.

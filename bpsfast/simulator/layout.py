@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from ..orchestration.credit_queue import rank_parts
 from ..orchestration.errors import ConfigError
-from ..orchestration.placement import Machine, assign, optimal_shares
+from ..orchestration.placement import assign
+from ..orchestration.shares import Machine, optimal_shares
 from .cluster import Cluster
 from .network import Load
 from .workload import Cut
