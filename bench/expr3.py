@@ -141,10 +141,10 @@ def plot(rows: Sequence[Row], points: Sequence[claims.Point], path: Path) -> Non
     panel.legend(fontsize=8, loc="lower left")
     panel = axes[1, 1]
     for color, model in enumerate(dict.fromkeys(point.model for point in points)):
-        of = [point for point in points if point.model == model]
-        rates = [point.gbits for point in of]
-        panel.plot(rates, [point.kn for point in of], "-", color=f"C{color}", label=model)
-        panel.plot(rates, [point.all_reduce for point in of], ":", color=f"C{color}")
+        curve = [point for point in points if point.model == model]
+        rates = [point.gbits for point in curve]
+        panel.plot(rates, [point.kn for point in curve], "-", color=f"C{color}", label=model)
+        panel.plot(rates, [point.all_reduce for point in curve], ":", color=f"C{color}")
     panel.set(title="64 GPUs by network card: BytePS k = n (lines), all-reduce (dotted)", xlabel="Gbit/s", xscale="log",
               ylabel="efficiency")
     panel.legend(fontsize=8)

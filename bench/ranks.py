@@ -88,7 +88,7 @@ class Ranks:
     def _gradients_of(self, model: str, divisor: int) -> Operation:
         shapes = catalog.load(model).shapes if divisor == 1 else catalog.divided(model, divisor)
         gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()}, average=False)
-        backward, forward = list(reversed(shapes)), list(shapes)
+        backward, forward = list(shapes)[::-1], list(shapes)
         results: dict[str, Any] = {}
 
         def run() -> None:

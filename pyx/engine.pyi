@@ -1,9 +1,8 @@
 """Types of `bpsfast.pyx.engine`."""
 
-from collections.abc import (
-    Buffer,  # type: ignore[attr-defined]
-    Sequence,
-)
+from collections.abc import Sequence
+
+from typing_extensions import Buffer
 
 EVENT_FORWARD: int
 EVENT_RESULT: int

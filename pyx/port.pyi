@@ -1,6 +1,6 @@
 """Types of `bpsfast.pyx.port`."""
 
-from collections.abc import Buffer  # type: ignore[attr-defined]
+from typing_extensions import Buffer
 
 DONE: int
 TIMED_OUT: int

@@ -1,6 +1,6 @@
 """Types of `bpsfast.pyx.ring`."""
 
-from collections.abc import Buffer  # type: ignore[attr-defined]
+from typing_extensions import Buffer
 
 MAX_PARTS: int
 LANE_NBYTES: int

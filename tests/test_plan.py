@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.models import catalog
 from bpsfast.models.model import Compute, Model
+from bpsfast.orchestration.shares import least_time_s, optimal_shares
 from bpsfast.planner import fleet, plan
 
 NET = Model("net", "net", {"a": (10, 10), "a.bias": (10,), "b": (10, 10), "c": (10, 80)})
@@ -62,3 +63,20 @@ def test_the_layouts_are_in_order_and_the_optimum_is_the_best():
     # papers: 4 at 25 and 4 at 10 with 2 helpers at 25: 1.75 times as fast as a ring
     assert made.predictions[0].formula_s / optimal.formula_s == pytest.approx(1.75)
     assert optimal.placed_s == min(each.placed_s for each in made.predictions[1:])
+
+
+@pytest.mark.parametrize("helpers", ["", "1x25", "2x25", "1x12.5,1x50"])
+def test_the_helper_whose_loss_costs_most_is_named_with_what_moves(helpers):
+    model, workers = catalog.load("bert-large"), "4x25"
+    there = machines(workers, helpers) if helpers else machines(workers)
+    made = plan.make(model, there)
+    if not helpers:
+        assert made.loss is None
+        return
+    lost = max(range(4, len(there)), key=lambda m: (there[m].rate, -m))
+    rest = [*there[:lost], *there[lost + 1 :]]
+    optimum_s = least_time_s(rest, model.nbytes)
+    assert made.loss.machine == f"helper {lost - 4}"
+    assert made.predictions[-1].placed_s < made.loss.placed_s < optimum_s * 1.05
+    own = optimal_shares(there, model.nbytes).owned[lost]
+    assert own * 0.95 < made.loss.moved_nbytes < own * 1.5, "its own, and what the new optimum forces"

@@ -30,7 +30,7 @@ def command() -> None:
 
 def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
-    for option in reversed([
+    options: list[Callable[[Any], Any]] = [
         click.argument("host", required=False),
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
                      "[default: 18515]."),
@@ -62,7 +62,8 @@ def _options(function: Callable) -> Callable:
                      "moves until it is given up [default: 30]."),
         set_option,
         output.options(tabular=True),
-    ]):
+    ]
+    for option in reversed(options):
         function = option(function)
     return exits.errors_in_words(function)
 

@@ -127,8 +127,8 @@ class Vertex:
         self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on")
         self._dispatcher.start()
-        for link in self.wires():
-            link.start(engine, source_of[link.index])
+        for wired in self.wires():
+            wired.start(engine, source_of[wired.index])
 
     def part_with(self, link: rdma.RdmaLink) -> bool:
         """Write nothing more over *link*, and let nothing more arrive; whether that is certain. Until `resume`."""

@@ -96,7 +96,7 @@ class Control:
             if pulse is not None and now >= pulse:
                 self.send(Alive())
                 return None
-            watched = [self._sock] if fd is None else [self._sock, fd]
+            watched: list[Any] = [self._sock] if fd is None else [self._sock, fd]
             found = select.select(watched, [], [], max(0.0, (deadline if pulse is None else pulse) - now))[0]
             if self._sock in found:
                 self._read()

@@ -159,7 +159,8 @@ class ProviderLoop:
             before_ns, now_ns = now_ns, time.monotonic_ns()
             samples.append(now_ns - before_ns)
             room = self._depth if turn + 1 < n else 1
-            self._until(lambda room=room: self._poll_sends() >= 0 and self._posted[0] - self._completed[0] < room)
+            self._until(lambda room=room:  # type: ignore[misc]
+                        self._poll_sends() >= 0 and self._posted[0] - self._completed[0] < room)
         return samples.tobytes()
 
     def _arrival(self, turn: int) -> Callable[[], bool]:

@@ -15,7 +15,8 @@ from ..orchestration import forecast
 from ..orchestration.errors import ConfigError
 from ..orchestration.layout import lay_out
 from ..orchestration.partition import ITEM_NBYTES
-from ..orchestration.placement import machine_times_s, owned_by
+from ..orchestration.placement import machine_times_s, owned_by, step_time_s
+from ..orchestration.reassignment import reassign
 from ..orchestration.shares import Machine, capacities, least_time_s
 from . import fleet
 
@@ -42,6 +43,15 @@ class Bottleneck(NamedTuple):
     owned_nbytes: int
 
 
+class Loss(NamedTuple):
+    """The optimal layout once the helper whose loss costs most is gone: its sums move, and what the new optimum forces.
+    """
+
+    machine: str
+    placed_s: float
+    moved_nbytes: int
+
+
 class HelperCurve(NamedTuple):
     """The optimal formula by number of helpers: the last that shortens communication, the last that does the step."""
 
@@ -58,6 +68,7 @@ class Plan(NamedTuple):
     machines: tuple[Machine, ...]
     predictions: tuple[Prediction, ...]
     bottleneck: Bottleneck | None
+    loss: Loss | None
     helpers: HelperCurve
     warnings: tuple[str, ...]
 
@@ -80,7 +91,7 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
     n = len(machines) - k
     found = [Prediction("ring", ring_s := forecast.ring_s(machines, model.nbytes), None, None,
                         step_s(model, compute, ring_s))]
-    bottleneck = None
+    bottleneck = loss = None
     for layout in LAYOUTS[1:]:
         if layout == "ps" and not k:
             continue
@@ -92,13 +103,14 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
         if layout == "optimal" and n > 1:
             _check_grain(parts, machines, model.nbytes, partition_nbytes)
             bottleneck = _bottleneck(parts, machines)
+            loss = _loss(parts, machines)
         owned = owned_by(parts, len(machines))
         placed_s = max(machine_times_s(owned, machines))
         found.append(Prediction(layout, formula_s, placed_s, len(parts), step_s(model, compute, placed_s)))
     warnings = forecast.warnings(machines, "optimal")
     if k:
         warnings += forecast.warnings(machines, "ps")
-    return Plan(model, compute, tuple(machines), tuple(found), bottleneck, _curve(model, machines, compute),
+    return Plan(model, compute, tuple(machines), tuple(found), bottleneck, loss, _curve(model, machines, compute),
                 tuple(warnings))
 
 
@@ -138,9 +150,25 @@ def _bottleneck(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -
     times = machine_times_s(owned, machines)
     worst = max(range(len(machines)), key=lambda m: (times[m], -m))
     nic_s = machine_times_s(owned, [machine._replace(sum_rate=0.0) for machine in machines])[worst]
-    n = sum(machine.has_ranks for machine in machines)
-    name = f"worker {worst}" if worst < n else f"helper {worst - n}"
-    return Bottleneck(name, "NIC" if nic_s >= times[worst] else "sum", times[worst], owned[worst])
+    return Bottleneck(_name(worst, machines), "NIC" if nic_s >= times[worst] else "sum", times[worst], owned[worst])
+
+
+def _loss(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Loss | None:
+    """Lose one helper of each kind in turn; return the worst loss, None without helpers."""
+    kinds = {machine: m for m, machine in reversed(list(enumerate(machines))) if not machine.has_ranks}
+    found = []
+    for lost in sorted(kinds.values()):
+        owners = reassign(parts, machines, lost)
+        moved = sum(nbytes for (nbytes, before), after in zip(parts, owners) if before != after)
+        placed = [(nbytes, owner - (owner > lost)) for (nbytes, _), owner in zip(parts, owners)]
+        survivors = [*machines[:lost], *machines[lost + 1 :]]
+        found.append(Loss(_name(lost, machines), step_time_s(placed, survivors), moved))
+    return max(found, key=lambda loss: loss.placed_s, default=None)
+
+
+def _name(machine: int, machines: Sequence[Machine]) -> str:
+    n = sum(each.has_ranks for each in machines)
+    return f"worker {machine}" if machine < n else f"helper {machine - n}"
 
 
 def _curve(model: Model, machines: Sequence[Machine], compute: Compute | None) -> HelperCurve:

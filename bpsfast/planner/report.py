@@ -28,13 +28,17 @@ def text(plan: Plan) -> str:
         lines.append(f"bottleneck: the {worst.what} of {worst.machine}, {_ms(worst.time_s)} (it owns "
                      f"{worst.owned_nbytes / 1e6:.1f} MB)")
     lines.append(_helpers(plan))
+    if plan.loss is not None:
+        loss = plan.loss
+        lines.append(f"without {loss.machine}: {_ms(loss.placed_s)}; {loss.moved_nbytes / 1e6:.1f} MB of sums move, "
+                     f"{loss.moved_nbytes / max(1, model.nbytes):.0%} of all")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the table: times of communication alone, how far partitions are above the formula, the step, the gain."""
     ring_s = plan.predictions[0].formula_s
-    table = [_HEAD]
+    table: list[tuple[str, ...]] = [_HEAD]
     for each in plan.predictions:
         above = "-" if not each.placed_s else f"{max(0.0, each.placed_s / each.formula_s - 1):.1%}"
         time_s = each.formula_s if each.placed_s is None else each.placed_s
@@ -73,6 +77,7 @@ def data(plan: Plan) -> dict[str, Any]:
                       "sum_bits_per_s": machine.sum_rate * 8 or None} for machine in plan.machines],
         "layouts": [each._asdict() for each in plan.predictions],
         "bottleneck": None if plan.bottleneck is None else plan.bottleneck._asdict(),
+        "worst_loss": None if plan.loss is None else plan.loss._asdict(),
         "helpers": {"there": len(plan.machines) - plan.n_workers, "last_that_pays": plan.helpers.last,
                     "last_that_shortens_the_step": plan.helpers.last_for_step,
                     "communication": [{"n": k, "time_s": time_s} for k, time_s in plan.helpers.times_s.items()]},

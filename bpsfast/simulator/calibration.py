@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import paper
 from .figures import BULK_NBYTES, OVERHEADS, Constants, Row, run, workload_of
@@ -56,18 +56,23 @@ def calibrate() -> tuple[Constants, list[Fit]]:
 
         def loss(value: float, field: str = field, system: str = system, ks: list[int] = ks,
                  measured: tuple[float, ...] = measured, so_far: Constants = constants) -> float:
-            tried = so_far._replace(**{field: value})
+            tried = _with(so_far, field, value)
             found = [BULK_NBYTES * 8e-9 / run(system, job, 8, k, tried, gpus=1, n_steps=1).step_s for k in ks]
             return sum(abs(f / measured[k] - 1) for f, k in zip(found, ks)) / len(ks)
 
         value = least(loss, low, high)
-        constants = constants._replace(**{field: value})
+        constants = _with(constants, field, value)
         fits.append(Fit(field, value, unit, "12", len(ks), loss(value)))
     for framework, unit in OVERHEADS.items():
         value, residual, n_cells = _framework(framework, constants)
         constants = constants._replace(framework=(*constants.framework, (framework, value)))
         fits.append(Fit(framework, value, unit, "15/16 at 256 GPUs", n_cells, residual))
     return constants, fits
+
+
+def _with(constants: Constants, field: str, value: float) -> Constants:
+    changed: dict[str, Any] = {field: value}
+    return constants._replace(**changed)
 
 
 def _framework(framework: str, constants: Constants) -> tuple[float, float, int]:

@@ -26,13 +26,14 @@ from .exchange import Exchange
 #: Keep the whole history of steps, or look for a step along a line: one parameter at a time means nothing to them.
 _UNABLE = (torch.optim.LBFGS,)
 
+_GRAD: Any = torch.Tensor.grad  # on the class it is a descriptor, which torch's stubs do not say
 #: What does not read values: from these, no update follows.
 _IDLE = frozenset([
     *(getattr(torch.Tensor, name).__get__ for name in (
         "grad", "_grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "names",
         "is_sparse", "is_cuda", "is_meta", "is_quantized", "_backward_hooks", "_post_accumulate_grad_hooks")
       if hasattr(torch.Tensor, name)),
-    torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    _GRAD.__set__, _GRAD.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex,
     torch.Tensor.register_post_accumulate_grad_hook,
 ])
@@ -172,10 +173,10 @@ class CrossBarrierExchange(Exchange):
         for group in optimizer.param_groups:
             options = _options(group)
             for parameter in group["params"]:
-                name = self._name_of.get(id(parameter))
-                if name is not None:
-                    self._pending[name] = optimizer, options
-                    _due[id(parameter)] = self, name
+                ours = self._name_of.get(id(parameter))
+                if ours is not None:
+                    self._pending[ours] = optimizer, options
+                    _due[id(parameter)] = self, ours
                     if type(parameter) is torch.nn.Parameter:
                         parameter.__class__ = DueParameter
         self._n_left -= 1

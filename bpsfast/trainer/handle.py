@@ -226,7 +226,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     ClosedError, StallError, PeerLostError
         See there.
     """
-    repeat = process.current().repeats.get(name) if out is None and isinstance(x, np.ndarray) else None
+    repeat = process.current().repeats.get(name) if name and out is None and isinstance(x, np.ndarray) else None
     view = repeat.push_pull(x, average, priority) if repeat is not None else None
     if view is not None:
         return view
