@@ -52,10 +52,10 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
                page_nbytes: int = 4096) -> list[UnitPlan]:
     """Pack *specs* into units and cut these into partitions; owners are left -1 for `placement`.
 
-    Lone tensors are units of their own. Members of a group are packed in declaration (= forward) order into units of
-    at most *fusion_nbytes*, called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under
-    its own name; dtypes and `average` never mix in a unit. A unit's priority is its most urgent member's; a priority
-    of None means minus the position in *specs*. A unit without bytes has no partitions: it is complete at once.
+    Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
+    called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes and
+    `average` never mix in a unit. A unit's priority is its most urgent member's; a priority of None means minus the
+    position in *specs*. Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
     *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side by side.
@@ -69,9 +69,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     """
     units: list[UnitPlan] = []
     part = first_part
-    for name, members, positions in _bundles(specs, fusion_nbytes):
-        priority = max(-position if spec.priority is None else spec.priority
-                       for spec, position in zip(members, positions))
+    for name, members, priority in _bundles(specs, fusion_nbytes):
         unit = _lay_out(first_unit + len(units), name, members, priority, part, partition_nbytes, page_nbytes)
         part += len(unit.parts)
         units.append(unit)
@@ -84,26 +82,27 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     return units
 
 
-def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], list[int]]]:
-    """Yield (unit name, members, their positions in *specs*), ordered by first member."""
-    bundles: list[tuple[str, list[TensorSpec], list[int]]] = []
-    filling: dict[tuple[str, str, bool, int], tuple[list[TensorSpec], list[int], int]] = {}
+def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], int]]:
+    """Yield (unit name, members, priority), the most urgent first, both units and members."""
+    bundles: list[tuple[str, list[TensorSpec], int]] = []
+    filling: dict[tuple[str, str, bool, int], tuple[list[TensorSpec], int]] = {}
     n_units: dict[str, int] = {}
-    for position, spec in enumerate(specs):
+    urgency = [-position if spec.priority is None else spec.priority for position, spec in enumerate(specs)]
+    for position in sorted(range(len(specs)), key=lambda position: (-urgency[position], position)):
+        spec = specs[position]
         nbytes = round_up(nbytes_of(spec), MEMBER_ALIGNMENT)
         if spec.group is None or nbytes >= fusion_nbytes:
-            bundles.append((spec.name, [spec], [position]))
+            bundles.append((spec.name, [spec], urgency[position]))
             continue
         kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes)
-        members, positions, filled = filling.get(kind, ([], [], 0))
+        members, filled = filling.get(kind, ([], 0))
         if not members or filled + nbytes > fusion_nbytes:
-            members, positions, filled = [], [], 0
+            members, filled = [], 0
             number = n_units.get(spec.group, 0)
             n_units[spec.group] = number + 1
-            bundles.append((f"{spec.group}#{number}", members, positions))
+            bundles.append((f"{spec.group}#{number}", members, urgency[position]))
         members.append(spec)
-        positions.append(position)
-        filling[kind] = (members, positions, filled + nbytes)
+        filling[kind] = (members, filled + nbytes)
     return iter(bundles)
 
 

@@ -36,11 +36,11 @@ def test_unsupported(dtype, shape, text):
 
 
 def test_lone_tensors_are_units_of_their_own():
-    a, b = plan(spec("a", 10), spec("b", 2048, "float16", average=False, priority=7), first_unit=3, first_part=9)
+    a, b = plan(spec("a", 10), spec("b", 2048, "float16", average=False, priority=-7), first_unit=3, first_part=9)
     assert (a.unit, a.name, a.dtype, a.average, a.priority, a.nbytes) == (3, "a", "float32", True, 0, 40)
     assert a.stride == PAGE
     assert [(p.part, p.offset, p.nbytes, p.owner) for p in a.parts] == [(9, 0, 40, -1)]
-    assert (b.unit, b.name, b.dtype, b.average, b.priority, b.nbytes) == (4, "b", "float16", False, 7, 4096)
+    assert (b.unit, b.name, b.dtype, b.average, b.priority, b.nbytes) == (4, "b", "float16", False, -7, 4096)
     assert [p.part for p in b.parts] == [10]
 
 
@@ -109,7 +109,16 @@ def test_dtypes_and_divisors_never_mix():
 def test_a_group_is_as_urgent_as_its_most_urgent_member():
     units = plan(spec("a", 4), spec("b", 4, group="g"), spec("c", 4, group="g"), spec("d", 4, group="h", priority=-9),
                  spec("e", 4, group="h", priority=5))
-    assert [(u.name, u.priority) for u in units] == [("a", 0), ("g#0", -1), ("h#0", 5)]
+    assert [(u.name, u.priority) for u in units] == [("h#0", 5), ("a", 0), ("g#0", -1)]
+
+
+def test_urgency_decides_who_travels_together():
+    names = "abcdefgh"
+    urgency = {name: place for place, name in enumerate("gaebhcfd")}
+    units = plan(*(spec(name, 256, group="g", priority=-urgency[name]) for name in names), fusion_nbytes=3 * 1024)
+    assert [[m.name for m in u.members] for u in units] == [["g", "a", "e"], ["b", "h", "c"], ["f", "d"]]
+    assert [u.priority for u in units] == [0, -3, -6]
+    assert [p.part for u in units for p in u.parts] == [0, 1, 2]
 
 
 def test_too_many_partitions_name_both_numbers():

@@ -3,12 +3,16 @@
 A hook on each parameter runs when backward has accumulated its gradient: it copies the gradient into the segment
 (once, natively; not at all if it lives there) and announces it. `synchronize` delivers the averages into each
 ``p.grad``, which is always the rank's own writable memory: clipping, AMP and zero_grad write into it.
+
+What the next forward pass needs first travels first. The first backward pass shows that order: autograd goes through
+the forward pass backwards, and the last gradient of a parameter to come is that of its first use. So gradients are
+declared, and sent, when that pass ends; those of later passes at once. Rank 0's order counts for all.
 """
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +32,31 @@ class Exchange:
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._wire = {name: compression.wire_dtype(p.dtype) for name, p in named}
-        self.gradients = Gradients({name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in named},
-                                   prefix="Gradient.")
+        self._gradients: Gradients | None = None
+        self._seen: list[str] = []  # in the order in which the first backward pass has come to them
+        self._early: list[str] = []  # complete before that pass has ended
         self.synchronized = False
         # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
         me = weakref.ref(self)
         for name, parameter in named:
             handle = parameter.register_post_accumulate_grad_hook(_hook(me, name))
             weakref.finalize(self, handle.remove)
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients as the job knows them; declared now, if no backward pass has done so."""
+        return self._declare() if self._gradients is None else self._gradients
+
+    def _declare(self) -> Gradients:
+        self._gradients = Gradients(
+            {name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in self.parameters.items()},
+            prefix="Gradient.", order=forward_order(self.parameters, self._seen))
+        return self._gradients
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients are under way: after backward, before the step."""
+        return self._gradients is not None and self._gradients.busy
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
@@ -46,7 +67,21 @@ class Exchange:
             )
         self._left[name] -= 1
         self.synchronized = False
-        if self._left[name] == 0:
+        if self._gradients is None:
+            if not self._seen:
+                torch.autograd.Variable._execution_engine.queue_callback(self._first_pass_ended)
+            self._seen.append(name)
+            if self._left[name] == 0:
+                self._early.append(name)
+        elif self._left[name] == 0:
+            self._send(name)
+
+    def _first_pass_ended(self) -> None:
+        """Declare in the order that was seen, and send what is complete. Called by autograd at the end of backward."""
+        early, self._early = self._early, []
+        if self._gradients is None:
+            self._declare()
+        for name in early:
             self._send(name)
 
     def _send(self, name: str) -> None:
@@ -98,10 +133,17 @@ class Exchange:
 
     def forget_passes(self) -> None:
         """Count the backward passes from the start."""
+        if self._gradients is None:
+            self._seen, self._early = [], []
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def house_gradients(self) -> None:
-        """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in."""
+        """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
+
+        Not before the first backward pass: until then there is no place for them.
+        """
+        if self._gradients is None:
+            return
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None or gradient.dtype != self._wire[name] or not gradient.is_contiguous():
@@ -109,6 +151,19 @@ class Exchange:
             place = self._place(name)
             if gradient.data_ptr() != place.data_ptr():
                 parameter.grad = place.zero_()
+
+
+def forward_order(names: Iterable[str], seen: Sequence[str]) -> list[str]:
+    """Return *names* as the forward pass uses them, by the order in which backward has *seen* them.
+
+    What was not seen follows what stands before it in *names*: some later pass may use it, as its neighbour.
+    """
+    place = {name: rank for rank, name in enumerate(dict.fromkeys(reversed(seen)))}
+    after, keys = -1, {}
+    for position, name in enumerate(names):
+        after = place.get(name, after)
+        keys[name] = after, position
+    return sorted(keys, key=lambda name: keys[name])
 
 
 def _hook(exchange: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:

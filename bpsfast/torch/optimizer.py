@@ -86,7 +86,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         BusyError
             If gradients are under way: between backward and step (or synchronize).
         """
-        if self._exchange is not None and self._exchange.gradients.busy:
+        if self._exchange is not None and self._exchange.busy:
             raise BusyError("zero_grad() between backward() and step(): gradients are under way; call step() or "
                             "synchronize() first")
         self._base.zero_grad(self, set_to_none)
@@ -148,7 +148,7 @@ class _CrossBarrierOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Raises BusyError as without cross_barrier."""
-        if self._exchange.gradients.busy:
+        if self._exchange.busy:
             raise BusyError("zero_grad() between backward() and step(): gradients are under way; call step() or "
                             "synchronize() first")
         self._exchange.zero(set_to_none)
@@ -182,8 +182,8 @@ def DistributedOptimizer(
     """Return *optimizer* as one that averages its gradients over all ranks before each step.
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the
-    original must not be used any more. Gradients that the next forward pass needs first travel first: parameters
-    should be given in forward order, as ``model.named_parameters()`` does.
+    original must not be used any more. Gradients that the next forward pass needs first travel first, in the order that
+    the first backward pass shows.
 
     Parameters
     ----------

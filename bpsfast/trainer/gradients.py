@@ -1,6 +1,6 @@
 """The step API for trainers: all gradients of a model, in shared memory, summed as they become ready.
 
-    g = bpsfast.Gradients({name: (shape, dtype), ...})      names in forward order, on all ranks alike
+    g = bpsfast.Gradients({name: (shape, dtype), ...})      names in forward order (or `order`), on all ranks alike
     each step:  g[name][...] = gradient; g.ready(name)      from backward, in any order
                 g.wait(name)                                the mean, read-only, when the layer needs it
                 g.step()                                    the step is over
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,10 @@ class Gradients:
     Parameters
     ----------
     tensors
-        Name -> (shape, dtype), in the order in which the forward pass needs them; the same on all ranks.
+        Name -> (shape, dtype), the same on all ranks and in the same order.
+    order
+        The names as the forward pass needs them, if that is another order; that of rank 0, and of the first `Gradients`
+        with these names, counts.
     group_small
         Fuse tensors below the setting fusion_bytes.
     average
@@ -46,17 +49,20 @@ class Gradients:
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
-                 average: bool = True, prefix: str = "") -> None:
+                 average: bool = True, prefix: str = "", order: Sequence[str] | None = None) -> None:
         self._session = process.current()
         self._names = {name: prefix + name for name in tensors}
         # Groups of one job have different names: two models may be trained beside each other.
         names = list(self._names.values())
         group = f"{names[0]} to {names[-1]}, {len(names)} tensors" if group_small and names else None
+        if order is not None and (len(order) != len(tensors) or set(order) != set(tensors)):
+            raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
+        urgency = {name: -place for place, name in enumerate(tensors if order is None else order)}
         self._session.tensors.declare([
             TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average, group=group,
-                       priority=-position)
-            for position, (name, (shape, dtype)) in enumerate(tensors.items())
-        ])
+                       priority=urgency[name])
+            for name, (shape, dtype) in tensors.items()
+        ], lenient=True)
         self._lock = threading.Lock()
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         self._units: dict[str, Unit] = {}

@@ -64,10 +64,11 @@ class Tensors:
 
     # -- names -----------------------------------------------------------------------------------------------------
 
-    def declare(self, specs: Sequence[TensorSpec]) -> None:
+    def declare(self, specs: Sequence[TensorSpec], lenient: bool = False) -> None:
         """Tell the job about tensors. Returns at once; they may be pushed when all ranks have declared them.
 
-        Ranks may declare in any order. Declaring the same again changes nothing.
+        Ranks may declare in any order. Declaring the same again changes nothing; *lenient*: also with other priorities,
+        of which the first count.
 
         Raises
         ------
@@ -76,7 +77,7 @@ class Tensors:
         """
         self._require_open()
         with self._lock:
-            new = [spec for spec in specs if self._is_new(spec)]
+            new = [spec for spec in specs if self._is_new(spec, lenient)]
             for spec in new:
                 self._specs[spec.name] = spec
         if new:
@@ -86,7 +87,7 @@ class Tensors:
         """Return whether exactly this was declared before: the short way of a repeated push."""
         return self._specs.get(spec.name) == spec
 
-    def _is_new(self, spec: TensorSpec) -> bool:
+    def _is_new(self, spec: TensorSpec, lenient: bool) -> bool:
         if spec.name in self._failed:
             raise self._failed[spec.name]
         known = self._specs.get(spec.name)
@@ -94,7 +95,7 @@ class Tensors:
             return True
         for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes"):
             before, now = getattr(known, field), getattr(spec, field)
-            if before != now and not (field == "priority" and now is None):
+            if before != now and not (field == "priority" and (lenient or now is None)):
                 raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank "
                                     f"{self._rank} first used the name, now {now!r}; use one name for one kind of "
                                     "tensor")

@@ -1,0 +1,134 @@
+"""Gradients on their way out of torch: they travel in the order of the forward pass, whatever their names' order."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bpsfast.torch as bps
+from bpsfast.torch.exchange import forward_order
+from bpsfast.trainer import current
+
+
+@pytest.mark.parametrize(("seen", "expected"), [
+    ("", "abcdef"), ("fedcba", "abcdef"), ("abcdef", "fedcba"), ("badc", "cdefab"), ("c", "abcdef"), ("ca", "abcdef"),
+    ("acea", "abefcd"),
+])
+def test_the_forward_pass_is_backward_backwards(seen, expected):
+    assert "".join(forward_order("abcdef", seen)) == expected
+
+
+class Scrambled(torch.nn.Module):
+    """Declares its layers in another order than it uses them in; one is used twice, one never, one by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("third", "unused", "shared", "first", "by_weight"):
+            setattr(self, name, torch.nn.Linear(64, 64, bias=False))
+
+    def forward(self, x):
+        x = self.shared(self.first(x) / 8)
+        return self.shared(torch.nn.functional.linear(self.third(x), self.by_weight.weight) / 8)
+
+
+class Odd(Scrambled):
+    """Uses its layers in another order on odd ranks."""
+
+    def forward(self, x):
+        if bps.rank() % 2 == 0:
+            return super().forward(x)
+        return self.first(self.third(self.by_weight(self.shared(x) / 8)) / 8)
+
+
+class Fails(Scrambled):
+    """The gradient of the third layer cannot be computed at first: backward ends in the middle."""
+
+    fails = True
+
+    def forward(self, x):
+        x = self.shared(self.first(x) / 8)
+        y = self.third(x)
+        if self.fails:
+            y.register_hook(self._fail)
+        return self.shared(torch.nn.functional.linear(y, self.by_weight.weight) / 8)
+
+    def _fail(self, _):
+        self.fails = False
+        raise ZeroDivisionError
+
+
+def train(kind, prefix, passes=1, crosses=False, spoils=False):
+    """Return the layers of a trained model in the order of their partitions, and its parameters."""
+    torch.manual_seed(5)
+    model = kind()
+    named = [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters()]
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named,
+                                         backward_passes_per_step=passes, cross_barrier=crosses)
+    for step in range(3):
+        for number in range(passes):
+            torch.manual_seed(100 * step + 10 * number + bps.rank())
+            x = torch.randn(4, 64)
+            try:
+                model(x).square().mean().backward()
+            except ZeroDivisionError:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+        if spoils:
+            model.first.weight.grad += 1  # too late: it was sent
+        optimizer.step()
+        optimizer.zero_grad()
+    place = {name: (unit.first_part, member.offset) for unit in current.current().tensors.units()
+             for name, member in unit.members.items() if name.startswith(f"Gradient.{prefix}.")}
+    order = [name.split(".")[-2] for name in sorted(place, key=lambda name: place[name])]
+    return order, {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module", params=["alone", "fused"])
+def pair(request, shared_job):
+    """Two ranks whose gradients are units of their own, or fused by threes."""
+    return shared_job(ranks=(2,), fusion_bytes=0 if request.param == "alone" else 3 * 64 * 64 * 4)
+
+
+def scrambled(*arguments):
+    return train(Scrambled, *arguments)
+
+
+def odd(*arguments):
+    return train(Odd, *arguments)
+
+
+def fails(*arguments):
+    return train(Fails, *arguments)
+
+
+EXPECTED = ["first", "shared", "third", "unused", "by_weight"]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("crosses", [False, True])
+def test_layers_travel_in_the_order_of_their_use(pair, passes, crosses):
+    results = pair.run(scrambled, f"used {passes} {crosses}", passes, crosses)
+    assert [order for order, _ in results] == [EXPECTED] * 2
+    assert_equal(*results)
+
+
+def test_what_happens_to_a_gradient_after_backward_happens_to_no_sum(pair):
+    results = pair.run(scrambled, "clean") + pair.run(scrambled, "spoilt", 1, False, True)
+    assert_equal(*results)
+
+
+def test_rank_0s_order_counts_where_ranks_differ(pair):
+    results = pair.run(odd, "odd")
+    assert [order for order, _ in results] == [EXPECTED] * 2
+    assert_equal(*results)
+
+
+def test_a_backward_pass_that_failed_is_forgotten(pair):
+    results = pair.run(fails, "fails") + pair.run(scrambled, "does not fail")
+    assert [order for order, _ in results] == [EXPECTED] * 4
+    assert_equal(*results)
+
+
+def assert_equal(first, *others):
+    for _, parameters in others:
+        for name, value in parameters.items():
+            assert value.tobytes() == first[1][name].tobytes(), name
