@@ -16,11 +16,12 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests; those that need RDMA devices last, in an emulated machine that has two. BPSTEST_GUEST=off leaves them out.
-test: $(stamp) guest
-	$(bin)/pytest -q --durations=10
+# All tests but those that need RDMA devices.
+test: $(stamp)
+	$(bin)/pytest -q --durations=10 --ignore=tests/guest
+	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
 
-# Those alone.
+# Those, in an emulated machine that has two.
 test-guest: $(stamp) guest
 	$(bin)/pytest -q --durations=10 tests/guest
 
@@ -64,7 +65,6 @@ system:
 # What the tests' guest with RDMA devices needs. Where it cannot be had, the tests that are skipped say so themselves.
 guest:
 	@packages=""; \
-	if [ "$$BPSTEST_GUEST" = off ]; then exit 0; fi; \
 	command -v qemu-system-x86_64 >/dev/null || packages="$$packages qemu-system-x86"; \
 	test -e /etc/libibverbs.d/rxe.driver || packages="$$packages libibverbs1 ibverbs-providers"; \
 	command -v ib_write_bw >/dev/null || packages="$$packages perftest"; \
