@@ -16,9 +16,9 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests but those that need RDMA devices.
+# All tests but those that need RDMA devices, two files at a time.
 test: $(stamp)
-	$(bin)/pytest -q --durations=10 --ignore=tests/guest
+	$(bin)/pytest -q --durations=10 --ignore=tests/guest --numprocesses=2 --dist=loadfile
 	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
 
 # Those, in an emulated machine that has two.

@@ -91,6 +91,7 @@ class Session:
         self._requests = 0
         self._barriers_entered = 0
         self._barriers_done = 0
+        self.order: dict[str, int] = {}  # of names: the place at which `bpsfast.torch.declare` was told of them
         self._released = False
         self._broadcaster: Broadcaster | None = None
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
