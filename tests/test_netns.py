@@ -105,13 +105,17 @@ def test_a_process_number_used_again_is_not_its_former_owner():
 
 
 @root
-def test_tcp_in_a_namespace_controls_congestion_as_linux_does_by_default():
+def test_tcp_in_a_namespace_is_that_of_a_fast_network():
     folder = Path("/proc/sys/net/ipv4")
     if "cubic" not in (folder / "tcp_available_congestion_control").read_text().split():
         pytest.skip("this kernel has no cubic")
+    before = (folder / "tcp_min_rtt_wlen").read_text()
     name = netns.unused_names(["cubic"])["cubic"]
     netns.create(name)
     try:
-        assert netns.ip("netns", "exec", name, "cat", str(folder / "tcp_congestion_control")) == "cubic\n"
+        found = netns.ip("netns", "exec", name, "cat", str(folder / "tcp_congestion_control"),
+                         str(folder / "tcp_min_rtt_wlen"))
+        assert found == "cubic\n86400\n"
     finally:
         netns.remove(name)
+    assert (folder / "tcp_min_rtt_wlen").read_text() == before, "the machine's own stays as it was"

@@ -15,7 +15,7 @@ from bpsfast.orchestration.shares import Machine
 
 #: A busier machine is measured itself, not the network.
 MOST_BUSY = 0.8
-_CALIBRATION_S = 2.0
+_CALIBRATION_S = 8.0
 #: Enough that no connection waits for an acknowledgement, little enough that a switch's port holds what all send to it.
 CREDIT_PARTITIONS = 2
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
