@@ -29,7 +29,7 @@ bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick
 	$(bin)/bpsfast bench push_pull --quick
 
-# Steps on real packets beside the formulas: about an hour, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
+# Steps on real packets beside the formulas: an hour and a half, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
 expr1: $(stamp)
 	$(bin)/python -m bpsfast.bench.expr1
 

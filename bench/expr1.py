@@ -44,7 +44,7 @@ _NAMES = {"optimal": "ours", "ps": "naive PS", "colocated": "colocated", "gloo":
               help="Folder of the results.")
 @exits.errors_in_words
 def main(only: tuple[str, ...], rounds: int, out: Path) -> None:
-    """Measure all pieces, about an hour; then write tables and plot of all results there are."""
+    """Measure all pieces, an hour and a half; then write tables and plot of all results there are."""
     out.mkdir(parents=True, exist_ok=True)
     for name in only or PIECES:
         optimum.run({**PIECES[name], "n_rounds": rounds, "json_path": str(_file(out, name))})

@@ -30,11 +30,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TensorSpec(Record):
-    """One tensor as a rank declares it. All ranks must declare the same, field by field.
+    """One tensor as a rank declares it. All ranks must declare the same, field by field, but for the priority.
 
-    `group` fuses small tensors: members of one group are one unit with one round; they share dtype and
-    `average`, and are listed in forward order. `priority`: higher is sent first; None: minus the order of
-    declaration. `partition_nbytes`: 0 means the job's setting.
+    `group` fuses small tensors: members of one group are listed in one order on all ranks, and packed by urgency into
+    units of one round, which share dtype and `average`. `priority`: higher is sent first, and rank 0's counts; None:
+    minus the order of declaration. `partition_nbytes`: 0 means the job's setting.
     """
 
     name: str

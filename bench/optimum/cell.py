@@ -15,7 +15,6 @@ from bpsfast.orchestration.shares import Machine
 
 #: A busier machine is measured itself, not the network.
 MOST_BUSY = 0.8
-_CALIBRATION_S = 8.0
 #: Enough that no connection waits for an acknowledgement, little enough that a switch's port holds what all send to it.
 CREDIT_PARTITIONS = 2
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
@@ -106,7 +105,7 @@ class Ground:
         found: dict[float, float] = {}
         for share in sorted({*self._layout.workers, *self._layout.helpers}, reverse=True):
             like = [name for name, other in shares.items() if other == share and name != fast]
-            found[share] = self._cluster.calibrate(fast, like[0], _CALIBRATION_S).rate_bytes
+            found[share] = self._cluster.calibrate(fast, like[0]).rate_bytes
         return found
 
 

@@ -49,6 +49,6 @@ class Model:
         return self.n_parameters * ITEM_NBYTES[self.dtype]
 
     def specs(self) -> list[TensorSpec]:
-        """Return the tensors as the PyTorch layer declares them: one group, in forward order."""
+        """Return the tensors as the PyTorch layer declares them: one group, used by the forward pass in this order."""
         return [TensorSpec(name=name, dtype=self.dtype, shape=shape, group=self.name)
                 for name, shape in self.shapes.items()]

@@ -30,8 +30,8 @@ def text(plan: Plan) -> str:
     lines.append(_helpers(plan))
     if plan.loss is not None:
         loss = plan.loss
-        lines.append(f"without {loss.machine}: {_ms(loss.placed_s)}; {loss.moved_nbytes / 1e6:.1f} MB of sums move, "
-                     f"{loss.moved_nbytes / max(1, model.nbytes):.0%} of all")
+        lines.append(f"without {loss.machine}: communication {_ms(loss.placed_s)}; {loss.moved_nbytes / 1e6:.1f} MB of "
+                     f"sums would have another owner, {loss.moved_nbytes / max(1, model.nbytes):.0%} of all")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 

@@ -5,14 +5,16 @@ A hook on each parameter runs when backward has accumulated its gradient: it cop
 ``p.grad``, which is always the rank's own writable memory: clipping, AMP and zero_grad write into it.
 
 What the next forward pass needs first travels first. The first backward pass shows that order: autograd goes through
-the forward pass backwards, and the last gradient of a parameter to come is that of its first use. So gradients are
-declared, and sent, when that pass ends; those of later passes at once. Rank 0's order counts for all.
+the forward pass backwards, and the last gradient of a parameter to come is that of its first use. So gradients of the
+first step are kept, and declared and sent by `synchronize`; those of later steps are sent by the hooks, at once. Rank
+0's order counts for all.
 """
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -32,9 +34,11 @@ class Exchange:
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._wire = {name: compression.wire_dtype(p.dtype) for name, p in named}
+        self._kinds = {name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in named}
         self._gradients: Gradients | None = None
-        self._seen: list[str] = []  # in the order in which the first backward pass has come to them
-        self._early: list[str] = []  # complete before that pass has ended
+        self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
+        self._kept: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
+        self._order = list(self.parameters)
         self.synchronized = False
         # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
         me = weakref.ref(self)
@@ -44,19 +48,20 @@ class Exchange:
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients as the job knows them; declared now, if no backward pass has done so."""
-        return self._declare() if self._gradients is None else self._gradients
-
-    def _declare(self) -> Gradients:
-        self._gradients = Gradients(
-            {name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in self.parameters.items()},
-            prefix="Gradient.", order=forward_order(self.parameters, self._seen))
+        """The gradients as the job knows them. The first use declares them, and waits for all ranks if any was kept."""
+        if self._gradients is None:
+            if not _is_compiled():
+                self._order = forward_order(self.parameters, self._seen)
+            self._gradients = Gradients(self._kinds, prefix="Gradient.", order=self._order)
+            kept, self._kept = self._kept, {}
+            for name, gradient in kept.items():
+                self._fill(name, gradient)
         return self._gradients
 
     @property
     def busy(self) -> bool:
         """Whether gradients are under way: after backward, before the step."""
-        return self._gradients is not None and self._gradients.busy
+        return bool(self._kept) or (self._gradients is not None and self._gradients.busy)
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
@@ -68,29 +73,24 @@ class Exchange:
         self._left[name] -= 1
         self.synchronized = False
         if self._gradients is None:
-            if not self._seen:
-                torch.autograd.Variable._execution_engine.queue_callback(self._first_pass_ended)
-            self._seen.append(name)
-            if self._left[name] == 0:
-                self._early.append(name)
-        elif self._left[name] == 0:
-            self._send(name)
-
-    def _first_pass_ended(self) -> None:
-        """Declare in the order that was seen, and send what is complete. Called by autograd at the end of backward."""
-        early, self._early = self._early, []
-        if self._gradients is None:
-            self._declare()
-        for name in early:
+            self._seen.setdefault(name)
+        if self._left[name] == 0:
             self._send(name)
 
     def _send(self, name: str) -> None:
-        """Copy the gradient into its place in the segment, in the dtype that travels, and announce it."""
+        """Let the gradient go as it is now; in the first step with `synchronize`, which may wait for other ranks."""
         gradient = self.parameters[name].grad
         assert gradient is not None, "only called for parameters with a gradient"
         if gradient.layout != torch.strided:
             raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
                                    "(sparse=False in the embedding)")
+        if self._gradients is None:
+            self._kept[name] = gradient.detach().clone()
+        else:
+            self._fill(name, gradient)
+
+    def _fill(self, name: str, gradient: torch.Tensor) -> None:
+        """Copy *gradient* into its place in the segment, in the dtype that travels, and announce it."""
         with torch.no_grad():
             if gradient.dtype != self._wire[name]:
                 self._place(name).copy_(gradient)
@@ -111,8 +111,8 @@ class Exchange:
                 self._send(name)
         self.gradients.zero_missing()
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                self._receive(name, parameter)
+            for name in self._order:
+                self._receive(name, self.parameters[name])
         self.gradients.step()
         self.forget_passes()
         self.synchronized = True
@@ -133,14 +133,13 @@ class Exchange:
 
     def forget_passes(self) -> None:
         """Count the backward passes from the start."""
-        if self._gradients is None:
-            self._seen, self._early = [], []
+        self._kept.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def house_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
 
-        Not before the first backward pass: until then there is no place for them.
+        Not before the first step: until then there is no place for them.
         """
         if self._gradients is None:
             return
@@ -153,17 +152,23 @@ class Exchange:
                 parameter.grad = place.zero_()
 
 
-def forward_order(names: Iterable[str], seen: Sequence[str]) -> list[str]:
+def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
     """Return *names* as the forward pass uses them, by the order in which backward has *seen* them.
 
     What was not seen follows what stands before it in *names*: some later pass may use it, as its neighbour.
     """
-    place = {name: rank for rank, name in enumerate(dict.fromkeys(reversed(seen)))}
+    place = {name: rank for rank, name in enumerate(reversed(list(dict.fromkeys(seen))))}
     after, keys = -1, {}
     for position, name in enumerate(names):
         after = place.get(name, after)
         keys[name] = after, position
     return sorted(keys, key=lambda name: keys[name])
+
+
+def _is_compiled() -> bool:
+    """Whether torch has compiled anything: its code hands over all gradients at once, in no order."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"]["ok"])
 
 
 def _hook(exchange: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:

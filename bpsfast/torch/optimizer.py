@@ -79,7 +79,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._exchange.forget_passes()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. With ``set_to_none=False`` they live in shared memory from now on and need no copy.
+        """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
 
         Raises
         ------
@@ -183,7 +183,7 @@ def DistributedOptimizer(
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the
     original must not be used any more. Gradients that the next forward pass needs first travel first, in the order that
-    the first backward pass shows.
+    the first backward pass shows; if torch has compiled anything, in that of *named_parameters*.
 
     Parameters
     ----------

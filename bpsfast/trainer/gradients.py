@@ -57,7 +57,8 @@ class Gradients:
         group = f"{names[0]} to {names[-1]}, {len(names)} tensors" if group_small and names else None
         if order is not None and (len(order) != len(tensors) or set(order) != set(tensors)):
             raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
-        urgency = {name: -place for place, name in enumerate(tensors if order is None else order)}
+        self._by_urgency = list(tensors if order is None else order)
+        urgency = {name: -place for place, name in enumerate(self._by_urgency)}
         self._session.tensors.declare([
             TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average, group=group,
                        priority=urgency[name])
@@ -210,7 +211,7 @@ class Gradients:
                 self._lay_out()
 
     def _lay_out(self) -> None:
-        units = {name: self._session.tensors.unit(wire) for name, wire in self._names.items()}
+        units = {name: self._session.tensors.unit(self._names[name]) for name in self._by_urgency}
         distinct = list({id(unit): unit for unit in units.values() if not unit.has_staging}.values())
         rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in distinct]
         if distinct:  # one request for all: one segment
