@@ -1,5 +1,4 @@
 """Types of `bpsfast.pyx.engine`."""
-
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
@@ -15,48 +14,17 @@ class Engine:
     notify_address: int
     handle: int
     generation: int
-    def __init__(
-        self,
-        board: Buffer,
-        doorbell: Buffer,
-        *,
-        n_threads: int,
-        nontemporal_nbytes: int = ...,
-        awake_us: int = ...,
-        trace_capacity: int = ...,
-    ) -> None: ...
+    def __init__(self, board: Buffer, doorbell: Buffer, *, n_threads: int, nontemporal_nbytes: int = ...,
+                 awake_us: int = ..., trace_capacity: int = ...) -> None: ...
     def add_rank(self, lane: Buffer) -> int: ...
     def add_shm_peer(self, incoming: Buffer, outgoing: Buffer, doorbell: Buffer) -> int: ...
     def add_wire_peer(self) -> int: ...
     def map_segment(self, source: int, segment: int, address: int, nbytes: int) -> None: ...
-    def add_owned(
-        self,
-        part: int,
-        *,
-        nbytes: int,
-        n_elements: int,
-        unit_offset: int,
-        kernel: int,
-        divisor: int,
-        before: Sequence[tuple[int, int]],
-        local: Sequence[int],
-        after: Sequence[tuple[int, int]],
-        outputs: tuple[int, int],
-        shm_peers: Sequence[int],
-        to_wire: bool,
-    ) -> None: ...
-    def add_member(
-        self,
-        part: int,
-        *,
-        nbytes: int,
-        n_elements: int,
-        unit_offset: int,
-        kernel: int,
-        local: Sequence[int],
-        owner: int,
-        partial: tuple[int, int, int],
-    ) -> None: ...
+    def add_owned(self, part: int, *, nbytes: int, n_elements: int, unit_offset: int, kernel: int, divisor: int,
+                  before: Sequence[tuple[int, int]], local: Sequence[int], after: Sequence[tuple[int, int]],
+                  outputs: tuple[int, int], shm_peers: Sequence[int], to_wire: bool) -> None: ...
+    def add_member(self, part: int, *, nbytes: int, n_elements: int, unit_offset: int, kernel: int,
+                   local: Sequence[int], owner: int, partial: tuple[int, int, int]) -> None: ...
     def remove(self, part: int) -> None: ...
     def freeze(self, timeout_s: float) -> None: ...
     def report(self) -> list[tuple[int, int, int]]: ...

@@ -1,5 +1,4 @@
 """Types of `bpsfast.pyx.exchange`."""
-
 from collections.abc import Sequence
 
 REGISTER: int
@@ -13,19 +12,10 @@ def receives(n_parts: int) -> int: ...
 
 class WriteExchange:
     failure: tuple[int, int, int, str, int] | None
-    def __init__(
-        self, completion_queue: int, *, switches: int = ..., awake_us: int | None = ..., keep: object = ...
-    ) -> None: ...
-    def add_end(
-        self,
-        queue_pair: int,
-        parts: Sequence[tuple[int, int, int, int, int, int, int, int, int]],
-        *,
-        is_service: bool,
-        max_send: int,
-        messages: int,
-        messages_lkey: int,
-    ) -> None: ...
+    def __init__(self, completion_queue: int, *, switches: int = ..., awake_us: int | None = ...,
+                 keep: object = ...) -> None: ...
+    def add_end(self, queue_pair: int, parts: Sequence[tuple[int, int, int, int, int, int, int, int, int]], *,
+                is_service: bool, max_send: int, messages: int, messages_lkey: int) -> None: ...
     def run(self, n_steps: int, stall_s: float = ...) -> list[float]: ...
     def counters(self) -> dict[str, int]: ...
     def close(self) -> None: ...

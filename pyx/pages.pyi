@@ -1,5 +1,4 @@
 """Types of `bpsfast.pyx.pages`."""
-
 from collections.abc import Sequence
 
 class Segment:
@@ -9,9 +8,8 @@ class Segment:
     writable: bool
     exports: int
     closed: bool
-    def __init__(
-        self, nbytes: int, *, name: str = ..., huge: bool = ..., pool: bool = ..., populate: bool = ...
-    ) -> None: ...
+    def __init__(self, nbytes: int, *, name: str = ..., huge: bool = ..., pool: bool = ...,
+                 populate: bool = ...) -> None: ...
     @classmethod
     def attach(cls, fd: int, *, writable: bool = ..., populate: bool = ...) -> Segment: ...
     def fileno(self) -> int: ...

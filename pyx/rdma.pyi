@@ -10,21 +10,9 @@ class Rail:
 
 class Lane:
     peer: int
-    def __init__(
-        self,
-        rail: Rail,
-        queue_pair: int,
-        *,
-        epoch: int,
-        n_slots: int,
-        max_send: int,
-        max_receive: int,
-        inline_nbytes: int = ...,
-        signal_every: int = ...,
-        patience_s: float = ...,
-        trace_capacity: int = ...,
-        keep: object = ...,
-    ) -> None: ...
+    def __init__(self, rail: Rail, queue_pair: int, *, epoch: int, n_slots: int, max_send: int, max_receive: int,
+                 inline_nbytes: int = ..., signal_every: int = ..., patience_s: float = ..., trace_capacity: int = ...,
+                 keep: object = ...) -> None: ...
     def prove(self, timeout_s: float) -> bool: ...
     def start(self, *, peer: int, engine: int, arrived: int, notify: int, keep: object = ...) -> None: ...
     def bind(self, slot: int, address_even: int, address_odd: int, nbytes: int) -> None: ...

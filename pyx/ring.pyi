@@ -1,5 +1,4 @@
 """Types of `bpsfast.pyx.ring`."""
-
 from typing_extensions import Buffer
 
 MAX_PARTS: int

@@ -1,5 +1,4 @@
 """Types of `bpsfast.pyx.verbs`."""
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,27 +43,11 @@ class MemoryRegion:
     rkey: int
     handle: int
     closed: bool
-    def __init__(
-        self,
-        domain: ProtectionDomain,
-        buffer: Any,
-        *,
-        remote_write: bool = ...,
-        remote_read: bool = ...,
-        relaxed_ordering: bool = ...,
-    ) -> None: ...
+    def __init__(self, domain: ProtectionDomain, buffer: Any, *, remote_write: bool = ..., remote_read: bool = ...,
+                 relaxed_ordering: bool = ...) -> None: ...
     @classmethod
-    def at(
-        cls,
-        domain: ProtectionDomain,
-        address: int,
-        nbytes: int,
-        keep: object,
-        *,
-        remote_write: bool = ...,
-        remote_read: bool = ...,
-        relaxed_ordering: bool = ...,
-    ) -> MemoryRegion: ...
+    def at(cls, domain: ProtectionDomain, address: int, nbytes: int, keep: object, *, remote_write: bool = ...,
+           remote_read: bool = ..., relaxed_ordering: bool = ...) -> MemoryRegion: ...
     def close(self) -> None: ...
     def __enter__(self) -> MemoryRegion: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -98,67 +81,23 @@ class QueuePair:
     outstanding: tuple[int, int]
     failure: dict[str, Any] | None
     state: str
-    def __init__(
-        self,
-        domain: ProtectionDomain,
-        send_cq: CompletionQueue,
-        recv_cq: CompletionQueue,
-        *,
-        max_send: int,
-        max_recv: int,
-        max_inline: int = ...,
-        max_send_sge: int = ...,
-    ) -> None: ...
-    def to_init(
-        self, port: int = ..., *, remote_write: bool = ..., remote_read: bool = ..., pkey_index: int = ...
-    ) -> None: ...
-    def to_rtr(
-        self,
-        peer_number: int,
-        peer_psn: int,
-        *,
-        gid: bytes | None = ...,
-        gid_index: int = ...,
-        lid: int = ...,
-        mtu: int = ...,
-        port: int | None = ...,
-        min_rnr_timer: int = ...,
-        max_dest_rd_atomic: int = ...,
-        traffic_class: int = ...,
-        sl: int = ...,
-        hop_limit: int = ...,
-        flow_label: int = ...,
-        static_rate: int = ...,
-    ) -> None: ...
-    def to_rts(
-        self, *, timeout: int = ..., retry_count: int = ..., rnr_retry: int = ..., max_rd_atomic: int = ...
-    ) -> None: ...
+    def __init__(self, domain: ProtectionDomain, send_cq: CompletionQueue, recv_cq: CompletionQueue, *, max_send: int,
+                 max_recv: int, max_inline: int = ..., max_send_sge: int = ...) -> None: ...
+    def to_init(self, port: int = ..., *, remote_write: bool = ..., remote_read: bool = ...,
+                pkey_index: int = ...) -> None: ...
+    def to_rtr(self, peer_number: int, peer_psn: int, *, gid: bytes | None = ..., gid_index: int = ..., lid: int = ...,
+               mtu: int = ..., port: int | None = ..., min_rnr_timer: int = ..., max_dest_rd_atomic: int = ...,
+               traffic_class: int = ..., sl: int = ..., hop_limit: int = ..., flow_label: int = ...,
+               static_rate: int = ...) -> None: ...
+    def to_rts(self, *, timeout: int = ..., retry_count: int = ..., rnr_retry: int = ...,
+               max_rd_atomic: int = ...) -> None: ...
     def to_error(self) -> None: ...
-    def post_write(
-        self,
-        wr_id: int,
-        address: int,
-        nbytes: int,
-        lkey: int,
-        remote_address: int,
-        rkey: int,
-        immediate: int | None = ...,
-        signaled: bool = ...,
-        inline: bool = ...,
-    ) -> None: ...
-    def post_send(
-        self,
-        wr_id: int,
-        address: int,
-        nbytes: int,
-        lkey: int,
-        immediate: int | None = ...,
-        signaled: bool = ...,
-        inline: bool = ...,
-    ) -> None: ...
-    def post_read(
-        self, wr_id: int, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int, signaled: bool = ...
-    ) -> None: ...
+    def post_write(self, wr_id: int, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int,
+                   immediate: int | None = ..., signaled: bool = ..., inline: bool = ...) -> None: ...
+    def post_send(self, wr_id: int, address: int, nbytes: int, lkey: int, immediate: int | None = ...,
+                  signaled: bool = ..., inline: bool = ...) -> None: ...
+    def post_read(self, wr_id: int, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int,
+                  signaled: bool = ...) -> None: ...
     def post_recv(self, wr_id: int, address: int, nbytes: int, lkey: int) -> None: ...
     def close(self) -> None: ...
     def __enter__(self) -> QueuePair: ...

@@ -129,6 +129,8 @@ def test_missing_gradients_may_be_zero(three):
 
 def misuse(kind):
     g = Gradients({"a": ((3,), "f4"), "b": ((3,), "f4")}, prefix=f"misuse {kind} ")
+    if kind == "order":
+        Gradients({"a": ((3,), "f4"), "b": ((3,), "f4")}, order=["a", "a"])
     if kind == "unknown":
         g.ready("c")
     if kind == "never ready":
@@ -148,10 +150,28 @@ def misuse(kind):
     ("unknown", "MismatchError", "no gradient 'c'"), ("never ready", "MismatchError", "never ready"),
     ("twice", "BusyError", "'a' is ready for the second time"), ("fused neighbour", "MismatchError", "together with b"),
     ("missing", "MismatchError", "not ready: b"), ("size", "MismatchError", "12 bytes"),
+    ("order", "MismatchError", "the names of all 2 gradients, got ['a', 'a']"),
 ])
 def test_misuse(three, kind, error, text):
     for outcome in three.attempt(misuse, kind):
         assert outcome.error == error and text in outcome.text
+
+
+def ordered():
+    tensors, found = {name: ((1 << 20,), "f4") for name in "abc"}, []
+    for order in ("cab", "bca"):
+        g = Gradients(tensors, prefix="ordered ", order=order)
+        for name in g:
+            g[name][:] = bpsfast.rank() + 1
+            g.ready(name)
+        g.step()
+        found.append(sorted(g, key=lambda name: g._units[name].first_part))
+        assert {float(g.wait(name)[0]) for name in g} == {2.0}
+    return found
+
+
+def test_the_first_order_counts(three):
+    assert three.run(ordered) == [[["c", "a", "b"]] * 2] * 3
 
 
 def resumed():

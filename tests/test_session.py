@@ -115,7 +115,7 @@ assert sys.excepthook is sys.__excepthook__
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_cycles_of_init_and_shutdown_leave_nothing():
-    n_cycles = os.environ.get("BPSTEST_CYCLES", "100")
+    n_cycles = os.environ.get("BPSTEST_CYCLES", "200")
     done = subprocess.run([sys.executable, "-c", CYCLES, n_cycles], capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
 

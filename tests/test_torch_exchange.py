@@ -46,15 +46,21 @@ def train(kind, prefix, passes=1, crosses=False, spoils=False):
     named = [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters()]
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named,
                                          backward_passes_per_step=passes, cross_barrier=crosses)
+    if spoils:  # a hook of the user's, which runs after ours
+        model.third.weight.register_post_accumulate_grad_hook(spoil)
     for step in range(3):
         for number in range(passes):
             torch.manual_seed(100 * step + 10 * number + bps.rank())
             model(torch.randn(4, 64)).square().mean().backward()
         if spoils:
-            model.first.weight.grad += 1  # too late: it was sent
+            model.first.weight.grad += 1  # too late: it has gone
         optimizer.step()
         optimizer.zero_grad()
     return in_order(prefix), {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def spoil(parameter):
+    parameter.grad.mul_(3)
 
 
 def in_order(prefix):

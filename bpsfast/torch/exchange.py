@@ -167,8 +167,8 @@ def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
 
 def _is_compiled() -> bool:
     """Whether torch has compiled anything: its code hands over all gradients at once, in no order."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.utils.counters["frames"]["ok"])
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"]["ok"])
 
 
 def _hook(exchange: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:
