@@ -37,7 +37,7 @@ class Exchange:
         self._kinds = {name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in named}
         self._gradients: Gradients | None = None
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
-        self._kept: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
+        self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
         self._order = list(self.parameters)
         self.synchronized = False
         # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
@@ -53,15 +53,15 @@ class Exchange:
             if not _is_compiled():
                 self._order = forward_order(self.parameters, self._seen)
             self._gradients = Gradients(self._kinds, prefix="Gradient.", order=self._order)
-            kept, self._kept = self._kept, {}
-            for name, gradient in kept.items():
+            copies, self._copies = self._copies, {}
+            for name, gradient in copies.items():
                 self._fill(name, gradient)
         return self._gradients
 
     @property
     def busy(self) -> bool:
         """Whether gradients are under way: after backward, before the step."""
-        return bool(self._kept) or (self._gradients is not None and self._gradients.busy)
+        return bool(self._copies) or (self._gradients is not None and self._gradients.busy)
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
@@ -85,7 +85,7 @@ class Exchange:
             raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
                                    "(sparse=False in the embedding)")
         if self._gradients is None:
-            self._kept[name] = gradient.detach().clone()
+            self._copies[name] = gradient.detach().clone()
         else:
             self._fill(name, gradient)
 
@@ -133,7 +133,7 @@ class Exchange:
 
     def forget_passes(self) -> None:
         """Count the backward passes from the start."""
-        self._kept.clear()
+        self._copies.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def house_gradients(self) -> None:
