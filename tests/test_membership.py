@@ -1,6 +1,7 @@
 """A node's side of the control plane: when it believes that the scheduler is gone."""
 from __future__ import annotations
 
+import secrets
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from bpsfast.orchestration.errors import PeerLostError, ProtocolError, StallErro
 from bpsfast.orchestration.membership import Membership
 from bpsfast.orchestration.security import curve_pair
 
-KEY = bytes(range(32))
+KEY = secrets.token_bytes(32)  # of this process alone: ports come back
 LIMIT_MS = 20_000
 
 
