@@ -2,9 +2,10 @@
 
 *cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition comes
 again only after all others. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
-neighbour's load hits all of them. A timed call comes after untimed ones of the same contestant: plain stores stay in
-the caches and go to memory during the calls that follow, so each pays for its own and not for another's. Figures are
-medians, the spread is the quartiles, ratios are of medians.
+neighbour's load hits all of them, in ten pools one after the other, as where a pool's pages lie makes some percent.
+A timed call comes after untimed ones of the same contestant: plain stores stay in the caches and go to memory during
+the calls that follow, so each pays for its own and not for another's. Figures are medians over all pools, the spread
+is the quartiles, ratios are of medians.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ Array = np.ndarray[Any, Any]
 Operation = Callable[[list[Array]], None]
 
 PARTITION_NBYTES = 4 << 20
-_TURNS = {"cold": 150, "warm": 200}
-_QUICK_TURNS = {"cold": 15, "warm": 30}
+_N_POOLS = 10
+_TURNS = {"cold": 30, "warm": 20}  # in each pool
+_QUICK_N_POOLS = 2
+_QUICK_TURNS = {"cold": 8, "warm": 15}
 _QUICK_DTYPES = ("float32", "float16", "bfloat16")
 _LAST_LEVEL_SHARE = 1.5  # of the last-level cache, what the untimed calls before a cold one walk over
 
@@ -53,24 +56,18 @@ class Row:
 
 def run(json_path: str | None, quick: bool) -> dict[str, Any]:
     """Measure everything, print a table, write the raw samples to *json_path*, return what was written."""
-    turns = _QUICK_TURNS if quick else _TURNS
+    turns, n_pools = (_QUICK_TURNS, _QUICK_N_POOLS) if quick else (_TURNS, _N_POOLS)
     torch, n_threads = _import_torch()
     reference, c_compiler = native.build_sum4()
     print(f"C reference: {c_compiler}")
     names = _QUICK_DTYPES if quick else dtypes.NAMES
     kernels.warm(names)
-    pool = _Pool(_pool_nbytes(quick))
+    nbytes = _pool_nbytes(quick)
     rows: list[Row] = []
     try:
-        for temperature in ("cold", "warm"):
-            pool.fill("float32")
-            fused = _fused_contestants(torch, reference)
-            rows += _measure("4-way sum", "float32", temperature, 5, fused, pool, turns)
+        rows += _measure("4-way sum", "float32", 5, _fused_contestants(torch, reference), nbytes, n_pools, turns)
         for name in names:
-            pool.fill(name)
-            for temperature in ("cold", "warm"):
-                adders = _add_contestants(name, torch)
-                rows += _measure("2-way add in place", name, temperature, 2, adders, pool, turns)
+            rows += _measure("2-way add in place", name, 2, _add_contestants(name, torch), nbytes, n_pools, turns)
     finally:
         if torch is not None:
             torch.set_num_threads(n_threads)
@@ -79,7 +76,8 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
         "bench": "kernels",
         "machine": machine.describe(),
         "c_compiler": c_compiler,
-        "pool_nbytes": pool.nbytes,
+        "pool_nbytes": nbytes,
+        "n_pools": n_pools,
         "partition_nbytes": PARTITION_NBYTES,
         "quick": quick,
         "rows": [{**asdict(row), "median_s": row.median_s, "ratio_to_bpsfast": _ratio(row, rows)} for row in rows],
@@ -127,16 +125,28 @@ def _pool_nbytes(quick: bool) -> int:
 def _measure(
     case: str,
     name: str,
-    temperature: str,
     n_arrays: int,
     contestants: dict[str, Operation],
-    pool: _Pool,
+    pool_nbytes: int,
+    n_pools: int,
     turns: dict[str, int],
 ) -> list[Row]:
-    rows = [Row(case, name, temperature, contestant, PARTITION_NBYTES) for contestant in contestants]
-    order = list(zip(rows, contestants.values()))
+    """Time *contestants*, cold and warm, in each of *n_pools* pools."""
+    rows = {(temperature, contestant): Row(case, name, temperature, contestant, PARTITION_NBYTES)
+            for temperature in turns for contestant in contestants}
+    for _ in range(n_pools):
+        pool = _Pool(pool_nbytes)
+        pool.fill(name)
+        for temperature, n_turns in turns.items():
+            order = [(rows[temperature, contestant], call) for contestant, call in contestants.items()]
+            _take_turns(order, n_arrays, pool, n_turns)
+    return list(rows.values())
+
+
+def _take_turns(order: list[tuple[Row, Operation]], n_arrays: int, pool: _Pool, n_turns: int) -> None:
+    name, temperature = order[0][0].dtype, order[0][0].temperature
     n_untimed = 1 if temperature == "warm" else _n_calls_to_flush(n_arrays)
-    for turn in range(-1, turns[temperature]):  # turn -1 warms code and page tables
+    for turn in range(-1, n_turns):  # turn -1 warms code and page tables
         random.shuffle(order)
         for row, operation in order:
             for _ in range(n_untimed):
@@ -147,7 +157,6 @@ def _measure(
             elapsed_s = time.perf_counter() - start
             if turn >= 0:
                 row.samples_s.append(elapsed_s)
-    return rows
 
 
 def _n_calls_to_flush(n_arrays: int) -> int:
@@ -162,15 +171,16 @@ def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dic
         kernels.address("float32")  # as the engine calls it; the C reference is called the same way
     )
 
-    def fused(divisor: int, nontemporal: int) -> Operation:
+    def fused(divisor: int, nontemporal: int, layout: tuple[int, int, int] = (4, 0, 0)) -> Operation:
         def call(v: list[Array]) -> None:
             inputs = (ctypes.c_void_p * 4)(*[array.ctypes.data for array in v[1:]])
-            kernel(v[0].ctypes.data, ctypes.addressof(inputs), 1, 2, 1, v[0].size, divisor, nontemporal)
+            kernel(v[0].ctypes.data, ctypes.addressof(inputs), *layout, v[0].size, divisor, nontemporal)
 
         return call
 
     contestants = {
-        "bpsfast nontemporal": fused(1, 1),
+        "bpsfast nontemporal": fused(1, 1),  # the same sum as all others: ((a + b) + c) + e
+        "bpsfast two-level": fused(1, 1, (1, 2, 1)),  # of one rank, two on this machine, one after: a + (b + c) + e
         "bpsfast plain": fused(1, 0),
         "bpsfast average": fused(4, 1),
     }

@@ -42,7 +42,7 @@ class Tuning(NamedTuple):
 
     *n_registers*: accumulators per chunk; enough independent additions, and few enough that nothing spills (AVX2 has 16
     registers: with 8 the two-level form spills once a chunk, and is faster still than with 4). *prefetch_nbytes*: how
-    far ahead of each load lines are asked for, into L1 (*level* 3) or L2 (2).
+    far ahead of each load lines are asked for, into L1 (*level* 3) or L2 (2); 0: not at all.
     """
 
     n_registers: int
@@ -51,9 +51,19 @@ class Tuning(NamedTuple):
 
 
 # Measured with partitions of 4 MB, cold and warm. Xeon: its prefetchers stop at page ends; 4 to 32 KiB ahead are alike,
-# 5 % (DRAM) to 10 % (L3) faster than none. Zen 5: so far ahead costs 20 %, a few lines gain 3 %.
+# 5 % (DRAM) to 10 % (L3) faster than none. Zen 5: so far ahead costs 20 %; a few lines ahead gain 3 % where halves are
+# widened, and cost 1 to 2 % where they are not.
 _XEON = Tuning(8, 8192, 2)
-_ZEN = Tuning(4, 256, 3)
+_ZEN = Tuning(4, 0, 3)
+_ZEN_HALVES = Tuning(4, 256, 3)
+
+
+def _tuning(cpu: str, itemsize: int) -> Tuning:
+    """Choose for a CPU by LLVM's name and the wire dtype's size."""
+    if cpu.startswith("znver"):
+        return _ZEN_HALVES if itemsize == 2 else _ZEN
+    return _XEON
+
 
 class Layout(NamedTuple):
     """Say how many inputs stand where; without a sum of its own (*n_local* 0) all stand before."""
@@ -148,10 +158,10 @@ class SumLoop:
     def __init__(self, builder: ir.IRBuilder, name: str, target: tuple[str, str, str], args: Any) -> None:
         self.b = builder
         triple, cpu, features = target
-        self.tuning = _ZEN if cpu.startswith("znver") else _XEON
         self.element = Element(builder, name, triple, features)
         self.is_x86 = triple.startswith(("x86", "i686"))
         wire, self.itemsize = self.element.wire, element.nbytes_of(self.element.wire)
+        self.tuning = _tuning(cpu, self.itemsize)
         self.n_lanes = vector_nbytes(features) // self.itemsize  # loads and stores of full width
         self.n_vectors = self.tuning.n_registers * self.itemsize // element.nbytes_of(self.element.wide)
         dst, inputs, n_before, n_local, n_after, self.n_elements, self.divisor, nontemporal = args
@@ -288,7 +298,7 @@ class SumLoop:
         """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""
         pointer = self.b.gep(source, [I64(i * n_lanes)])
         vector = element.shape(self.element.wire, n_lanes)
-        if n_lanes > 1:
+        if n_lanes > 1 and self.tuning.prefetch_nbytes:
             self.prefetch(pointer)
         loaded = self.b.load(self.b.bitcast(pointer, vector.as_pointer()))
         loaded.align = self.itemsize
