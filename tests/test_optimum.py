@@ -44,6 +44,13 @@ def test_the_hash_has_the_partitions_that_byteps_makes_of_the_list():
     assert vgg == [32 << 10, 4_096_000 // 16 // 4096 * 4096] and bert == [32 << 10, 4_096_000 // 32 // 4096 * 4096]
 
 
+def test_naive_ps_keeps_a_shorter_queue_in_smaller_pieces_where_helpers_are_few():
+    [(_, planned)] = cells.chosen("equal", "8", quick=False)
+    assert [cell.credit_nbytes("ps") // cell.partition_nbytes("ps") for cell in planned[1:]] == [3] * 4 + [2] * 4
+    assert [cell.credit_nbytes("ps") >> 10 for cell in planned[1:]] == [48] * 4 + [64] * 4
+    assert {cell.credit_nbytes("optimal") for cell in planned} == {64 << 10}
+
+
 @pytest.mark.parametrize(("sets", "workers", "text"), [
     ("equal,odd", "2", "no set 'odd': expected equal, unequal, models"), ("equal", "1", "from 2 to 32"),
     ("equal", "2,x", "from 2 to 32"), ("equal", "2,33", "from 2 to 32"),

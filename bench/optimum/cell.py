@@ -15,8 +15,6 @@ from bpsfast.orchestration.shares import Machine
 
 #: A busier machine is measured itself, not the network.
 MOST_BUSY = 0.8
-#: Enough that no connection waits for an acknowledgement, little enough that a switch's port holds what all send to it.
-CREDIT_PARTITIONS = 2
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
 _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
 
@@ -87,12 +85,11 @@ class Ground:
     def _start(self, name: str, cell: Cell) -> Group:
         if name == "gloo":
             return self._hall.gloo()
-        partition_nbytes = cell.partition_nbytes(name)
         known = name not in ("equal",) and len({*self._layout.workers, *self._layout.helpers}) > 1
         return self._hall.bpsfast(
             n_helpers=0 if name == "colocated" else cell.n_helpers,
             more={name: {"BPSFAST_NIC_RATE": str(bits / 1e9)} for name, bits in self._layout.rates.items() if known},
-            transport="tcp", partition_bytes=partition_nbytes, credit_bytes=CREDIT_PARTITIONS * partition_nbytes,
+            transport="tcp", partition_bytes=cell.partition_nbytes(name), credit_bytes=cell.credit_nbytes(name),
             placement="optimal" if name == "equal" else name, **_PATIENT)
 
     def _sent(self) -> list[int]:

@@ -12,6 +12,9 @@ from bpsfast.orchestration.shares import Machine
 #: Of all links together, up to so many machines: what two cores can move and sum without being the limit.
 _TOTAL_BITS = {11: 0.8e9, 15: 0.5e9, 64: 0.4e9}
 _PARTITION_NBYTES = 32 << 10
+#: May be under way to one peer: enough that no connection waits for an acknowledgement, little enough that a switch's
+#: port holds what all send to it.
+_CREDIT_PARTITIONS = 2
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
 #: workers, so a step of few partitions is above any formula.
 _NBYTES = 832 * _PARTITION_NBYTES
@@ -42,7 +45,9 @@ class Cell:
 
     A contestant is "gloo" (its ring), or one of our placements: "optimal", "colocated", "ps", "equal" (knows nothing
     of links: what is optimal if all were alike), "hash:NAME". `load` is "numpy" (one array of `nbytes`) or
-    "gradients of MODEL/N", as `ranks.Ranks` names them.
+    "gradients of MODEL/N", as `ranks.Ranks` names them. `crowded`: where helpers own everything, all workers' bytes
+    stand at the ports of a few, and with them what gives the helpers credit for the next sums: with partitions of 32
+    KiB sums fall 10 % behind, with less in the queue, in smaller pieces, 2 %.
     """
 
     n_helpers: int
@@ -50,10 +55,20 @@ class Cell:
     nbytes: int
     load: str = "numpy"
     hash_partition_nbytes: int = _PARTITION_NBYTES
+    crowded: bool = False
 
     def partition_nbytes(self, contestant: str) -> int:
         """Return what *contestant* cuts tensors into: BytePS has a default, which its hash is measured with."""
-        return self.hash_partition_nbytes if contestant.startswith("hash:") else _PARTITION_NBYTES
+        if contestant.startswith("hash:"):
+            return self.hash_partition_nbytes
+        return _PARTITION_NBYTES // 2 if self._queues(contestant) else _PARTITION_NBYTES
+
+    def credit_nbytes(self, contestant: str) -> int:
+        """Return how many bytes *contestant* may have under way to one peer."""
+        return (3 if self._queues(contestant) else _CREDIT_PARTITIONS) * self.partition_nbytes(contestant)
+
+    def _queues(self, contestant: str) -> bool:
+        return contestant == "ps" and self.crowded
 
     def specs(self) -> list[TensorSpec]:
         """Return the tensors as the job declares them, in the order of their priority."""
@@ -106,7 +121,8 @@ def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
     layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, _rate_bits(2 * n))
     some = (0, n // 2, n)
     return layout, [
-        Cell(k, ("optimal", *(["ps"] if k else []), *(["colocated", "gloo"] if k in some else [])), _NBYTES)
+        Cell(k, ("optimal", *(["ps"] if k else []), *(["colocated", "gloo"] if k in some else [])), _NBYTES,
+             crowded=2 * k <= n)
         for k in (some if quick else range(n + 1))]
 
 

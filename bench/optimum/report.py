@@ -6,7 +6,7 @@ from typing import Any
 
 from bpsfast.bench import table
 from bpsfast.bench.optimum import formulas
-from bpsfast.bench.optimum.cell import CREDIT_PARTITIONS, MOST_BUSY, Measured, busiest
+from bpsfast.bench.optimum.cell import MOST_BUSY, Measured, busiest
 from bpsfast.bench.optimum.cells import Cell, Layout
 from bpsfast.bench.samples import Row
 from bpsfast.orchestration import placement
@@ -72,7 +72,7 @@ def records(layout: Layout, measured: Sequence[Measured]) -> list[dict[str, Any]
         "chosen": {"contestant": row.name, "n_workers": len(layout.workers), "n_helpers": each.cell.n_helpers,
                    "links": [*layout.workers, *layout.helpers[: each.cell.n_helpers]], "rate_bits": layout.rate_bits,
                    "nbytes": each.cell.nbytes, "partition_nbytes": each.cell.partition_nbytes(row.name),
-                   "credit_nbytes": CREDIT_PARTITIONS * each.cell.partition_nbytes(row.name), "load": each.cell.load},
+                   "credit_nbytes": each.cell.credit_nbytes(row.name), "load": each.cell.load},
         "measured": {"samples_s": row.samples_s, "median_s": row.median_s, "n_wrong": row.n_wrong,
                      "cpu_busy": row.cpu_busy, "void": busiest([row]) > MOST_BUSY,
                      "rates_bytes": [machine.rate for machine in each.machines], "sent_nbytes": each.sent[row.name],
