@@ -22,6 +22,7 @@ from .ops import (
     synchronize,
 )
 from .optimizer import CrossBarrier, DistributedOptimizer
+from .scheduling import schedule
 
 #: BytePS's second name for it.
 byteps_push_pull = push_pull_async_inplace
@@ -45,6 +46,7 @@ __all__ = [
     "push_pull_async_inplace",
     "push_pull_inplace",
     "rank",
+    "schedule",
     "shutdown",
     "size",
     "synchronize",

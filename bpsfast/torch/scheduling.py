@@ -1,0 +1,195 @@
+"""All-reduces of a torch process group (gloo, NCCL, ...) by urgency, in one order on all ranks.
+
+    schedule = bpsfast.torch.schedule()                  # on every rank of the group
+    future = schedule.all_reduce(gradient, name="conv1.weight", priority=-layer)
+    future.wait()
+    model.register_comm_hook(schedule, bucket_hook)      # or: buckets of DistributedDataParallel
+
+Each tensor is cut into partitions, so something urgent overtakes what is large and has begun; only so many bytes are
+under way as there is credit. Source: ByteScheduler (SOSP'19) sections 3 and 4.
+"""
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..launch.roles import is_loopback
+from ..orchestration.errors import ConfigError, UnsupportedError
+from ..orchestration.turns import Entry
+from ..turn_service import Finish, TurnService
+
+_PARTITION_NBYTES = 4 << 20
+_CREDIT_NBYTES = 16 << 20
+
+
+def schedule(group: dist.ProcessGroup | None = None, *, partition_nbytes: int = _PARTITION_NBYTES,
+             credit_nbytes: int = _CREDIT_NBYTES, timeout_s: float = 300.0) -> Schedule:
+    """Return what sums over *group* (None: all ranks) by urgency. Collective: every rank of the group calls it.
+
+    From then on nobody else may begin all-reduces of *group*: give it a group of its own (`dist.new_group`) where other
+    code uses the default one.
+
+    Parameters
+    ----------
+    partition_nbytes, credit_nbytes
+        What tensors are cut into, and what may be under way at a time; rank 0's credit counts.
+    timeout_s
+        How long nothing may happen while something is to be done.
+
+    Raises
+    ------
+    ConfigError
+        If torch.distributed is not initialised, this process is not in *group*, or a number is not positive.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("bpsfast.torch.schedule needs torch.distributed: call init_process_group first")
+    if partition_nbytes < 1 or credit_nbytes < 0 or not timeout_s > 0:
+        raise ConfigError(f"partition_nbytes must be positive, credit_nbytes not negative, timeout_s positive; got "
+                          f"{partition_nbytes}, {credit_nbytes}, {timeout_s}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ConfigError("this process is not in the group that is to be scheduled")
+    return Schedule(group, rank, partition_nbytes, credit_nbytes, timeout_s)
+
+
+class Schedule:
+    """See `schedule`. Any thread."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, partition_nbytes: int, credit_nbytes: int,
+                 timeout_s: float) -> None:
+        self._group = group
+        self._partition_nbytes = partition_nbytes
+        self.size = dist.get_world_size(group)
+        self._turns = TurnService(rank, self.size, self._agree, host=_own_host(), credit_nbytes=credit_nbytes,
+                                  timeout_s=timeout_s)
+
+    def _agree(self, said: bytes | None) -> bytes:
+        box: list[Any] = [said]
+        first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
+        dist.broadcast_object_list(box, src=first, group=self._group)
+        return bytes(box[0])
+
+    def all_reduce(self, tensor: torch.Tensor, *, name: str, priority: int = 0, average: bool = False,
+                   op: Any = None) -> torch.futures.Future[torch.Tensor]:
+        """Begin to reduce *tensor* in place, over all ranks; the future has it, or an error.
+
+        *tensor* must not be touched until then. All ranks give the same *name*, size and dtype, each in its own order;
+        rank 0's *priority* counts, the highest goes first. A name can be used again once its future is done. *op*: a
+        `torch.distributed.ReduceOp`, by default SUM.
+
+        Raises
+        ------
+        UnsupportedError
+            If the tensor is sparse or not contiguous, or integers are to be averaged.
+        BusyError
+            If the name is under way.
+        ClosedError, PeerLostError, StallError, MismatchError
+            If nothing more can be begun.
+        """
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise UnsupportedError(f"{name!r}, {tensor.layout} of shape {tuple(tensor.shape)} with strides "
+                                   f"{tensor.stride() if tensor.layout == torch.strided else '-'}, is not contiguous")
+        if average and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UnsupportedError(f"{name!r} is {tensor.dtype}: only floating point is averaged")
+        op = dist.ReduceOp.SUM if op is None else op
+        flat = tensor.detach().view(-1)
+        n_each = max(1, self._partition_nbytes // tensor.element_size())
+        pieces = flat.split(n_each) if flat.numel() else (flat,)
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {str(op).rsplit('.', 1)[-1].lower()}"
+        whole = _Whole(tensor, len(pieces), self.size if average else 1)
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        for part, piece in enumerate(pieces):
+            entry = Entry(name=name, part=part, nbytes=piece.numel() * piece.element_size(), kind=kind)
+            self._turns.submit(entry, partial(self._begin, piece, op, stream), whole.done, priority)
+        return whole.future
+
+    def _begin(self, piece: torch.Tensor, op: Any, stream: Any, finish: Finish) -> None:
+        with torch.cuda.stream(stream):  # the one that makes the tensor; None on a CPU: nothing
+            work = dist.all_reduce(piece, op, self._group, async_op=True)
+            work.get_future().add_done_callback(partial(_tell, stream, finish))
+
+    def close(self) -> None:
+        """Wait until all ranks have what they gave, and close. Collective, before destroy_process_group."""
+        self._turns.close()
+
+    def __enter__(self) -> Schedule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def bucket_hook(schedule, bucket):  # type: ignore[no-untyped-def]  # torch refuses names of classes as annotations
+    """Average a bucket of DistributedDataParallel: `register_comm_hook(schedule, bucket_hook)`.
+
+    The last bucket holds what the forward pass needs first: it goes first.
+    """
+    index = bucket.index()
+    future = schedule.all_reduce(bucket.buffer(), name=f"bucket {index}", priority=index, average=True)
+    # An error that Python has set is a value to the reducer's C++, which takes it for a tensor; one raised here is not.
+    return future.then(lambda done: done.value())
+
+
+class _Whole:
+    """A tensor whose *n_parts* are reduced one by one."""
+
+    def __init__(self, tensor: torch.Tensor, n_parts: int, divisor: int) -> None:
+        devices: list[Any] = [tensor.device] if tensor.is_cuda else []
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._tensor = tensor
+        self._n_left = n_parts
+        self._divisor = divisor
+
+    def done(self, error: BaseException | None) -> None:
+        """Note the end of one part; always called from one thread."""
+        if self._n_left == 0:
+            return
+        if error is not None:
+            self._n_left = 0
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
+            return
+        self._n_left -= 1
+        if self._n_left == 0:
+            if self._divisor > 1:
+                self._tensor.detach().div_(self._divisor)
+            self.future.set_result(self._tensor)
+
+
+def _tell(stream: Any, finish: Finish, done: Any) -> None:
+    """Say that an operation is done: on a GPU not when it is queued, but when the card has done it."""
+    try:
+        done.value()
+    except Exception as exc:
+        finish(exc)
+        return
+    if stream is None:
+        finish(None)
+        return
+    event = torch.cuda.Event()
+    event.record()  # torch runs the callback in a stream that waits for the operation
+    threading.Thread(target=_await, args=(event, finish), name="bpsfast-card", daemon=True).start()
+
+
+def _await(event: Any, finish: Finish) -> None:
+    event.synchronize()
+    finish(None)
+
+
+def _own_host() -> str:
+    """Return where other ranks reach this process: the address from which it reaches the rendezvous, or its name."""
+    master = os.environ.get("MASTER_ADDR", "")
+    if not master:
+        return socket.gethostname()
+    if is_loopback(master):
+        return master
+    family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        own = str(probe.getsockname()[0])
+    return master if is_loopback(own) else own  # the rendezvous is on this machine: the others came there by its name

@@ -1,0 +1,283 @@
+"""Operations that all ranks of a group must begin in one order: given by anybody, begun by one thread on each rank.
+
+`orchestration.turns` decides the order, `orchestration.turn_line` carries it. What an operation is (an all-reduce of
+gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
+"""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from .orchestration import errors, turn_line as says
+from .orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, StallError
+from .orchestration.turn_line import FollowerLine, LeaderLine
+from .orchestration.turns import Entry, Follower, Leader, missing
+
+#: Tells that an operation is done, or why not; once, from any thread.
+Finish = Callable[[BaseException | None], None]
+
+_KEY_NBYTES = 32
+_TICK_S = 0.5
+#: How much longer one waits who does not know what is missing: somebody else does. Rank 0, then the others.
+_GRACE_S = 2.0, 4.0
+
+
+class _Operation:
+    """One operation on its way. `on_done` hears None or an error, in the service's thread."""
+
+    def __init__(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int) -> None:
+        self.entry = entry
+        self.begin = begin
+        self.on_done = on_done
+        self.priority = priority
+
+
+class _Meeting(msgspec.Struct, frozen=True):
+    """Where rank 0 listens, and the group's key."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class TurnService:
+    """One rank's part of a group. Making and closing it are collective; `submit` is for any thread.
+
+    Parameters
+    ----------
+    agree
+        Returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere).
+    host
+        Where the others reach this process; only rank 0's counts.
+    credit_nbytes
+        Bytes that may be under way at a time; only rank 0's counts.
+    timeout_s
+        How long nothing may happen while something is to be done.
+    """
+
+    def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: str, credit_nbytes: int,
+                 timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._role: Leader | Follower = Leader(credit_nbytes) if rank == 0 else Follower()
+        self._line = self._meet(agree, host)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, int], _Operation] = {}
+        self._inbox: deque[tuple[_Operation, bool, BaseException | None]] = deque()
+        self._error: BpsError | None = None
+        self._unheard: BpsError | None = None
+        self._closing = False
+        self._begun = [0] * size
+        self._left: set[int] = set()
+        self._progress = time.monotonic()
+        if rank != 0:
+            self._line.tell(says.Hello(rank))
+        self._thread = threading.Thread(target=self._run, name="bpsfast-turns", daemon=True)
+        self._thread.start()
+
+    def _meet(self, agree: Callable[[bytes | None], bytes], host: str) -> LeaderLine | FollowerLine:
+        if self.rank == 0:
+            key = os.urandom(_KEY_NBYTES)
+            line = LeaderLine(key)
+            try:
+                agree(msgspec.msgpack.encode(_Meeting(host, line.port, key)))
+            except BaseException:
+                line.close()
+                raise
+            return line
+        meeting = msgspec.msgpack.decode(agree(None), type=_Meeting)
+        return FollowerLine(meeting.host, meeting.port, meeting.key)
+
+    def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
+        """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end, in another thread.
+
+        Raises
+        ------
+        BusyError
+            If the same was given before and is not done.
+        ClosedError, PeerLostError, StallError, MismatchError
+            If nothing more can be begun: this is closed, or what happened to the group.
+        """
+        operation = _Operation(entry, begin, on_done, priority)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._closing:
+                raise ClosedError(f"{entry} was given after close()")
+            if entry.key in self._open:
+                raise BusyError(f"{entry} was given twice before the first sum was there: wait for its future, or give "
+                                "it another name")
+            if not self._open:
+                self._progress = time.monotonic()
+            self._open[entry.key] = operation
+        self._post(operation, True, None)
+
+    def close(self) -> None:
+        """Wait for what was given, on all ranks, and end the thread. Calling it again does nothing.
+
+        Raises
+        ------
+        PeerLostError, StallError, MismatchError
+            What kept the group from going on, where no operation was left to hear of it.
+        """
+        self._closing = True
+        self._notify()
+        self._thread.join()
+        if self._unheard is not None:
+            raise self._unheard
+
+    @property
+    def error(self) -> BpsError | None:
+        """What ended the group, if it did not end well."""
+        return self._error
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _post(self, operation: _Operation, is_new: bool, error: BaseException | None) -> None:
+        self._inbox.append((operation, is_new, error))
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                self._line.wait(self._wake, min(_TICK_S, self._timeout_s))
+                self._turn(time.monotonic())
+        except BpsError as exc:
+            self._end(exc)
+        except Exception as exc:
+            self._end(PeerLostError(f"an operation of rank {self.rank} failed: {type(exc).__name__}: {exc}"))
+        finally:
+            self._line.close()
+            with self._lock:
+                os.close(self._wake)
+                self._wake = -1
+
+    def _is_over(self) -> bool:
+        """Whether all is done that was given; says so to the others."""
+        if not self._closing or self._open or not self._all_are_here:
+            return False
+        if self.rank not in self._left:
+            self._left.add(self.rank)
+            self._line.tell(says.Left(self.rank))
+            self._progress = time.monotonic()
+        return self.rank != 0 or len(self._left) == self.size
+
+    @property
+    def _all_are_here(self) -> bool:
+        return not isinstance(self._line, LeaderLine) or len(self._line.present) == self.size - 1
+
+    def _turn(self, now: float) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+        n_before = len(self._inbox), sum(self._begun)
+        while self._inbox:
+            self._take(*self._inbox.popleft())
+        for message in self._line.recv_nowait():
+            self._hear(message)
+            self._progress = now
+        self._begin(self._turns())
+        if n_before != (0, sum(self._begun)):
+            self._progress = now
+        self._look_at_the_clock(now)
+
+    def _take(self, operation: _Operation, is_new: bool, error: BaseException | None) -> None:
+        if is_new:
+            if isinstance(self._role, Leader):
+                self._role.give(operation.entry, operation.priority)
+            else:
+                self._role.give(operation.entry)
+            return
+        if error is not None:
+            raise PeerLostError(f"{operation.entry} failed on rank {self.rank}: {error}") from error
+        self._role.done(operation.entry)
+        with self._lock:
+            del self._open[operation.entry.key]
+        operation.on_done(None)
+
+    def _hear(self, message: says.Message) -> None:
+        if isinstance(message, says.Turns):
+            assert isinstance(self._role, Follower), "only rank 0 says turns"
+            self._role.tell(message.entries)
+        elif isinstance(message, says.Begun):
+            self._begun[message.rank] = message.count
+        elif isinstance(message, says.Left):
+            self._left.add(message.rank)
+        elif isinstance(message, says.Failed):
+            raise getattr(errors, message.error, PeerLostError)(message.reason)
+
+    def _turns(self) -> list[Entry]:
+        if isinstance(self._role, Follower):
+            if 0 in self._left and self._role.untold:
+                raise PeerLostError(f"rank 0 has closed, and has never given {self._role.untold[0]}")
+            return self._role.turns()
+        if not self._all_are_here:
+            return []
+        turns = self._role.turns()
+        if turns:
+            if self._left:
+                raise PeerLostError(f"rank {min(self._left)} has closed, and will not give {turns[0]}")
+            self._line.tell(says.Turns(tuple(turns)))
+        return turns
+
+    def _begin(self, turns: list[Entry]) -> None:
+        for entry in turns:
+            operation = self._open[entry.key]
+            operation.begin(partial(self._post, operation, False))
+            self._begun[self.rank] += 1
+        if turns and self.rank != 0:
+            self._line.tell(says.Begun(self.rank, self._begun[self.rank]))
+
+    def _look_at_the_clock(self, now: float) -> None:
+        role = self._role
+        knows = isinstance(role, Follower) and (role.awaited is not None or bool(role.untold))
+        if not knows and not self._open and not self._closing:
+            return
+        idle_s = now - self._progress
+        if idle_s > self._timeout_s + (0 if knows else _GRACE_S[self.rank != 0]):
+            raise StallError(f"nothing has happened on rank {self.rank} for {idle_s:.1f} s (timeout_s = "
+                             f"{self._timeout_s:g}): {self._what_is_missing()}")
+
+    def _what_is_missing(self) -> str:
+        if isinstance(self._role, Follower):
+            if self._role.awaited is not None:
+                return f"{self._role.awaited} has not been given here, rank 0 has given it"
+            if self._role.untold:
+                return f"rank 0 has not given {self._role.untold[0]}"
+        elif isinstance(self._line, LeaderLine):
+            absent = sorted(set(range(1, self.size)) - self._line.present)
+            if absent:
+                return f"ranks {absent} have not connected"
+            behind = missing(self._begun, self._begun[0])
+            if behind:
+                return f"ranks {behind} have not begun what is under way: {self._under_way()}"
+            if self._closing and not self._open:
+                return f"ranks {sorted(set(range(self.size)) - self._left)} have not closed"
+        return f"all have begun, and it does not end: {self._under_way()}"
+
+    def _under_way(self) -> str:
+        return ", ".join(str(operation.entry) for operation in list(self._open.values())[:3]) or "nothing"
+
+    def _end(self, error: BpsError) -> None:
+        with self._lock:
+            self._error = error
+            abandoned = list(self._open.values())
+            self._unheard = None if abandoned else error
+            self._open.clear()
+        self._line.tell(says.Failed(type(error).__name__, str(error)))
+        for operation in abandoned:
+            operation.on_done(error)

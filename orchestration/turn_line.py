@@ -1,0 +1,195 @@
+"""What the ranks of one group tell each other about turns (`turns`), over ZeroMQ: rank 0 listens, the others connect.
+
+Encrypted and authenticated by CURVE with keys that follow from a key of this group alone (`security.curve_pair`):
+whoever does not have it gets no byte back.
+"""
+from __future__ import annotations
+
+import os
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .errors import PeerLostError, ProtocolError
+from .security import curve_pair
+from .turns import Entry
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_LINGER_MS = 1000
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Another rank: it is there."""
+
+    rank: int
+
+
+class Turns(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: these begin next, in this order."""
+
+    entries: tuple[Entry, ...]
+
+
+class Begun(msgspec.Struct, tag=True, frozen=True):
+    """Another rank: it has begun so many in all."""
+
+    rank: int
+    count: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Anybody: nothing more is begun. `error`: the name of a class of `errors`; rank 0 passes it on."""
+
+    error: str
+    reason: str
+
+
+class Left(msgspec.Struct, tag=True, frozen=True):
+    """Another rank: it has what it wanted, and closes."""
+
+    rank: int
+
+
+Message = Hello | Turns | Begun | Failed | Left
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def _decode(data: bytes) -> Message:
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"what a rank said about turns is no message ({exc}): install one version of bpsfast "
+                            "everywhere") from exc
+
+
+class LeaderLine:
+    """Rank 0's end. Owner thread only; nothing blocks but `wait` and `close`.
+
+    Raises
+    ------
+    zmq.ZMQError
+        If no port can be had.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "scheduler")
+        self._socket.linger = _LINGER_MS  # before bind, see `Scheduler`
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.ipv6 = True
+        try:
+            self.port = self._socket.bind_to_random_port("tcp://*")
+        except BaseException:
+            self.close()
+            raise
+        self._names: dict[bytes, int] = {}
+
+    @property
+    def present(self) -> set[int]:
+        """The ranks that have said hello."""
+        return set(self._names.values())
+
+    def wait(self, wake_fd: int, timeout_s: float) -> None:
+        """Sleep until something can be read, *wake_fd* can, or the time is over."""
+        _wait((self._socket,), wake_fd, timeout_s)
+
+    def recv_nowait(self) -> list[Message]:
+        """Return everything that has arrived. Raises `ProtocolError`."""
+        received: list[Message] = []
+        while True:
+            try:
+                name, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return received
+            message = _decode(data)
+            if isinstance(message, Hello):
+                self._names[name] = message.rank
+            received.append(message)
+
+    def tell(self, message: Message) -> None:
+        """Say *message* to all who are present."""
+        data = _encode(message)
+        for name in self._names:
+            self._socket.send_multipart([name, data], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a second at most. Calling it again does nothing."""
+        if not self._context.closed:
+            self._socket.close()
+            self._context.term()
+
+
+class FollowerLine:
+    """Another rank's end, connected to *host*:*port*. Owner thread only; nothing blocks but `wait` and `close`."""
+
+    def __init__(self, host: str, port: int, key: bytes) -> None:
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._secure = self._lost = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "node")
+        self._socket.curve_serverkey = curve_pair(key, "scheduler")[0]
+        self._socket.identity = os.urandom(16).replace(b"\0", b"\1")
+        self._socket.linger = _LINGER_MS
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.ipv6 = True
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(f"tcp://{self.address}")
+
+    def wait(self, wake_fd: int, timeout_s: float) -> None:
+        """Sleep until something can be read, *wake_fd* can, or the time is over."""
+        _wait((self._socket, self._monitor), wake_fd, timeout_s)
+
+    def recv_nowait(self) -> list[Message]:
+        """Return everything that has arrived.
+
+        Raises
+        ------
+        PeerLostError
+            If the connection to rank 0 is gone and all it said has been returned.
+        ProtocolError
+            If it says what is no message.
+        """
+        lost = self._is_lost()  # before the last words are read, so that none is missed
+        received: list[Message] = []
+        while True:
+            try:
+                received.append(_decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        if lost and not received:
+            raise PeerLostError(f"rank 0's process is gone: its connection to {self.address} broke without a last word")
+        return received
+
+    def _is_lost(self) -> bool:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._secure = True
+            elif self._secure:
+                self._lost = True
+        return self._lost
+
+    def tell(self, message: Message) -> None:
+        """Say *message* to rank 0; before the connection stands, as soon as it does."""
+        self._socket.send(_encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a second at most. Calling it again does nothing."""
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+            self._context.term()
+
+
+def _wait(sockets: tuple[zmq.Socket[bytes], ...], wake_fd: int, timeout_s: float) -> None:
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    poller.register(wake_fd, zmq.POLLIN)
+    poller.poll(int(timeout_s * 1000))

@@ -1,0 +1,92 @@
+"""What ranks tell each other about turns, over real sockets on loopback."""
+from __future__ import annotations
+
+import os
+import secrets
+import time
+
+import pytest
+
+from bpsfast.orchestration.errors import PeerLostError, ProtocolError
+from bpsfast.orchestration.turn_line import Begun, Failed, FollowerLine, Hello, LeaderLine, Left, Turns
+from bpsfast.orchestration.turns import Entry
+
+KEY = secrets.token_bytes(32)
+LIMIT_S = 20.0
+ENTRY = Entry(name="a", part=3, nbytes=4, kind="float32 sum")
+
+
+@pytest.fixture
+def lines():
+    """A leader and two followers."""
+    leader = LeaderLine(KEY)
+    followers = [FollowerLine("127.0.0.1", leader.port, KEY) for _ in range(2)]
+    yield leader, followers
+    for line in (leader, *followers):
+        line.close()
+
+
+def receive(line, n):
+    """The next *n* messages."""
+    wake = os.eventfd(0)
+    received, until = [], time.monotonic() + LIMIT_S
+    try:
+        while len(received) < n:
+            assert time.monotonic() < until, f"{received} within {LIMIT_S} s"
+            line.wait(wake, 0.5)
+            received += line.recv_nowait()
+    finally:
+        os.close(wake)
+    return received
+
+
+def greet(leader, followers):
+    for rank, follower in enumerate(followers, 1):
+        follower.tell(Hello(rank))
+    receive(leader, len(followers))
+
+
+def test_everybody_hears_the_leader_and_the_leader_everybody(lines):
+    leader, followers = lines
+    assert leader.present == set()
+    greet(leader, followers)
+    assert leader.present == {1, 2}
+    leader.tell(Turns((ENTRY, ENTRY)))
+    leader.tell(Failed("StallError", "why"))
+    for follower in followers:
+        assert receive(follower, 2) == [Turns((ENTRY, ENTRY)), Failed("StallError", "why")]
+    followers[0].tell(Begun(1, 7))
+    followers[0].tell(Left(1))
+    assert receive(leader, 2) == [Begun(1, 7), Left(1)]
+
+
+def test_a_leader_that_is_gone_is_news_after_its_last_words(lines):
+    leader, followers = lines
+    greet(leader, followers)
+    leader.tell(Turns((ENTRY,)))
+    leader.close()
+    assert receive(followers[0], 1) == [Turns((ENTRY,))]
+    with pytest.raises(PeerLostError, match="process is gone"):
+        receive(followers[0], 1)
+
+
+def test_somebody_without_the_key_is_not_heard(lines):
+    leader, followers = lines
+    stranger = FollowerLine("127.0.0.1", leader.port, bytes(32))
+    stranger.tell(Hello(9))
+    greet(leader, followers)
+    assert leader.present == {1, 2}
+    stranger.close()
+
+
+def test_rubbish_is_named(lines):
+    leader, followers = lines
+    followers[0]._socket.send(b"rubbish")
+    with pytest.raises(ProtocolError, match="is no message"):
+        receive(leader, 1)
+
+
+def test_closing_twice_does_nothing(lines):
+    for line in (lines[0], *lines[1]):
+        line.close()
+        line.close()

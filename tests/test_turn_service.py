@@ -1,0 +1,175 @@
+"""Operations begun in one order on several ranks: real sockets, a thread a rank, operations that need all ranks."""
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+
+import pytest
+
+from bpsfast.orchestration.errors import BusyError, ClosedError, MismatchError, PeerLostError, StallError
+from bpsfast.orchestration.turns import Entry
+from bpsfast.turn_service import TurnService
+
+LIMIT_S = 30.0
+
+
+class Group:
+    """*size* ranks; an operation ends on all ranks when the last has begun it, as an all-reduce does."""
+
+    def __init__(self, size, credit_nbytes=1, timeout_s=LIMIT_S, absent=()):
+        self.size = size
+        self.begun = [[] for _ in range(size)]
+        self._lock = threading.Lock()
+        self._waiting = {}
+        boxes = [SimpleQueue() for _ in range(size)]
+
+        def agree(rank, said):
+            if rank == 0:
+                for box in boxes:
+                    box.put(said)
+            return boxes[rank].get(timeout=LIMIT_S)
+
+        self.services = []
+        for rank in range(size):
+            if rank not in absent:
+                self.services.append(TurnService(
+                    rank, size, lambda said, rank=rank: agree(rank, said), host="127.0.0.1",
+                    credit_nbytes=credit_nbytes, timeout_s=timeout_s))
+
+    def give(self, rank, name, priority=0, nbytes=1, fails=False):
+        """Give *rank* an operation; returns a future of its end."""
+        future = Future()
+
+        def begin(finish):
+            if fails:
+                raise OSError("no such device")
+            with self._lock:
+                self.begun[rank].append(name)
+                waiting = self._waiting.setdefault(name, [])
+                waiting.append(finish)
+                complete = waiting if len(waiting) == self.size else []
+                if complete:
+                    del self._waiting[name]
+            for each in complete:
+                each(None)
+
+        def done(error):
+            if error is None:
+                future.set_result(name)
+            else:
+                future.set_exception(error)
+
+        self.services[rank].submit(Entry(name=name, part=0, nbytes=nbytes, kind="test"), begin, done, priority)
+        return future
+
+    def close(self):
+        """Close all ranks; returns what they raise."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return [each.exception(LIMIT_S) for each in [pool.submit(service.close) for service in self.services]]
+
+
+@pytest.fixture
+def group():
+    """group(size, ...) -> Group, closed at the end."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Group(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_ranks_begin_in_rank_0s_order_of_urgency(group, size):
+    ranks = group(size)
+    names = [f"t{i}" for i in range(20)]
+    futures = []
+    for rank in range(size):
+        for name in random.Random(rank).sample(names, 20) if rank else names:
+            futures.append(ranks.give(rank, name, priority=int(name[1:])))
+    assert sorted(future.result(LIMIT_S) for future in futures) == sorted(names * size)
+    assert all(order == ranks.begun[0] for order in ranks.begun) and sorted(ranks.begun[0]) == sorted(names)
+    # t0 had begun when the others came: credit was for one
+    assert size == 1 or ranks.begun[0][2:] == sorted(ranks.begun[0][2:], key=lambda name: -int(name[1:]))
+    assert ranks.close() == [None] * size
+
+
+def test_a_name_can_come_again_when_its_future_is_done_and_not_before(group):
+    ranks = group(2)
+    for _ in range(50):
+        first = ranks.give(0, "a")
+        with pytest.raises(BusyError, match="given twice"):
+            ranks.give(0, "a")
+        second = ranks.give(1, "a")
+        assert first.result(LIMIT_S) == second.result(LIMIT_S) == "a"
+
+
+def test_closing_waits_for_what_was_given(group):
+    ranks = group(2)
+    futures = [ranks.give(rank, f"t{i}") for rank in (0, 1) for i in range(5)]
+    assert ranks.close() == [None, None]
+    assert all(future.done() for future in futures)
+    with pytest.raises(ClosedError, match="after close"):
+        ranks.give(0, "late")
+
+
+def test_who_has_not_given_something_is_named_on_every_rank(group):
+    ranks = group(3, timeout_s=0.5)
+    given = [ranks.give(0, "a"), ranks.give(1, "a")]
+    for future in given:
+        with pytest.raises(StallError, match=r"on rank 2 .*'a' part 0 .* has not been given here"):
+            future.result(LIMIT_S)
+    with pytest.raises(StallError):
+        ranks.give(2, "a")
+
+
+def test_what_rank_0_has_not_given_is_named(group):
+    ranks = group(2, timeout_s=0.5)
+    with pytest.raises(StallError, match="rank 0 has not given 'b' part 0"):
+        ranks.give(1, "b").result(LIMIT_S)
+
+
+def test_a_rank_that_never_comes_is_named(group):
+    ranks = group(2, timeout_s=0.3, absent=(1,))
+    with pytest.raises(StallError, match=r"ranks \[1\] have not connected"):
+        ranks.give(0, "a").result(LIMIT_S)
+
+
+def test_ranks_that_differ_are_told_how(group):
+    ranks = group(2)
+    futures = [ranks.give(0, "a", nbytes=4), ranks.give(1, "a", nbytes=5)]
+    for future in futures:
+        with pytest.raises(MismatchError, match="4 bytes, test on rank 0, 5 bytes, test here"):
+            future.result(LIMIT_S)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_operation_that_fails_ends_the_group_with_its_words(group, rank):
+    ranks = group(2)
+    futures = [ranks.give(each, "a", fails=each == rank) for each in (0, 1)]
+    for future in futures:
+        with pytest.raises(PeerLostError, match=f"rank {rank} failed: OSError: no such device"):
+            future.result(LIMIT_S)
+
+
+def test_a_rank_that_closed_gives_nothing_more(group):
+    ranks = group(2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ranks.services[1].close).result(LIMIT_S)
+    with pytest.raises(PeerLostError, match="rank 1 has closed, and will not give 'a'"):
+        ranks.give(0, "a").result(LIMIT_S)
+
+
+def test_rank_0_closes_when_all_have(group):
+    ranks = group(2)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(ranks.services[0].close)
+        future = ranks.give(1, "a")
+        with pytest.raises(PeerLostError, match="rank 0 has closed, and has never given 'a'"):
+            future.result(LIMIT_S)
+        assert isinstance(closing.exception(LIMIT_S), PeerLostError)
