@@ -5,6 +5,7 @@ gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
 """
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,9 +16,19 @@ from functools import partial
 import msgspec
 
 from .orchestration import errors, turn_line as says
-from .orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, StallError
+from .orchestration.errors import (
+    BpsError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    PeerLostError,
+    StallError,
+    UnsupportedError,
+)
 from .orchestration.turn_line import FollowerLine, LeaderLine
 from .orchestration.turns import Entry, Follower, Leader, missing
+
+log = logging.getLogger("bpsfast.turns")
 
 #: Tells that an operation is done, or why not; once, from any thread.
 Finish = Callable[[BaseException | None], None]
@@ -39,11 +50,12 @@ class _Operation:
 
 
 class _Meeting(msgspec.Struct, frozen=True):
-    """Where rank 0 listens, and the group's key."""
+    """Where rank 0 listens, and the group's key; or why it does not."""
 
-    host: str
-    port: int
-    key: bytes
+    host: str = ""
+    port: int = 0
+    key: bytes = b""
+    error: str = ""
 
 
 class TurnService:
@@ -54,21 +66,26 @@ class TurnService:
     agree
         Returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere).
     host
-        Where the others reach this process; only rank 0's counts.
+        Returns where the others reach this process; only asked on rank 0. May raise OSError.
     credit_nbytes
         Bytes that may be under way at a time; only rank 0's counts.
     timeout_s
         How long nothing may happen while something is to be done.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if rank 0 cannot listen.
     """
 
-    def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: str, credit_nbytes: int,
-                 timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
+                 credit_nbytes: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
         self._role: Leader | Follower = Leader(credit_nbytes) if rank == 0 else Follower()
+        self._wake = -1
         self._line = self._meet(agree, host)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], _Operation] = {}
         self._inbox: deque[tuple[_Operation, bool, BaseException | None]] = deque()
@@ -78,26 +95,47 @@ class TurnService:
         self._begun = [0] * size
         self._left: set[int] = set()
         self._progress = time.monotonic()
-        if rank != 0:
-            self._line.tell(says.Hello(rank))
         self._thread = threading.Thread(target=self._run, name="bpsfast-turns", daemon=True)
-        self._thread.start()
+        try:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if rank != 0:
+                self._line.tell(says.Hello(rank))
+            self._thread.start()
+        except BaseException:
+            self._free()
+            raise
 
-    def _meet(self, agree: Callable[[bytes | None], bytes], host: str) -> LeaderLine | FollowerLine:
-        if self.rank == 0:
-            key = os.urandom(_KEY_NBYTES)
+    def _meet(self, agree: Callable[[bytes | None], bytes], host: Callable[[], str]) -> LeaderLine | FollowerLine:
+        if self.rank != 0:
+            meeting = msgspec.msgpack.decode(agree(None), type=_Meeting)
+            if meeting.error:
+                raise ConfigError(f"rank 0 cannot be reached by the other ranks: {meeting.error}")
+            return FollowerLine(meeting.host, meeting.port, meeting.key)
+        key = os.urandom(_KEY_NBYTES)
+        try:
+            own_host = host()
             line = LeaderLine(key)
-            try:
-                agree(msgspec.msgpack.encode(_Meeting(host, line.port, key)))
-            except BaseException:
-                line.close()
-                raise
-            return line
-        meeting = msgspec.msgpack.decode(agree(None), type=_Meeting)
-        return FollowerLine(meeting.host, meeting.port, meeting.key)
+        except OSError as exc:  # what ZeroMQ raises is one
+            agree(msgspec.msgpack.encode(_Meeting(error=str(exc))))
+            raise ConfigError(f"rank 0 cannot be reached by the other ranks: {exc}") from exc
+        try:
+            agree(msgspec.msgpack.encode(_Meeting(own_host, line.port, key)))
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def _free(self) -> None:
+        self._line.close()
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
 
     def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
-        """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end, in another thread.
+        """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end.
+
+        Both are called by the service's thread, which must not wait in them: it keeps all deadlines.
 
         Raises
         ------
@@ -109,7 +147,7 @@ class TurnService:
         operation = _Operation(entry, begin, on_done, priority)
         with self._lock:
             if self._error is not None:
-                raise self._error
+                raise type(self._error)(str(self._error))
             if self._closing:
                 raise ClosedError(f"{entry} was given after close()")
             if entry.key in self._open:
@@ -121,18 +159,22 @@ class TurnService:
         self._post(operation, True, None)
 
     def close(self) -> None:
-        """Wait for what was given, on all ranks, and end the thread. Calling it again does nothing.
+        """Wait for what was given here, on rank 0 for all ranks to close, and end the thread. Again: does nothing.
 
         Raises
         ------
         PeerLostError, StallError, MismatchError
             What kept the group from going on, where no operation was left to hear of it.
         """
-        self._closing = True
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._progress = time.monotonic()
         self._notify()
         self._thread.join()
         if self._unheard is not None:
-            raise self._unheard
+            unheard, self._unheard = self._unheard, None
+            raise unheard
 
     @property
     def error(self) -> BpsError | None:
@@ -160,10 +202,7 @@ class TurnService:
         except Exception as exc:
             self._end(PeerLostError(f"an operation of rank {self.rank} failed: {type(exc).__name__}: {exc}"))
         finally:
-            self._line.close()
-            with self._lock:
-                os.close(self._wake)
-                self._wake = -1
+            self._free()
 
     def _is_over(self) -> bool:
         """Whether all is done that was given; says so to the others."""
@@ -217,6 +256,9 @@ class TurnService:
             self._begun[message.rank] = message.count
         elif isinstance(message, says.Left):
             self._left.add(message.rank)
+            if self._begun[message.rank] < self._begun[0]:
+                raise PeerLostError(f"rank {message.rank} has closed, and will not give what is under way: "
+                                    f"{self._under_way()}")
         elif isinstance(message, says.Failed):
             raise getattr(errors, message.error, PeerLostError)(message.reason)
 
@@ -237,14 +279,17 @@ class TurnService:
     def _begin(self, turns: list[Entry]) -> None:
         for entry in turns:
             operation = self._open[entry.key]
-            operation.begin(partial(self._post, operation, False))
+            try:
+                operation.begin(partial(self._post, operation, False))
+            except Exception as exc:
+                raise UnsupportedError(f"{entry} could not be begun on rank {self.rank}: {type(exc).__name__}: "
+                                       f"{exc}") from exc
             self._begun[self.rank] += 1
         if turns and self.rank != 0:
             self._line.tell(says.Begun(self.rank, self._begun[self.rank]))
 
     def _look_at_the_clock(self, now: float) -> None:
-        role = self._role
-        knows = isinstance(role, Follower) and (role.awaited is not None or bool(role.untold))
+        knows = isinstance(self._role, Follower) and self._role.awaited is not None
         if not knows and not self._open and not self._closing:
             return
         idle_s = now - self._progress
@@ -254,6 +299,8 @@ class TurnService:
 
     def _what_is_missing(self) -> str:
         if isinstance(self._role, Follower):
+            if isinstance(self._line, FollowerLine) and not self._line.is_connected:
+                return f"there is no connection to rank 0 at {self._line.address}"
             if self._role.awaited is not None:
                 return f"{self._role.awaited} has not been given here, rank 0 has given it"
             if self._role.untold:
@@ -278,6 +325,9 @@ class TurnService:
             abandoned = list(self._open.values())
             self._unheard = None if abandoned else error
             self._open.clear()
-        self._line.tell(says.Failed(type(error).__name__, str(error)))
+        try:
+            self._line.tell(says.Failed(type(error).__name__, str(error)))
+        except OSError:  # ZeroMQ's are
+            log.exception("the other ranks could not be told that their group has failed: %s", error)
         for operation in abandoned:
             operation.on_done(error)

@@ -140,6 +140,11 @@ class FollowerLine:
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(f"tcp://{self.address}")
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether rank 0 has been understood, and `recv_nowait` has not found it gone."""
+        return self._secure and not self._lost
+
     def wait(self, wake_fd: int, timeout_s: float) -> None:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
         _wait((self._socket, self._monitor), wake_fd, timeout_s)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..launch.roles import is_loopback
-from ..orchestration.errors import ConfigError, UnsupportedError
+from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..orchestration.turns import Entry
 from ..turn_service import Finish, TurnService
 
@@ -32,8 +34,8 @@ def schedule(group: dist.ProcessGroup | None = None, *, partition_nbytes: int = 
              credit_nbytes: int = _CREDIT_NBYTES, timeout_s: float = 300.0) -> Schedule:
     """Return what sums over *group* (None: all ranks) by urgency. Collective: every rank of the group calls it.
 
-    From then on nobody else may begin all-reduces of *group*: give it a group of its own (`dist.new_group`) where other
-    code uses the default one.
+    From then on nobody else may begin anything of *group*, not even a barrier: give it a group of its own
+    (`dist.new_group`) where other code uses the default one.
 
     Parameters
     ----------
@@ -66,7 +68,9 @@ class Schedule:
         self._group = group
         self._partition_nbytes = partition_nbytes
         self.size = dist.get_world_size(group)
-        self._turns = TurnService(rank, self.size, self._agree, host=_own_host(), credit_nbytes=credit_nbytes,
+        self._lock = threading.Lock()
+        self._names: set[str] = set()  # under way: a part of the old round may be done when others are not
+        self._turns = TurnService(rank, self.size, self._agree, host=_own_host, credit_nbytes=credit_nbytes,
                                   timeout_s=timeout_s)
 
     def _agree(self, said: bytes | None) -> bytes:
@@ -86,7 +90,7 @@ class Schedule:
         Raises
         ------
         UnsupportedError
-            If the tensor is sparse or not contiguous, or integers are to be averaged.
+            If the tensor is sparse or not contiguous, integers are to be averaged, or *op* has parameters.
         BusyError
             If the name is under way.
         ClosedError, PeerLostError, StallError, MismatchError
@@ -95,27 +99,45 @@ class Schedule:
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             raise UnsupportedError(f"{name!r}, {tensor.layout} of shape {tuple(tensor.shape)} with strides "
                                    f"{tensor.stride() if tensor.layout == torch.strided else '-'}, is not contiguous")
+        if average and (op is not None and op != dist.ReduceOp.SUM):
+            raise UnsupportedError(f"{name!r}: an average is a sum's, and op is {op!r}")
         if average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise UnsupportedError(f"{name!r} is {tensor.dtype}: only floating point is averaged")
         op = dist.ReduceOp.SUM if op is None else op
+        if not isinstance(op, dist.ReduceOp.RedOpType):
+            raise UnsupportedError(f"{name!r}: op must be ReduceOp.SUM or another one of its kind, got {op!r}")
         flat = tensor.detach().view(-1)
         n_each = max(1, self._partition_nbytes // tensor.element_size())
         pieces = flat.split(n_each) if flat.numel() else (flat,)
-        kind = f"{str(tensor.dtype).removeprefix('torch.')} {str(op).rsplit('.', 1)[-1].lower()}"
-        whole = _Whole(tensor, len(pieces), self.size if average else 1)
+        kind = (f"of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}, "
+                f"{'average' if average else op.name.lower()}")
+        with self._lock:
+            if name in self._names:
+                raise BusyError(f"{name!r} was given twice before its first sum was there: wait for its future, or "
+                                "take another name")
+            self._names.add(name)
+        whole = _Whole(tensor, len(pieces), self.size if average else 1, partial(self._forget, name))
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         for part, piece in enumerate(pieces):
             entry = Entry(name=name, part=part, nbytes=piece.numel() * piece.element_size(), kind=kind)
             self._turns.submit(entry, partial(self._begin, piece, op, stream), whole.done, priority)
         return whole.future
 
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._names.discard(name)
+
     def _begin(self, piece: torch.Tensor, op: Any, stream: Any, finish: Finish) -> None:
-        with torch.cuda.stream(stream):  # the one that makes the tensor; None on a CPU: nothing
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():  # what makes the tensor comes first
             work = dist.all_reduce(piece, op, self._group, async_op=True)
-            work.get_future().add_done_callback(partial(_tell, stream, finish))
+        if stream is None:
+            work.get_future().add_done_callback(partial(_tell, finish))
+        else:
+            threading.Thread(
+                target=_await, args=(work, stream.device, finish), name="bpsfast-card", daemon=True).start()
 
     def close(self) -> None:
-        """Wait until all ranks have what they gave, and close. Collective, before destroy_process_group."""
+        """Wait until this rank has what it gave (rank 0: until all have), and close. Before destroy_process_group."""
         self._turns.close()
 
     def __enter__(self) -> Schedule:
@@ -128,7 +150,8 @@ class Schedule:
 def bucket_hook(schedule, bucket):  # type: ignore[no-untyped-def]  # torch refuses names of classes as annotations
     """Average a bucket of DistributedDataParallel: `register_comm_hook(schedule, bucket_hook)`.
 
-    The last bucket holds what the forward pass needs first: it goes first.
+    The last bucket holds what the forward pass needs first: it goes first. One model a schedule, whose group is not the
+    model's own: that one has barriers and the like.
     """
     index = bucket.index()
     future = schedule.all_reduce(bucket.buffer(), name=f"bucket {index}", priority=index, average=True)
@@ -137,14 +160,15 @@ def bucket_hook(schedule, bucket):  # type: ignore[no-untyped-def]  # torch refu
 
 
 class _Whole:
-    """A tensor whose *n_parts* are reduced one by one."""
+    """A tensor whose *n_parts* are reduced one by one; *on_end* is called just before its future is done."""
 
-    def __init__(self, tensor: torch.Tensor, n_parts: int, divisor: int) -> None:
+    def __init__(self, tensor: torch.Tensor, n_parts: int, divisor: int, on_end: Callable[[], None]) -> None:
         devices: list[Any] = [tensor.device] if tensor.is_cuda else []
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._tensor = tensor
         self._n_left = n_parts
         self._divisor = divisor
+        self._on_end = on_end
 
     def done(self, error: BaseException | None) -> None:
         """Note the end of one part; always called from one thread."""
@@ -152,33 +176,42 @@ class _Whole:
             return
         if error is not None:
             self._n_left = 0
+            self._on_end()
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
             return
         self._n_left -= 1
         if self._n_left == 0:
             if self._divisor > 1:
-                self._tensor.detach().div_(self._divisor)
+                try:
+                    self._tensor.detach().div_(self._divisor)
+                except Exception as exc:
+                    self._n_left = 1
+                    self.done(exc)
+                    return
+            self._on_end()
             self.future.set_result(self._tensor)
 
 
-def _tell(stream: Any, finish: Finish, done: Any) -> None:
-    """Say that an operation is done: on a GPU not when it is queued, but when the card has done it."""
+def _tell(finish: Finish, done: Any) -> None:
     try:
         done.value()
     except Exception as exc:
         finish(exc)
-        return
-    if stream is None:
+    else:
         finish(None)
-        return
-    event = torch.cuda.Event()
-    event.record()  # torch runs the callback in a stream that waits for the operation
-    threading.Thread(target=_await, args=(event, finish), name="bpsfast-card", daemon=True).start()
 
 
-def _await(event: Any, finish: Finish) -> None:
-    event.synchronize()
-    finish(None)
+def _await(work: Any, device: Any, finish: Finish) -> None:
+    """Wait until the card has done *work*; its future is done when it is queued."""
+    try:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            work.wait()
+        stream.synchronize()
+    except Exception as exc:
+        finish(exc)
+    else:
+        finish(None)
 
 
 def _own_host() -> str:
