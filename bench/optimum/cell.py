@@ -42,8 +42,7 @@ class Ground:
 
     def __enter__(self) -> Ground:
         with self._stack as stack:
-            self._cluster = stack.enter_context(Cluster(
-                list(self._layout.rates), rates=dict(self._layout.rates), port_nbytes=self._layout.port_nbytes))
+            self._cluster = stack.enter_context(Cluster(list(self._layout.rates), rates=dict(self._layout.rates)))
             n = len(self._layout.workers)
             self._hall = stack.enter_context(Hall(n, n, self._cluster))
             self._stack = stack.pop_all()

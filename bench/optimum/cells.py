@@ -24,16 +24,12 @@ SETS = ("equal", "unequal", "models")
 
 @dataclass(frozen=True)
 class Layout:
-    """Machines of one cluster. `workers`, `helpers`: each one's link, relative to `rate_bits` (bits/s each way).
-
-    `port_nbytes`: what may wait at a port of the switch; 0: `Cluster`'s own.
-    """
+    """Machines of one cluster. `workers`, `helpers`: each one's link, relative to `rate_bits` (bits/s each way)."""
 
     title: str
     workers: tuple[float, ...]
     helpers: tuple[float, ...]
     rate_bits: float
-    port_nbytes: int = 0
 
     @property
     def rates(self) -> dict[str, float]:
@@ -138,11 +134,8 @@ def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
 
 
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
-    """Lists of whole tensors, 16 or 32 times smaller, as is what BytePS cuts them into by default.
-
-    A port holds two such partitions from each worker: else what is measured of the hash is how TCP takes drops.
-    """
-    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _rate_bits(12), port_nbytes=6 << 20)
+    """Lists of whole tensors, 16 or 32 times smaller, as is what BytePS cuts them into by default."""
+    layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _rate_bits(12))
     cells = []
     for model, divisor in (("vgg16", 64), ("bert-large", 128)) if quick else (("vgg16", 16), ("bert-large", 32)):
         nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())

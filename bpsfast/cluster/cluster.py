@@ -127,8 +127,6 @@ class Cluster:
         None: not shaped; else one `Rate` for all, or one for each name.
     mtu
         Of all links, bytes.
-    port_nbytes
-        What may wait at each of the switch's ports before packets are dropped; 0: see `netns.shape`.
 
     Raises
     ------
@@ -137,8 +135,7 @@ class Cluster:
     """
 
     def __init__(
-        self, machines: Sequence[str] | int, rates: Rate | Mapping[str, Rate] | None = None, *, mtu: int = 1500,
-        port_nbytes: int = 0,
+        self, machines: Sequence[str] | int, rates: Rate | Mapping[str, Rate] | None = None, *, mtu: int = 1500
     ) -> None:
         names = [f"m{i}" for i in range(machines)] if isinstance(machines, int) else list(machines)
         if not 0 < len(names) < 250 or len({*names, _HUB}) != len(names) + 1 or any("/" in name for name in names):
@@ -162,7 +159,7 @@ class Cluster:
                 limit = limits[name]
                 if limit is not None:
                     netns.shape(machine.namespace, "eth0", limit[0])
-                    netns.shape(self.hub.namespace, f"port{i}", limit[1], port_nbytes)
+                    netns.shape(self.hub.namespace, f"port{i}", limit[1])
         except BaseException:
             self.close()
             raise

@@ -118,15 +118,12 @@ def plug(hub: str, port: str, name: str, address: str, mtu: int) -> None:
     ip("-n", name, "link", "set", "eth0", "up")
 
 
-def shape(name: str, interface: str, rate_bits: float, queue_nbytes: int = 0) -> None:
-    """Limit what leaves *interface* of namespace *name* to *rate_bits* per second (a token bucket).
-
-    *queue_nbytes* is what may wait there before packets are dropped, by default 50 ms of the rate and 640 KiB at least.
-    """
+def shape(name: str, interface: str, rate_bits: float) -> None:
+    """Limit what leaves *interface* of namespace *name* to *rate_bits* per second (a token bucket)."""
     rate_bytes = rate_bits / 8
     # the bucket holds two timer ticks and at least two 64 KiB segments: a smaller one makes the kernel cut segments up
     burst = max(int(rate_bytes * 0.002), 160 * 1024)
-    limit = max(queue_nbytes or int(rate_bytes * 0.05), 4 * burst)
+    limit = max(int(rate_bytes * 0.05), 4 * burst)
     _run("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", f"{int(rate_bits)}bit",
          "burst", str(burst), "limit", str(limit))
 
