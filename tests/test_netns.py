@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.cluster import netns
+from bpsfast.cluster import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -103,18 +103,49 @@ def test_a_process_number_used_again_is_not_its_former_owner():
     assert name not in names()
 
 
+_ENDS = {
+    "a": """
+listener = socket.create_server(("{address}", 7000))
+print("listens", flush=True)
+end, _ = listener.accept()""",
+    "b": """
+end = socket.create_connection(("{address}", 7000))""",
+}
+_CONTROL = """
+print(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode(), flush=True)
+end.recv(1)
+"""
+
+
 @root
-def test_tcp_in_a_namespace_is_that_of_a_fast_network():
-    folder = Path("/proc/sys/net/ipv4")
-    if "cubic" not in (folder / "tcp_available_congestion_control").read_text().split():
+def test_tcp_between_machines_is_that_of_a_fast_network():
+    controls = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if "cubic" not in controls:
         pytest.skip("this kernel has no cubic")
-    before = (folder / "tcp_min_rtt_wlen").read_text()
-    name = netns.unused_names(["cubic"])["cubic"]
+    with Cluster(["a", "b"]) as cluster:
+        ends = []
+        for name, begin in _ENDS.items():
+            script = "import socket" + begin.format(address=cluster["a"].address) + _CONTROL
+            ends.append(cluster[name].popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True))
+            if name == "a":
+                assert ends[0].stdout.readline() == "listens\n"
+        try:
+            assert [end.stdout.readline() for end in ends] == ["cubic\n", "cubic\n"]
+        finally:
+            for end in ends:
+                end.kill()
+                end.wait()
+                end.stdout.close()
+
+
+@root
+def test_tcp_in_a_namespace_keeps_the_shortest_answers_time():
+    setting = Path("/proc/sys/net/ipv4/tcp_min_rtt_wlen")
+    before = setting.read_text()
+    name = netns.unused_names(["tcp"])["tcp"]
     netns.create(name)
     try:
-        found = netns.ip("netns", "exec", name, "cat", str(folder / "tcp_congestion_control"),
-                         str(folder / "tcp_min_rtt_wlen"))
-        assert found == "cubic\n86400\n"
+        assert netns.ip("netns", "exec", name, "cat", str(setting)) == "86400\n"
     finally:
         netns.remove(name)
-    assert (folder / "tcp_min_rtt_wlen").read_text() == before, "the machine's own stays as it was"
+    assert setting.read_text() == before, "the machine's own stays as it was"

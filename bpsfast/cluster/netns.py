@@ -5,6 +5,7 @@ owner, so that whoever comes next can tell a namespace whose owner was killed fr
 """
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import os
@@ -21,8 +22,8 @@ from ..orchestration.errors import CapacityError, ConfigError, StallError
 
 _PREFIX = "bpsfast."
 _IPV4 = Path("/proc/sys/net/ipv4")
-#: Of a namespace, where the kernel knows them: see `create`.
-_SETTINGS = {"tcp_congestion_control": "cubic", "tcp_min_rtt_wlen": "86400"}
+_CONGESTION_CONTROL = "cubic"  # see `_connect`
+_MIN_RTT_WLEN_S = 86400  # see `create`
 _FOLDER = Path("/run/netns")
 _COMMAND_TIMEOUT_S = 20.0
 _serial = itertools.count()
@@ -87,26 +88,21 @@ def unused_names(machines: list[str]) -> dict[str, str]:
 
 
 def create(name: str) -> None:
-    """Make the namespace *name*, its loopback up, TCP there as on a fast network whose links are idle now and then.
+    """Make the namespace *name*, its loopback up, TCP there as on a network whose links are idle now and then.
 
-    It controls congestion as Linux does unless told otherwise: what this machine prefers is inherited else, and on slow
-    links with traffic both ways bbr carries 5 to 15 % less than they can, never twice the same. And it does not forget
-    the shortest time that an answer took: after 300 s on links that are never idle it would take the time in the queues
-    for it, 150 ms, and cut what it sends into packets for a path like that (10 % more of them).
+    It does not forget the shortest time that an answer took: after 300 s on links that are never idle it would take the
+    time in the queues for it, 150 ms, and cut what it sends into packets for a path like that (10 % more of them).
     """
     ip("netns", "add", name)
     ip("-n", name, "link", "set", "lo", "up")
-    controls = (_IPV4 / "tcp_available_congestion_control").read_text().split()
-    for setting, value in _SETTINGS.items():
-        if setting != "tcp_congestion_control" or value in controls:
-            ip("netns", "exec", name, "sh", "-c", f"test ! -e {_IPV4 / setting} || echo {value} > {_IPV4 / setting}")
+    setting = _IPV4 / "tcp_min_rtt_wlen"
+    ip("netns", "exec", name, "sh", "-c", f"test ! -e {setting} || echo {_MIN_RTT_WLEN_S} > {setting}")
 
 
 def create_bridge(name: str, address: str) -> None:
     """Make the bridge ``br0`` with *address* ("10.0.0.1/24") in namespace *name*."""
     ip("-n", name, "link", "add", "br0", "type", "bridge")
-    ip("-n", name, "addr", "add", address, "dev", "br0")
-    ip("-n", name, "link", "set", "br0", "up")
+    _connect(name, "br0", address)
 
 
 def plug(hub: str, port: str, name: str, address: str, mtu: int) -> None:
@@ -114,8 +110,22 @@ def plug(hub: str, port: str, name: str, address: str, mtu: int) -> None:
     ip("link", "add", "name", "eth0", "netns", name, "mtu", str(mtu), "type", "veth",
        "peer", "name", port, "netns", hub, "mtu", str(mtu))
     ip("-n", hub, "link", "set", port, "master", "br0", "up")
-    ip("-n", name, "addr", "add", address, "dev", "eth0")
-    ip("-n", name, "link", "set", "eth0", "up")
+    _connect(name, "eth0", address)
+
+
+def _connect(name: str, interface: str, address: str) -> None:
+    """Give *interface* its address, and TCP over it the congestion control that Linux has unless told otherwise.
+
+    Else a namespace has what this machine prefers, and on slow links with traffic both ways bbr carries 5 to 15 % less
+    than they can, never twice the same. The route says so, not the namespace's setting: that one takes only what the
+    machine allows its unprivileged users.
+    """
+    ip("-n", name, "addr", "add", address, "dev", interface)
+    ip("-n", name, "link", "set", interface, "up")
+    if _CONGESTION_CONTROL in (_IPV4 / "tcp_available_congestion_control").read_text().split():
+        own = ipaddress.ip_interface(address)
+        ip("-n", name, "route", "change", str(own.network), "dev", interface, "proto", "kernel", "scope", "link",
+           "src", str(own.ip), "congctl", _CONGESTION_CONTROL)
 
 
 def shape(name: str, interface: str, rate_bits: float) -> None:
