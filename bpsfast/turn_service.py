@@ -5,7 +5,7 @@ gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
 """
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import threading
 import time
@@ -18,7 +18,6 @@ import msgspec
 from .orchestration import errors, turn_line as says
 from .orchestration.errors import (
     BpsError,
-    BusyError,
     ClosedError,
     ConfigError,
     PeerLostError,
@@ -26,9 +25,7 @@ from .orchestration.errors import (
     UnsupportedError,
 )
 from .orchestration.turn_line import FollowerLine, LeaderLine
-from .orchestration.turns import Entry, Follower, Leader, missing
-
-log = logging.getLogger("bpsfast.turns")
+from .orchestration.turns import Entry, Follower, Leader
 
 #: Tells that an operation is done, or why not; once, from any thread.
 Finish = Callable[[BaseException | None], None]
@@ -42,11 +39,10 @@ _GRACE_S = 2.0, 4.0
 class _Operation:
     """One operation on its way. `on_done` hears None or an error, in the service's thread."""
 
-    def __init__(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int) -> None:
+    def __init__(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish) -> None:
         self.entry = entry
         self.begin = begin
         self.on_done = on_done
-        self.priority = priority
 
 
 class _Meeting(msgspec.Struct, frozen=True):
@@ -86,9 +82,9 @@ class TurnService:
         self._role: Leader | Follower = Leader(credit_nbytes) if rank == 0 else Follower()
         self._wake = -1
         self._line = self._meet(agree, host)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what both threads write: role, open operations, error, closing, wake
         self._open: dict[tuple[str, int], _Operation] = {}
-        self._inbox: deque[tuple[_Operation, bool, BaseException | None]] = deque()
+        self._ended: deque[tuple[_Operation, BaseException | None]] = deque()
         self._error: BpsError | None = None
         self._unheard: BpsError | None = None
         self._closing = False
@@ -115,7 +111,7 @@ class TurnService:
         try:
             own_host = host()
             line = LeaderLine(key)
-        except OSError as exc:  # what ZeroMQ raises is one
+        except (OSError, ConfigError) as exc:
             agree(msgspec.msgpack.encode(_Meeting(error=str(exc))))
             raise ConfigError(f"rank 0 cannot be reached by the other ranks: {exc}") from exc
         try:
@@ -144,19 +140,15 @@ class TurnService:
         ClosedError, PeerLostError, StallError, MismatchError
             If nothing more can be begun: this is closed, or what happened to the group.
         """
-        operation = _Operation(entry, begin, on_done, priority)
         with self._lock:
             if self._error is not None:
                 raise type(self._error)(str(self._error))
             if self._closing:
                 raise ClosedError(f"{entry} was given after close()")
-            if entry.key in self._open:
-                raise BusyError(f"{entry} was given twice before the first sum was there: wait for its future, or give "
-                                "it another name")
-            if not self._open:
-                self._progress = time.monotonic()
-            self._open[entry.key] = operation
-        self._post(operation, True, None)
+            self._role.give(entry, priority)
+            self._open[entry.key] = _Operation(entry, begin, on_done)
+            self._progress = time.monotonic()
+        self._notify()
 
     def close(self) -> None:
         """Wait for what was given here, on rank 0 for all ranks to close, and end the thread. Again: does nothing.
@@ -176,15 +168,11 @@ class TurnService:
             unheard, self._unheard = self._unheard, None
             raise unheard
 
-    @property
-    def error(self) -> BpsError | None:
-        """What ended the group, if it did not end well."""
-        return self._error
-
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _post(self, operation: _Operation, is_new: bool, error: BaseException | None) -> None:
-        self._inbox.append((operation, is_new, error))
+    def _finished(self, operation: _Operation, error: BaseException | None) -> None:
+        """Note an operation's end. Any thread."""
+        self._ended.append((operation, error))
         self._notify()
 
     def _notify(self) -> None:
@@ -205,46 +193,54 @@ class TurnService:
             self._free()
 
     def _is_over(self) -> bool:
-        """Whether all is done that was given; says so to the others."""
+        """Whether all is done that was given; says so to the others, rank 0 until all have said so."""
         if not self._closing or self._open or not self._all_are_here:
             return False
         if self.rank not in self._left:
-            self._left.add(self.rank)
-            self._line.tell(says.Left(self.rank))
             self._progress = time.monotonic()
+        self._left.add(self.rank)
+        self._say(says.Left(self.rank))
         return self.rank != 0 or len(self._left) == self.size
 
     @property
     def _all_are_here(self) -> bool:
         return not isinstance(self._line, LeaderLine) or len(self._line.present) == self.size - 1
 
+    def _say(self, message: says.Message) -> None:
+        """Tell the other end: rank 0 all who have not left, the others rank 0."""
+        if isinstance(self._line, FollowerLine):
+            self._line.tell(message)
+            return
+        gone = self._line.tell(message, but=self._left)
+        if gone:
+            for last in self._line.recv_nowait():
+                self._hear(last)
+            lost = sorted(set(gone) - self._left)
+            if lost:
+                raise PeerLostError(f"the processes of ranks {lost} are gone: their connections broke without a last "
+                                    "word")
+
     def _turn(self, now: float) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
-        n_before = len(self._inbox), sum(self._begun)
-        while self._inbox:
-            self._take(*self._inbox.popleft())
+        while self._ended:
+            self._conclude(*self._ended.popleft())
+            self._progress = now
         for message in self._line.recv_nowait():
             self._hear(message)
-            self._progress = now
-        self._begin(self._turns())
-        if n_before != (0, sum(self._begun)):
+            if message != says.Left(0):  # which comes again and again
+                self._progress = now
+        turns = self._turns()
+        if turns:
+            self._begin(turns)
             self._progress = now
         self._look_at_the_clock(now)
 
-    def _take(self, operation: _Operation, is_new: bool, error: BaseException | None) -> None:
-        if is_new:
-            if isinstance(self._role, Leader):
-                self._role.give(operation.entry, operation.priority)
-            else:
-                self._role.give(operation.entry)
-            return
+    def _conclude(self, operation: _Operation, error: BaseException | None) -> None:
         if error is not None:
             raise PeerLostError(f"{operation.entry} failed on rank {self.rank}: {error}") from error
-        self._role.done(operation.entry)
         with self._lock:
+            self._role.done(operation.entry)
             del self._open[operation.entry.key]
         operation.on_done(None)
 
@@ -263,39 +259,44 @@ class TurnService:
             raise getattr(errors, message.error, PeerLostError)(message.reason)
 
     def _turns(self) -> list[Entry]:
-        if isinstance(self._role, Follower):
-            if 0 in self._left and self._role.untold:
-                raise PeerLostError(f"rank 0 has closed, and has never given {self._role.untold[0]}")
-            return self._role.turns()
+        """Take what begins here now; rank 0 tells the others."""
         if not self._all_are_here:
             return []
-        turns = self._role.turns()
-        if turns:
+        with self._lock:
+            turns = self._role.turns()
+            untold = self._role.untold if isinstance(self._role, Follower) and 0 in self._left else []
+        if untold:
+            raise PeerLostError(f"rank 0 has closed, and has never given {untold[0]}")
+        if turns and self.rank == 0:
             if self._left:
                 raise PeerLostError(f"rank {min(self._left)} has closed, and will not give {turns[0]}")
-            self._line.tell(says.Turns(tuple(turns)))
+            self._begun[0] += len(turns)
+            self._say(says.Turns(tuple(turns)))
         return turns
 
     def _begin(self, turns: list[Entry]) -> None:
         for entry in turns:
             operation = self._open[entry.key]
             try:
-                operation.begin(partial(self._post, operation, False))
+                operation.begin(partial(self._finished, operation))
             except Exception as exc:
                 raise UnsupportedError(f"{entry} could not be begun on rank {self.rank}: {type(exc).__name__}: "
                                        f"{exc}") from exc
-            self._begun[self.rank] += 1
-        if turns and self.rank != 0:
-            self._line.tell(says.Begun(self.rank, self._begun[self.rank]))
+        if self.rank != 0:
+            self._begun[self.rank] += len(turns)
+            self._say(says.Begun(self.rank, self._begun[self.rank]))
 
     def _look_at_the_clock(self, now: float) -> None:
-        knows = isinstance(self._role, Follower) and self._role.awaited is not None
+        with self._lock:
+            knows = isinstance(self._role, Follower) and self._role.awaited is not None
         if not knows and not self._open and not self._closing:
             return
         idle_s = now - self._progress
         if idle_s > self._timeout_s + (0 if knows else _GRACE_S[self.rank != 0]):
+            with self._lock:
+                missing = self._what_is_missing()
             raise StallError(f"nothing has happened on rank {self.rank} for {idle_s:.1f} s (timeout_s = "
-                             f"{self._timeout_s:g}): {self._what_is_missing()}")
+                             f"{self._timeout_s:g}): {missing}")
 
     def _what_is_missing(self) -> str:
         if isinstance(self._role, Follower):
@@ -309,7 +310,7 @@ class TurnService:
             absent = sorted(set(range(1, self.size)) - self._line.present)
             if absent:
                 return f"ranks {absent} have not connected"
-            behind = missing(self._begun, self._begun[0])
+            behind = [rank for rank, count in enumerate(self._begun) if count < self._begun[0]]
             if behind:
                 return f"ranks {behind} have not begun what is under way: {self._under_way()}"
             if self._closing and not self._open:
@@ -325,9 +326,7 @@ class TurnService:
             abandoned = list(self._open.values())
             self._unheard = None if abandoned else error
             self._open.clear()
-        try:
-            self._line.tell(says.Failed(type(error).__name__, str(error)))
-        except OSError:  # ZeroMQ's are
-            log.exception("the other ranks could not be told that their group has failed: %s", error)
+        with contextlib.suppress(BpsError):  # of others who are gone: who is there has heard it
+            self._say(says.Failed(type(error).__name__, str(error)))
         for operation in abandoned:
             operation.on_done(error)

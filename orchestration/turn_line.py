@@ -1,17 +1,18 @@
 """What the ranks of one group tell each other about turns (`turns`), over ZeroMQ: rank 0 listens, the others connect.
 
-Encrypted and authenticated by CURVE with keys that follow from a key of this group alone (`security.curve_pair`):
-whoever does not have it gets no byte back.
+Encrypted by CURVE, with keys that follow from a key of this group alone (`security.curve_pair`): whoever does not have
+it gets no byte back. It reaches the ranks through the group itself, so it is no safer than that.
 """
 from __future__ import annotations
 
-import os
+import errno
+from collections.abc import Collection
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .errors import PeerLostError, ProtocolError
+from .errors import ConfigError, PeerLostError, ProtocolError
 from .security import curve_pair
 from .turns import Entry
 
@@ -46,7 +47,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """Another rank: it has what it wanted, and closes."""
+    """It has what it wanted, and closes. Rank 0 repeats it until all have, and so notices who is gone."""
 
     rank: int
 
@@ -69,29 +70,31 @@ class LeaderLine:
 
     Raises
     ------
-    zmq.ZMQError
+    ConfigError
         If no port can be had.
     """
 
     def __init__(self, key: bytes) -> None:
+        self._names: dict[int, bytes] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "scheduler")
         self._socket.linger = _LINGER_MS  # before bind, see `Scheduler`
         self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.router_mandatory = True  # who is gone is to be noticed
         self._socket.ipv6 = True
         try:
-            self.port = self._socket.bind_to_random_port("tcp://*")
-        except BaseException:
+            self._socket.bind("tcp://*:*")
+        except zmq.ZMQError as exc:
             self.close()
-            raise
-        self._names: dict[bytes, int] = {}
+            raise ConfigError(f"no port to listen on for the other ranks: {exc}") from exc
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     @property
     def present(self) -> set[int]:
         """The ranks that have said hello."""
-        return set(self._names.values())
+        return set(self._names)
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
@@ -107,14 +110,25 @@ class LeaderLine:
                 return received
             message = _decode(data)
             if isinstance(message, Hello):
-                self._names[name] = message.rank
+                self._names[message.rank] = name
             received.append(message)
 
-    def tell(self, message: Message) -> None:
-        """Say *message* to all who are present."""
-        data = _encode(message)
-        for name in self._names:
-            self._socket.send_multipart([name, data], zmq.NOBLOCK)
+    def tell(self, message: Message, but: Collection[int] = ()) -> list[int]:
+        """Say *message* to all who are present, except the ranks in *but*; return those whose connection is gone.
+
+        What they have said before can still be received.
+        """
+        data, gone = _encode(message), []
+        for rank, name in self._names.items():
+            if rank in but:
+                continue
+            try:
+                self._socket.send_multipart([name, data], zmq.NOBLOCK)
+            except zmq.ZMQError as exc:
+                if exc.errno != errno.EHOSTUNREACH:
+                    raise
+                gone.append(rank)
+        return gone
 
     def close(self) -> None:
         """Send what is still to be sent, for a second at most. Calling it again does nothing."""
@@ -124,7 +138,13 @@ class LeaderLine:
 
 
 class FollowerLine:
-    """Another rank's end, connected to *host*:*port*. Owner thread only; nothing blocks but `wait` and `close`."""
+    """Another rank's end, connected to *host*:*port*. Owner thread only; nothing blocks but `wait` and `close`.
+
+    Raises
+    ------
+    ConfigError
+        If that cannot be an address.
+    """
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -133,12 +153,15 @@ class FollowerLine:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "node")
         self._socket.curve_serverkey = curve_pair(key, "scheduler")[0]
-        self._socket.identity = os.urandom(16).replace(b"\0", b"\1")
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.ipv6 = True
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._socket.connect(f"tcp://{self.address}")
+        try:
+            self._socket.connect(f"tcp://{self.address}")
+        except zmq.ZMQError as exc:
+            self.close()
+            raise ConfigError(f"rank 0 says it listens at {self.address}, which is no address here: {exc}") from exc
 
     @property
     def is_connected(self) -> bool:

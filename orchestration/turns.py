@@ -2,13 +2,13 @@
 
 An all-reduce mixes up tensors, or hangs, where two ranks begin in different orders, and gradients become ready in
 different orders. So rank 0 takes what it has been given by urgency, as far as there is credit, and says so; the others
-begin in that order, each when it has been given the same. Source: ByteScheduler (SOSP'19) section 4.2, "all-reduce":
-one Core is the master, all follow its order.
+begin in that order, each when it has been given the same. Source: ByteScheduler (SOSP'19), where for all-reduce one
+master decides and all follow.
 """
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -34,17 +34,12 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Leader:
-    """What rank 0 has been given, and what all begin next. Owner thread only."""
+    """What rank 0 has been given, and what all begin next. One thread at a time."""
 
     def __init__(self, credit_nbytes: int) -> None:
         self._queue: CreditQueue[Entry] = CreditQueue(credit_nbytes)
         self._pending: set[tuple[str, int]] = set()
         self._n_given = 0
-
-    @property
-    def waiting(self) -> int:
-        """Count what has been given and not begun."""
-        return self._queue.queued
 
     def give(self, entry: Entry, priority: int) -> None:
         """Queue *entry*; higher *priority* first, then what came first.
@@ -52,7 +47,7 @@ class Leader:
         Raises BusyError if it has been given before and is not done.
         """
         if entry.key in self._pending:
-            raise BusyError(f"{entry} was given twice before the first sum was there")
+            raise _busy(entry)
         self._pending.add(entry.key)
         self._queue.put(entry, order=-priority, key=self._n_given, nbytes=entry.nbytes)
         self._n_given += 1
@@ -71,7 +66,7 @@ class Leader:
 
 
 class Follower:
-    """What another rank has been given, and what it has been told to begin. Owner thread only."""
+    """What another rank has been given, and what it has been told to begin. One thread at a time."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[str, int], Entry] = {}
@@ -89,10 +84,10 @@ class Follower:
         told = {entry.key for entry in self._told}
         return [entry for entry in self._given.values() if entry.key not in told]
 
-    def give(self, entry: Entry) -> None:
-        """Note that *entry* can begin here. Raises BusyError as `Leader.give`."""
+    def give(self, entry: Entry, priority: int = 0) -> None:
+        """Note that *entry* can begin here; rank 0's priority counts. Raises BusyError as `Leader.give`."""
         if entry.key in self._given or entry.key in self._under_way:
-            raise BusyError(f"{entry} was given twice before the first sum was there")
+            raise _busy(entry)
         self._given[entry.key] = entry
 
     def tell(self, entries: Iterable[Entry]) -> None:
@@ -123,6 +118,5 @@ class Follower:
         self._under_way.discard(entry.key)
 
 
-def missing(begun: Sequence[int], n_turns: int) -> list[int]:
-    """Return the ranks that have not begun all of *n_turns*; *begun*: how many each rank has."""
-    return [rank for rank, count in enumerate(begun) if count < n_turns]
+def _busy(entry: Entry) -> BusyError:
+    return BusyError(f"{entry} was given twice before its first sum was there: wait for it, or take another name")

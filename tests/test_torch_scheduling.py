@@ -25,15 +25,35 @@ LIMIT_S = 30.0
 
 
 @contextmanager
-def scheduled(store, **settings):
-    """A gloo group of the job's ranks, and its schedule."""
+def gloo(store):
+    """A default group of the job's ranks."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=bps.rank(), world_size=bps.size())
     try:
-        with bps.schedule(**{"timeout_s": LIMIT_S, **settings}) as schedule:
-            yield schedule
+        yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def scheduled(store, **settings):
+    """A gloo group of the job's ranks, and its schedule."""
+    with gloo(store), bps.schedule(**{"timeout_s": LIMIT_S, **settings}) as schedule:
+        yield schedule
+
+
+def when_the_other_has_closed(store, prepare):
+    """What rank 0 gets from the function that *prepare*(schedule) returns, when rank 1 has closed."""
+    with gloo(store):
+        schedule = bps.schedule(dist.new_group(), timeout_s=LIMIT_S)
+        act = prepare(schedule)
+        if bps.rank() == 1:
+            schedule.close()
+        dist.barrier()
+        result = act() if bps.rank() == 0 else None
+        schedule.close()
+        dist.barrier()  # gloo ends with an error where a peer is gone first
+        return result
 
 
 def tensors():
@@ -167,50 +187,39 @@ def test_what_differs_is_an_error_on_all_ranks(two, tmp_path):
         assert "12 bytes, of 3 float32, sum on rank 0, 12 bytes, of 4 float32, sum here" in text
 
 
-def dying(store):
-    """What rank 0 hears when the other closes without giving what it gave."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=bps.rank(), world_size=bps.size())
-    schedule = bps.schedule(timeout_s=LIMIT_S)
-    try:
-        if bps.rank() == 1:
-            return None
-        dist.barrier()
-        schedule.all_reduce(torch.ones(2), name="x").wait()
-    except BpsError as exc:
-        return type(exc).__name__, str(exc)
-    finally:
-        schedule.close()
-        if bps.rank() == 1:
-            dist.barrier()
-        dist.destroy_process_group()
+def giving_alone(store):
+    """What rank 0 hears when the other has closed."""
+    def prepare(schedule):
+        def act():
+            with pytest.raises(BpsError) as raised:
+                schedule.all_reduce(torch.ones(2), name="x").wait()
+            return raised.typename, str(raised.value)
+
+        return act
+
+    return when_the_other_has_closed(store, prepare)
 
 
 def test_a_rank_that_has_closed_is_named(two, tmp_path):
-    [(kind, text), other] = two.run(dying, str(tmp_path / "store"))
+    [(kind, text), other] = two.run(giving_alone, str(tmp_path / "store"))
     assert other is None and kind == PeerLostError.__name__
     assert "rank 1 has closed, and will not give" in text and "'x' part 0" in text
 
 
 def training_alone(store):
     """What rank 0's backward pass raises when the other has closed."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=bps.rank(), world_size=bps.size())
-    schedule = bps.schedule(timeout_s=LIMIT_S)
-    own = dist.new_group()
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=own)
-    ddp.register_comm_hook(schedule, bucket_hook)
-    try:
-        if bps.rank() == 0:
-            dist.barrier()
+    def prepare(schedule):
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        ddp.register_comm_hook(schedule, bucket_hook)
+
+        def act():
             with pytest.raises(RuntimeError) as raised:
                 ddp(torch.ones(1, 4)).sum().backward()
             return str(raised.value)
-    finally:
-        schedule.close()
-        if bps.rank() == 1:
-            dist.barrier()
-        dist.destroy_process_group()
+
+        return act
+
+    return when_the_other_has_closed(store, prepare)
 
 
 def test_an_error_in_a_backward_pass_is_an_exception(two, tmp_path):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bpsfast.orchestration.errors import PeerLostError, ProtocolError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
 from bpsfast.orchestration.turn_line import Begun, Failed, FollowerLine, Hello, LeaderLine, Left, Turns
 from bpsfast.orchestration.turns import Entry
 
@@ -70,13 +70,32 @@ def test_a_leader_that_is_gone_is_news_after_its_last_words(lines):
         receive(followers[0], 1)
 
 
+def test_a_follower_that_is_gone_is_noticed_at_the_next_word_and_its_last_ones_are_heard(lines):
+    leader, followers = lines
+    greet(leader, followers)
+    followers[0].tell(Left(1))
+    followers[0].close()
+    until = time.monotonic() + LIMIT_S
+    while leader.tell(Left(0)) != [1]:
+        assert time.monotonic() < until
+    assert leader.tell(Left(0), but=[1]) == []
+    assert receive(leader, 1) == [Left(1)]
+
+
 def test_somebody_without_the_key_is_not_heard(lines):
     leader, followers = lines
     stranger = FollowerLine("127.0.0.1", leader.port, bytes(32))
     stranger.tell(Hello(9))
+    assert stranger._monitor.poll(int(LIMIT_S * 1000)), "neither understood nor cut off"
+    assert stranger.recv_nowait() == [] and not stranger.is_connected
     greet(leader, followers)
     assert leader.present == {1, 2}
     stranger.close()
+
+
+def test_what_is_no_address_is_named():
+    with pytest.raises(ConfigError, match="rank 0 says it listens at no such place:7"):
+        FollowerLine("no such place", 7, KEY)
 
 
 def test_rubbish_is_named(lines):

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,13 +50,15 @@ class Group:
                     rank, size, lambda said, rank=rank: agree(rank, said), host=lambda: "127.0.0.1",
                     credit_nbytes=credit_nbytes, timeout_s=timeout_s))
 
-    def give(self, rank, name, priority=0, nbytes=1, fails=False):
-        """Give *rank* an operation; returns a future of its end."""
+    def give(self, rank, name, priority=0, nbytes=1, fails=False, waits_for=None):
+        """Give *rank* an operation; returns a future of its end. *waits_for*: an event that its beginning awaits."""
         future = Future()
 
         def begin(finish):
             if fails:
                 raise OSError("no such device")
+            if waits_for is not None:
+                waits_for.wait(LIMIT_S)
             with self._lock:
                 self.begun[rank].append(name)
                 waiting = self._waiting.setdefault(name, [])
@@ -173,6 +177,54 @@ def test_a_rank_0_that_cannot_be_reached_is_an_error_on_all_ranks():
     for rank in (0, 1):
         with pytest.raises(ConfigError, match=r"rank 0 cannot be reached .*Name or service"):
             TurnService(rank, 2, agree, host=host, credit_nbytes=1, timeout_s=1)
+
+
+def test_who_has_not_begun_what_is_under_way_is_named(group):
+    ranks, event = group(3, timeout_s=0.5), threading.Event()
+    futures = [ranks.give(rank, "a", waits_for=event if rank == 1 else None) for rank in range(3)]
+    try:
+        for future in (futures[0], futures[2]):
+            with pytest.raises(StallError, match=r"ranks \[1\] have not begun what is under way: 'a' part 0"):
+                future.result(LIMIT_S)
+    finally:
+        event.set()
+    assert isinstance(futures[1].exception(LIMIT_S), StallError | None)  # it began late: in time for the word, or not
+
+
+def test_what_does_not_end_though_all_have_begun_is_named(group):
+    ranks = group(2, timeout_s=0.5)
+    ranks.size = 3  # the operation waits for one more
+    for future in [ranks.give(rank, "a") for rank in range(2)]:
+        with pytest.raises(StallError, match="all have begun, and it does not end: 'a' part 0"):
+            future.result(LIMIT_S)
+    ranks.size = 2
+
+
+_FOLLOWER = """
+import sys, time
+from bpsfast.orchestration.turns import Entry
+from bpsfast.turn_service import TurnService
+service = TurnService(1, 2, lambda _: sys.stdin.buffer.read(), host=None, credit_nbytes=1, timeout_s=30)
+service.submit(Entry("a", 0, 1, "test"), lambda finish: finish(None), lambda error: print(error, flush=True))
+time.sleep(600)
+"""
+
+
+def test_a_process_that_dies_while_rank_0_closes_is_named_at_once():
+    with subprocess.Popen([sys.executable, "-c", _FOLLOWER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as follower:
+        def agree(said):
+            follower.stdin.write(said)
+            follower.stdin.close()
+            return said
+
+        try:
+            leader = TurnService(0, 2, agree, host=lambda: "127.0.0.1", credit_nbytes=1, timeout_s=LIMIT_S)
+            leader.submit(Entry("a", 0, 1, "test"), lambda finish: finish(None), lambda error: None)
+            assert follower.stdout.readline() == b"None\n"
+        finally:
+            follower.kill()
+        with pytest.raises(PeerLostError, match=r"ranks \[1\] are gone: their connections broke without a last word"):
+            leader.close()
 
 
 def test_ranks_that_differ_are_told_how(group):

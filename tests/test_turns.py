@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import BusyError, MismatchError
-from bpsfast.orchestration.turns import Entry, Follower, Leader, missing
+from bpsfast.orchestration.turns import Entry, Follower, Leader
 
 
 def entry(name, nbytes=10, kind="float32 sum", part=0):
@@ -16,7 +16,7 @@ def test_the_most_urgent_first_and_no_more_than_credit():
     leader = Leader(20)
     for name, priority in [("late", 0), ("urgent", 5), ("middle", 1), ("last", 0)]:
         leader.give(entry(name), priority)
-    assert [each.name for each in leader.turns()] == ["urgent", "middle"] and leader.waiting == 2
+    assert [each.name for each in leader.turns()] == ["urgent", "middle"]
     assert leader.turns() == []
     leader.done(entry("middle"))
     assert [each.name for each in leader.turns()] == ["late"]
@@ -59,10 +59,6 @@ def test_twice_is_an_error_until_it_is_done():
     follower.done(entry("a"))
     leader.give(entry("a"), 0)
     follower.give(entry("a"))
-
-
-def test_who_has_not_begun_is_named():
-    assert missing([5, 4, 5, 0], 5) == [1, 3]
 
 
 @settings(deadline=None)

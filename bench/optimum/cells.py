@@ -15,6 +15,8 @@ _PARTITION_NBYTES = 32 << 10
 #: May be under way to one peer: enough that no connection waits for an acknowledgement, little enough that a switch's
 #: port holds what all send to it.
 _CREDIT_PARTITIONS = 2
+#: Of half the size, where all workers' bytes stand at the ports of a few helpers (`Cell.crowded`).
+_CROWDED_CREDIT_PARTITIONS = 3
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
 #: workers, so a step of few partitions is above any formula.
 _NBYTES = 832 * _PARTITION_NBYTES
@@ -61,13 +63,14 @@ class Cell:
         """Return what *contestant* cuts tensors into: BytePS has a default, which its hash is measured with."""
         if contestant.startswith("hash:"):
             return self.hash_partition_nbytes
-        return _PARTITION_NBYTES // 2 if self._queues(contestant) else _PARTITION_NBYTES
+        return _PARTITION_NBYTES // 2 if self._is_crowded(contestant) else _PARTITION_NBYTES
 
     def credit_nbytes(self, contestant: str) -> int:
         """Return how many bytes *contestant* may have under way to one peer."""
-        return (3 if self._queues(contestant) else _CREDIT_PARTITIONS) * self.partition_nbytes(contestant)
+        n = _CROWDED_CREDIT_PARTITIONS if self._is_crowded(contestant) else _CREDIT_PARTITIONS
+        return n * self.partition_nbytes(contestant)
 
-    def _queues(self, contestant: str) -> bool:
+    def _is_crowded(self, contestant: str) -> bool:
         return contestant == "ps" and self.crowded
 
     def specs(self) -> list[TensorSpec]:

@@ -174,25 +174,23 @@ class _Whole:
         """Note the end of one part; always called from one thread."""
         if self._n_left == 0:
             return
-        if error is not None:
-            self._n_left = 0
-            self._on_end()
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
+        self._n_left = self._n_left - 1 if error is None else 0
+        if self._n_left:
             return
-        self._n_left -= 1
-        if self._n_left == 0:
-            if self._divisor > 1:
-                try:
-                    self._tensor.detach().div_(self._divisor)
-                except Exception as exc:
-                    self._n_left = 1
-                    self.done(exc)
-                    return
-            self._on_end()
+        if error is None and self._divisor > 1:
+            try:
+                self._tensor.detach().div_(self._divisor)
+            except Exception as exc:
+                error = exc
+        self._on_end()
+        if error is None:
             self.future.set_result(self._tensor)
+        else:
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
 
 
 def _tell(finish: Finish, done: Any) -> None:
+    """Say how a future of torch's has ended."""
     try:
         done.value()
     except Exception as exc:
