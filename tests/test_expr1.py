@@ -14,7 +14,7 @@ from bpsfast.cluster import netns
 def record(contestant: str, k: int, time: float, formula: float | None, void: bool = False) -> dict[str, Any]:
     return {"section": "8 workers, equal links",
             "chosen": {"contestant": contestant, "n_workers": 8, "n_helpers": k, "load": "numpy", "nbytes": 96 << 15,
-                       "partition_nbytes": 1 << 15, "credit_nbytes": 1 << 16},
+                       "rate_bits": 8e6, "partition_nbytes": 1 << 15, "credit_nbytes": 1 << 16},
             "measured": {"time": time, "formula": formula, "dev": formula and time / formula - 1, "void": void,
                          "rates_bytes": [1e6] * (8 + k)}}
 
@@ -36,7 +36,8 @@ def test_plan_and_simulator_stand_beside_what_was_not_void():
     assert [row.split(" | ")[3] for row in rows] == ["ours", "gloo's ring", "ours", "hash:mixed"]
     assert rows[1].endswith("| 1.900 | 1.750 (+8.6 %) |  |") and "| 1.300 |  | " in rows[3]
     assert "planned: 3 cells, mean deviation" in text and "simulated: 3 cells, mean deviation" in text
-    assert 1.75 <= expr1.planned(RECORDS[0]) <= expr1.simulated(RECORDS[0]) < 1.75 * 1.3
+    assert 1.75 <= expr1.planned(RECORDS[0]) < 1.75 * 1.1
+    assert 1.75 * 0.9 < expr1.simulated(RECORDS[0]) < 1.75 * 1.3, "a burst of 160 KiB is a share of 3 MiB"
 
 
 def test_what_the_paper_reached_is_its_goodput_over_the_optimum():

@@ -130,12 +130,16 @@ def _connect(name: str, interface: str, address: str) -> None:
 
 def shape(name: str, interface: str, rate_bits: float) -> None:
     """Limit what leaves *interface* of namespace *name* to *rate_bits* per second (a token bucket)."""
-    rate_bytes = rate_bits / 8
-    # the bucket holds two timer ticks and at least two 64 KiB segments: a smaller one makes the kernel cut segments up
-    burst = max(int(rate_bytes * 0.002), 160 * 1024)
-    limit = max(int(rate_bytes * 0.05), 4 * burst)
+    burst = burst_nbytes(rate_bits)
+    limit = max(int(rate_bits / 8 * 0.05), 4 * burst)
     _run("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", f"{int(rate_bits)}bit",
          "burst", str(burst), "limit", str(limit))
+
+
+def burst_nbytes(rate_bits: float) -> int:
+    """Return how many bytes an interface of *rate_bits* (`shape`) may send at once after an idle time."""
+    # two timer ticks and at least two 64 KiB segments: a smaller bucket makes the kernel cut segments up
+    return max(int(rate_bits / 8 * 0.002), 160 * 1024)
 
 
 def traffic(name: str, interface: str = "eth0") -> Traffic:

@@ -27,6 +27,11 @@ class Costs(NamedTuple):
     reduce_rate, broadcast_rate
         Bytes of one gradient that a machine reduces over its accelerators, or hands back to them, in a second; a stage
         of the pipeline, one partition at a time, most urgent first. For BytePS's layouts see `intra_machine`.
+    queued_answers
+        That bytes have arrived the sender hears by what waits behind the other direction's bytes at both cards, as
+        TCP's acknowledgements do where a card has one queue; else after `latency_s`.
+    burst_nbytes
+        How much a direction of a card that was idle may send at once, as where a shaper (tbf) is the limit.
     """
 
     overhead_s: float = 0.0
@@ -35,6 +40,8 @@ class Costs(NamedTuple):
     fused_sum: bool = True
     reduce_rate: float = math.inf
     broadcast_rate: float = math.inf
+    queued_answers: bool = False
+    burst_nbytes: float = 0.0
 
 
 #: Nothing costs anything but bytes on a wire.
@@ -80,10 +87,10 @@ def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), c
         for i, rate in enumerate(rates):
             if not (rate > 0 and math.isfinite(rate)):
                 raise ConfigError(f"{role} {i} has a NIC of {rate} bytes/s; a rate must be above zero and finite")
-    for name in ("overhead_s", "latency_s"):
+    for name, unit in (("overhead_s", "seconds"), ("latency_s", "seconds"), ("burst_nbytes", "bytes")):
         value = getattr(costs, name)
         if not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}; it must be zero or more seconds")
+            raise ConfigError(f"{name} is {value}; it must be zero or more {unit}")
     for name in ("sum_rate", "reduce_rate", "broadcast_rate"):
         value = getattr(costs, name)
         if not value > 0:

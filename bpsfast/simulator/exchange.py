@@ -86,7 +86,7 @@ class Exchange:
         self._done = done
         self._arrivals = 0
         rates = [machine.rate for machine in layout.machines]
-        self.network = Network(clock, rates, costs.overhead_s, costs.latency_s)
+        self.network = Network(clock, rates, costs)
         self._workers = [m for m, machine in enumerate(layout.machines) if machine.has_ranks]
         self._reduce = {w: Stage(clock, costs.reduce_rate) for w in self._workers}
         self._broadcast = {w: Stage(clock, costs.broadcast_rate) for w in self._workers}
@@ -192,10 +192,7 @@ class Exchange:
                               functools.partial(self._delivered, sender, receiver, write))
 
     def _delivered(self, sender: int, receiver: int, write: _Write) -> None:
-        if self._costs.latency_s:
-            self._clock.at(self._clock.now + self._costs.latency_s, self._acknowledged, sender, receiver, write)
-        else:
-            self._acknowledged(sender, receiver, write)
+        self.network.answer(receiver, sender, functools.partial(self._acknowledged, sender, receiver, write))
         if write.is_result:
             self._result(receiver, write.part)
         else:

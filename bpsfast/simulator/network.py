@@ -8,7 +8,8 @@ first byte comes. A message begins to arrive while it still leaves, so that a fr
 Why serial, and not all flows at once at max-min fair rates: the moments that count are those when the *last* of n
 inputs has arrived, and both ends work whenever they have something, in either model; they differ by less than one
 partition, and here a message costs two events instead of new rates for all flows. Bytes between the two ends wait in
-the fabric, no more of them than the sender's credit: lossless fabrics and TCP windows bound them alike.
+the fabric, no more of them than the sender's credit: lossless fabrics and TCP windows bound them alike. That bytes have
+arrived the sender hears by an answer, which may wait behind the bytes of the other direction (`Costs.queued_answers`).
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .clock import Clock
+from .cluster import Costs
 
 
 class Load(NamedTuple):
@@ -31,31 +33,53 @@ class Load(NamedTuple):
 Delivered = Callable[[], None]
 
 
-class Card:
-    """One machine's network card: what waits to leave, when the receiving direction is free, bytes moved so far."""
+class _Direction:
+    """One direction of a card: when it has worked through what it was given."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.tx_nbytes = self.rx_nbytes = 0.0
-        self.tx_busy_s = self.rx_busy_s = 0.0
+    def __init__(self, rate: float, burst_nbytes: float) -> None:
+        self._rate = rate
+        self._burst_s = burst_nbytes / rate
+        self._done_s = 0.0
+        self.nbytes = 0.0
+
+    def take(self, at_s: float, nbytes: float, overhead_s: float) -> float:
+        """Work through *nbytes* that begin to come at *at_s*; return when that will be done.
+
+        A shaper counts what it may still send: after an idle time it makes up for up to a burst.
+        """
+        self._done_s = max(at_s - self._burst_s, self._done_s) + overhead_s + nbytes / self._rate
+        self.nbytes += nbytes
+        return max(at_s, self._done_s)
+
+    def passed(self, at_s: float) -> float:
+        """Return when what takes no time, and comes at *at_s*, is through: behind everything taken before."""
+        return max(at_s, self._done_s)
+
+
+class Card:
+    """One machine's network card. `queue`: both what waits to leave and what leaves now, for `Network.answer`."""
+
+    def __init__(self, rate: float, burst_nbytes: float) -> None:
+        self.tx = _Direction(rate, burst_nbytes)
+        self.rx = _Direction(rate, burst_nbytes)
+        self.queue = _Direction(rate, burst_nbytes)
         self.sending = False
-        self.rx_free_s = 0.0
         self.connections: dict[int, deque[tuple[Load, Delivered]]] = {}
         self.turns: deque[int] = deque()
 
 
 class Network:
-    """All cards of a cluster, joined by a fabric that blocks nobody."""
+    """All cards of a cluster, joined by a fabric that blocks nobody. `costs`: as `cluster.Costs` says."""
 
-    def __init__(self, clock: Clock, rates: Sequence[float], overhead_s: float, latency_s: float) -> None:
+    def __init__(self, clock: Clock, rates: Sequence[float], costs: Costs) -> None:
         self._clock = clock
-        self.cards = [Card(rate) for rate in rates]
-        self._overhead_s = overhead_s
-        self._latency_s = latency_s
+        self._costs = costs
+        self.cards = [Card(rate, costs.burst_nbytes) for rate in rates]
 
     def post(self, sender: int, receiver: int, load: Load, delivered: Delivered) -> None:
         """Send *load*; *delivered* is called when its last byte has arrived."""
         card = self.cards[sender]
+        card.queue.take(self._clock.now, load.tx_nbytes, load.n_tx * self._costs.overhead_s)
         waiting = card.connections.get(receiver)
         if waiting is None:
             waiting = card.connections[receiver] = deque()
@@ -64,6 +88,19 @@ class Network:
         waiting.append((load, delivered))
         if not card.sending:
             self._send(card)
+
+    def answer(self, sender: int, receiver: int, heard: Delivered) -> None:
+        """Let *receiver* know something that takes no bytes; *heard* is called when it does."""
+        now, latency_s = self._clock.now, self._costs.latency_s
+        if self._costs.queued_answers:
+            self._clock.at(self.cards[sender].queue.passed(now), self._arrive, receiver, heard)
+        elif latency_s:
+            self._clock.at(now + latency_s, heard)
+        else:
+            heard()
+
+    def _arrive(self, receiver: int, heard: Delivered) -> None:
+        self._clock.at(self.cards[receiver].rx.passed(self._clock.now + self._costs.latency_s), heard)
 
     def _send(self, card: Card) -> None:
         if not card.turns:
@@ -75,15 +112,9 @@ class Network:
         if waiting:
             card.turns.append(receiver)
         card.sending = True
-        now = self._clock.now
-        tx_s = load.n_tx * self._overhead_s + load.tx_nbytes / card.rate
-        peer = self.cards[receiver]
-        rx_s = load.n_rx * self._overhead_s + load.rx_nbytes / peer.rate
+        now, costs = self._clock.now, self._costs
+        left_s = card.tx.take(now, load.tx_nbytes, load.n_tx * costs.overhead_s)
         # What a faster card could still take in while a slow one sends is not lost: it is free for others.
-        peer.rx_free_s = max(now + self._latency_s, peer.rx_free_s) + rx_s
-        card.tx_nbytes += load.tx_nbytes
-        peer.rx_nbytes += load.rx_nbytes
-        card.tx_busy_s += tx_s
-        peer.rx_busy_s += rx_s
-        self._clock.at(now + tx_s, self._send, card)
-        self._clock.at(max(now + tx_s + self._latency_s, peer.rx_free_s), delivered)
+        there_s = self.cards[receiver].rx.take(now + costs.latency_s, load.rx_nbytes, load.n_rx * costs.overhead_s)
+        self._clock.at(left_s, self._send, card)
+        self._clock.at(max(left_s + costs.latency_s, there_s), delivered)

@@ -106,7 +106,7 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
                         done=lambda worker, unit: workers[worker].unit_done(unit))
     workers += _workers(clock, layout.n_workers, job, plan, options, n_steps, exchange.gradient_ready)
     _run(clock, workers)
-    wire = tuple((card.tx_nbytes, card.rx_nbytes) for card in exchange.network.cards)
+    wire = tuple((card.tx.nbytes, card.rx.nbytes) for card in exchange.network.cards)
     return _outcome(strategy, job, workers, wire, exchange.summed_nbytes, n_steps, clock.n_events, fold)
 
 
