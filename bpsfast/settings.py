@@ -62,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     partition_bytes: Annotated[int, _about("largest partition of a tensor", "bytes", agree=True, ge=4096)] = 4_096_000
     fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0)] = 4_096_000
     credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096)] = 16_777_216
+    scheduling: Annotated[Literal["priority", "fifo"], _about(
+        "what is summed and sent first: what the next forward pass needs first, or what is there first",
+        agree=True)] = "priority"
     tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=4)] = 2
     tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
                                             ge=0)] = 0

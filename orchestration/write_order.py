@@ -1,5 +1,7 @@
 """The order in which one machine's writes leave: what comes again goes behind what waits, then by urgency of the unit.
 
+`ArrivalOrder` is the other one, for comparison: what is there first leaves first, as if nothing were urgent.
+
 A fast machine is in its next step while the last sums of the step before still wait for a slower one's link. By urgency
 alone the next step, which begins with something urgent, would overtake them all; but it cannot complete a single sum
 before the slower machine has joined in, and that one waits for what was overtaken. On links that are full this doubled
@@ -7,12 +9,21 @@ the time of a step. The engine sums in such an order too (``pyx/part.h``, for th
 """
 from __future__ import annotations
 
+from typing import NamedTuple
+
 #: More partitions than there can be, and the bit for results.
 _RANK_BITS = 32
 
 
+class Place(NamedTuple):
+    """A write's place among those of one machine: the lowest `order` leaves first; where it ties, the lowest `key`."""
+
+    order: int
+    key: int
+
+
 class WriteOrder:
-    """Gives each write of one machine its order, a number that is to be sent before all higher ones. Owner thread only.
+    """Gives each write of one machine its place. Owner thread only.
 
     Steps are not told apart by rounds, which each tensor counts for itself, but by passes: a partition joins the oldest
     pass that waits, or the one after the last that it was in. So a tensor that is pushed often yields to the others,
@@ -23,8 +34,8 @@ class WriteOrder:
         self._newest = 0
         self._last: dict[int, int] = {}
 
-    def enter(self, part: int, rank: int, is_result: bool, first_waiting: int | None) -> int:
-        """Return the order of *part*, whose partial or result is there, once for all whom it is sent to.
+    def enter(self, part: int, rank: int, is_result: bool, first_waiting: int | None) -> Place:
+        """Return the place of *part*, whose partial or result is there, once for all whom it is sent to.
 
         *rank* is that of its unit's first partition (`rank_parts`): units leave by urgency. Within one, partials leave
         before results: nothing of it is complete before its last result is there, and a partial that waits behind
@@ -34,7 +45,19 @@ class WriteOrder:
         joined = max(oldest, self._last.get(part, 0) + 1)
         self._last[part] = joined
         self._newest = max(self._newest, joined)
-        return joined << _RANK_BITS | rank << 1 | is_result
+        return Place(joined << _RANK_BITS | rank << 1 | is_result, part)
+
+
+class ArrivalOrder:
+    """The same without urgency: to each machine, what was there first. Owner thread only."""
+
+    def __init__(self) -> None:
+        self._n_entered = 0
+
+    def enter(self, part: int, rank: int, is_result: bool, first_waiting: int | None) -> Place:
+        """Return the place of what comes after all that came before."""
+        self._n_entered += 1
+        return Place(0, self._n_entered)
 
 
 def urgency(order: int) -> int:

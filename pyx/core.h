@@ -48,6 +48,7 @@ struct bps_core {
     uint32_t *parked; /* complete parts with an input in a segment nobody has mapped yet */
     uint32_t n_parked, n_parts, generation;
     uint32_t pass; /* the newest of all parts */
+    int fifo;      /* every part is a pass of its own: what is complete first is summed first */
     struct bps_source *sources;
     uint32_t n_sources;
     int frozen, stopping, running, n_workers;
@@ -209,7 +210,10 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     } else if (what < 0) {
         bps_broken(core, source, index, round);
     } else if (what == BPS_COMPLETE) {
-        bps_part_join(part, core->heap.used ? core->parts[core->heap.index[0]].pass : core->pass);
+        if (core->fifo)
+            part->pass = core->pass + 1;
+        else
+            bps_part_join(part, core->heap.used ? core->parts[core->heap.index[0]].pass : core->pass);
         if ((int32_t)(part->pass - core->pass) > 0)
             core->pass = part->pass;
         if (core->trace.records != NULL) {

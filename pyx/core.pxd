@@ -52,7 +52,7 @@ cdef extern from "core.h" nogil:
         uint32_t *parked
         uint32_t n_parked, n_parts, generation, n_sources
         bps_source *sources
-        int frozen, stopping
+        int frozen, stopping, fifo
         void *board
         bps_doorbell *doorbell
         uint64_t nontemporal_nbytes, awake_ns

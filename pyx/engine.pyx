@@ -54,7 +54,8 @@ cdef class Engine:
 
     *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores.
     *awake_us*: how long an idle thread waits for work before it sleeps (one at a time does).
-    *trace_capacity*: records kept for `trace` (0: tracing is off). All methods may be called from any thread,
+    *trace_capacity*: records kept for `trace` (0: tracing is off). *fifo*: what is complete first is summed first.
+    All methods may be called from any thread,
     `events` and `close` from one; after `close` they raise ValueError. Addresses given to `add_owned`, `add_member` and `map_segment` stay valid
     until `close`: the engine does not own them.
     """
@@ -63,7 +64,7 @@ cdef class Engine:
     cdef tuple held  # no list: the collector would empty it while the threads run
 
     def __cinit__(self, board, doorbell, *, int n_threads, uint64_t nontemporal_nbytes=1 << 20,
-                  uint32_t awake_us=0, uint64_t trace_capacity=0):
+                  uint32_t awake_us=0, uint64_t trace_capacity=0, bint fifo=False):
         cdef _Held held_board = _Held(board)
         cdef _Held held_doorbell = _Held(doorbell)
         cdef int rc
@@ -76,6 +77,7 @@ cdef class Engine:
         if self.core == NULL:
             raise MemoryError(f"engine tables and a trace of {trace_capacity} records")
         self.core.board, self.core.doorbell = held_board.board(), held_doorbell.doorbell()
+        self.core.fifo = fifo
         self.core.nontemporal_nbytes, self.core.awake_ns = nontemporal_nbytes, 1000 * <uint64_t>awake_us
         rc = bps_start(self.core, n_threads)
         if rc:

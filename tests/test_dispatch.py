@@ -27,7 +27,7 @@ def alone(n_parts: int) -> dict[int, int]:
 class Service:
     """A dispatcher with real streams; the other ends are plain sockets that read what was written."""
 
-    def __init__(self, n_peers: int, credit_nbytes: int, with_ranks: list[bool]) -> None:
+    def __init__(self, n_peers: int, credit_nbytes: int, with_ranks: list[bool], fifo: bool = False) -> None:
         self.board = Segment(ring.BOARD_NBYTES, huge=False, populate=False)
         self.bell = Segment(ring.DOORBELL_NBYTES, huge=False)
         ring.format_board(self.board)
@@ -35,7 +35,8 @@ class Service:
         self.payload = Segment(4096, huge=False)
         self.engine = Engine(self.board, self.bell, n_threads=1)
         self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.dispatcher = Dispatcher(self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)))
+        self.dispatcher = Dispatcher(
+            self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)), fifo=fifo)
         self.links: list[TcpLink] = []
         self.far: list[socket.socket] = []
         for index in range(n_peers):
@@ -101,6 +102,18 @@ def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service)
     # All four were there before the first was posted, and one is under way at a time.
     assert order == [3, 2, 1, 0]
     assert service.dispatcher.counters()["peak_in_flight_nbytes"] == NBYTES
+
+
+@pytest.mark.parametrize("service", [(1, NBYTES, [True], True)], indirect=True)
+def test_without_urgency_what_is_there_first_leaves_first(service):
+    service.dispatcher.commit((3, 2, 1, 0), alone(4), {})
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (1, 3, 0, 2)])
+    order = []
+    for _ in range(4):
+        (part,) = service.written(0, 1)
+        order.append(part)
+        service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, part)])
+    assert order == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)

@@ -110,6 +110,21 @@ def test_ready_parts_leave_in_policy_order(vertex):
     assert [part for part, _ in summed(v)] == [order.index(rank) for rank in range(8)]
 
 
+def test_without_urgency_parts_leave_as_they_were_complete(vertex):
+    v = vertex(n_ranks=1, n_parts=4, n_threads=1, trace_capacity=100, fifo=True)
+    for part in range(4):
+        v.own(part)
+    v.commit()
+    v.ports[0].submit(3, 1, 1, 0, 3 * PART)
+    assert v.ports[0].wait(3, 1, 1, 10) == DONE
+    v.engine.freeze(5)
+    for part in (2, 0, 1):
+        v.ports[0].submit(part, 1, 1, 0, part * PART)
+    v.engine.commit(2, [0, 1, 2, 3])
+    assert v.ports[0].wait(0, 3, 1, 10) == DONE
+    assert [part for part, _ in summed(v)] == [3, 2, 0, 1]
+
+
 def test_the_next_step_does_not_overtake_what_is_ready_of_this_one(vertex):
     v = vertex(n_ranks=1, n_parts=3, n_threads=1, trace_capacity=100)
     for part in range(3):

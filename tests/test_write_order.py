@@ -5,23 +5,23 @@ import heapq
 
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.write_order import WriteOrder, urgency
+from bpsfast.orchestration.write_order import ArrivalOrder, WriteOrder, urgency
 
 
 class Queue:
     """Everything that waits, in its order."""
 
-    def __init__(self) -> None:
-        self.order = WriteOrder()
-        self.heap: list[tuple[int, int]] = []
+    def __init__(self, order: WriteOrder | ArrivalOrder | None = None) -> None:
+        self.order = order or WriteOrder()
+        self.heap: list[tuple[int, int, int]] = []
 
     def put(self, part: int, rank: int, is_result: bool = False) -> int:
-        order = self.order.enter(part, rank, is_result, self.heap[0][0] if self.heap else None)
-        heapq.heappush(self.heap, (order, part))
-        return order
+        place = self.order.enter(part, rank, is_result, self.heap[0][0] if self.heap else None)
+        heapq.heappush(self.heap, (*place, part))
+        return place.order
 
     def pop(self) -> int:
-        return heapq.heappop(self.heap)[1]
+        return heapq.heappop(self.heap)[-1]
 
     def drained(self) -> list[int]:
         return [self.pop() for _ in range(len(self.heap))]
@@ -64,6 +64,14 @@ def test_a_tensor_that_is_pushed_now_and_then_joins_what_waits():
     queue.put(5, 3)
     queue.put(1, 4)
     assert queue.drained() == [5, 1, 1]
+
+
+def test_without_urgency_what_is_there_first_leaves_first():
+    queue = Queue(ArrivalOrder())
+    orders = [queue.put(part, rank, is_result) for part, rank, is_result in
+              [(3, 3, False), (0, 0, False), (3, 3, False), (1, 1, True)]]
+    assert queue.drained() == [3, 0, 3, 1]
+    assert len(set(map(urgency, orders))) == 1, "so that a card's peers take turns"
 
 
 @given(st.lists(st.one_of(st.tuples(st.integers(0, 5), st.integers(0, 3)), st.none()), max_size=60))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..orchestration.card_queue import CardQueue
 from ..orchestration.errors import StallError
-from ..orchestration.write_order import WriteOrder
+from ..orchestration.write_order import ArrivalOrder, Place, WriteOrder
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from ..transport import WireLink
 
@@ -28,14 +28,14 @@ _DETOUR_TIMEOUT_S = 30.0
 
 
 class Write(NamedTuple):
-    """One write to one node: the bytes of `part` in `round`. `order`: see `WriteOrder`; `flags` as in lane entries."""
+    """One write to one node: the bytes of `part` in `round`. `place`: see `write_order`; `flags` as in lane entries."""
 
     part: int
     round: int
     flags: int
     address: int
     nbytes: int
-    order: int
+    place: Place
 
 
 class Detour(NamedTuple):
@@ -65,16 +65,19 @@ class Dispatcher:
         Whose events it reads; nobody else may.
     credit_nbytes
         Bytes that may be under way to one node.
+    fifo
+        Send what was there first; else what is most urgent.
     on_lost
         Called from the dispatcher's thread with (source, errno) when a connection is gone.
     """
 
-    def __init__(self, engine: Engine, credit_nbytes: int, on_lost: Callable[[int, int], None]) -> None:
+    def __init__(self, engine: Engine, credit_nbytes: int, on_lost: Callable[[int, int], None], *,
+                 fifo: bool = False) -> None:
         self._engine = engine
         self._on_lost = on_lost
         self._card: CardQueue[Write] = CardQueue(credit_nbytes)
         self._destinations: dict[int, Destination] = {}
-        self._write_order = WriteOrder()
+        self._write_order: WriteOrder | ArrivalOrder = ArrivalOrder() if fifo else WriteOrder()
         self._order: tuple[int, ...] = ()
         self._first_parts: dict[int, int] = {}
         self._shares: dict[int, int] = {}
@@ -180,11 +183,11 @@ class Dispatcher:
             if kind == EVENT_DELIVERED:
                 self._card.release(source, nbytes)
             elif kind == EVENT_FORWARD:
-                order = self._order_of(part, is_result=False)
-                self._put(source, Write(part, round_, code, address, nbytes, order))
+                place = self._place_of(part, is_result=False)
+                self._put(source, Write(part, round_, code, address, nbytes, place))
                 self._n_partitions += 1
             elif kind == EVENT_RESULT:
-                write = Write(part, round_, code, address, nbytes, self._order_of(part, is_result=True))
+                write = Write(part, round_, code, address, nbytes, self._place_of(part, is_result=True))
                 for peer, destination in self._destinations.items():
                     if destination.has_ranks:
                         self._put(peer, write)
@@ -195,12 +198,12 @@ class Dispatcher:
         self._n_batches += 1
         self._pump()
 
-    def _order_of(self, part: int, is_result: bool) -> int:
+    def _place_of(self, part: int, is_result: bool) -> Place:
         rank = self._order[self._first_parts[part]]
         return self._write_order.enter(part, rank, is_result, self._card.first_order)
 
     def _put(self, source: int, write: Write) -> None:
-        self._card.put(source, write, order=write.order, key=write.part, nbytes=write.nbytes)
+        self._card.put(source, write, order=write.place.order, key=write.place.key, nbytes=write.nbytes)
 
     def _pump(self) -> None:
         while not self._abandoned and (found := self._card.pop()) is not None:

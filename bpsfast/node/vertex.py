@@ -50,9 +50,10 @@ class Vertex:
         self._engine: Engine | None = Engine(
             self._board, self._doorbell, n_threads=settings.engine_threads or min(len(os.sched_getaffinity(0)), 8),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
-            trace_capacity=self._trace_capacity)
+            trace_capacity=self._trace_capacity, fifo=settings.scheduling == "fifo")
         self._wiring: Wiring | None = None
-        self._dispatcher: Dispatcher | None = Dispatcher(self._engine, settings.credit_bytes, on_lost)
+        self._dispatcher: Dispatcher | None = Dispatcher(
+            self._engine, settings.credit_bytes, on_lost, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
         self._source_of: dict[int, int] = {}

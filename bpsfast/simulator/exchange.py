@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..orchestration.card_queue import CardQueue
 from ..orchestration.credit_queue import CreditQueue
-from ..orchestration.write_order import WriteOrder
+from ..orchestration.write_order import ArrivalOrder, WriteOrder
 from .clock import Clock
 from .cluster import Costs
 from .layout import Layout, Part
@@ -92,7 +92,7 @@ class Exchange:
         self._broadcast = {w: Stage(clock, costs.broadcast_rate) for w in self._workers}
         # A transfer that stands for those to all peers has the credit of all of them.
         self._cards = self._queues(credit_nbytes * layout.fold)
-        self._orders = [WriteOrder() for _ in layout.machines]
+        self._orders = [WriteOrder() if priority else ArrivalOrder() for _ in layout.machines]
         self._inputs = [0] * len(layout.parts)
         self._sum_free_s = [0.0] * len(layout.machines)
         self._left = {(w, u): len(parts) for w in self._workers for u, parts in enumerate(layout.parts_of_unit)}
@@ -174,13 +174,9 @@ class Exchange:
 
     def _send(self, sender: int, receivers: Sequence[int], write: _Write) -> None:
         part = write.part
-        if self._priority:
-            key = part.key << 1 | write.is_result  # folded, one machine stands for its owner and for those who push
-            order = self._orders[sender].enter(key, self._layout.order[part.first], write.is_result,
-                                               self._cards[sender].first_order)
-        else:
-            self._arrivals += 1
-            order, key = 0, self._arrivals
+        key = part.key << 1 | write.is_result  # folded, one machine stands for its owner and for those who push
+        order, key = self._orders[sender].enter(key, self._layout.order[part.first], write.is_result,
+                                                self._cards[sender].first_order)
         for receiver in receivers:
             self._cards[sender].put(receiver, write, order=order, key=key, nbytes=write.nbytes)
         self._pump(sender)
