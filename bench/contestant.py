@@ -24,6 +24,7 @@ KINDS = {
     "bpsfast": ("ranks", "Ranks"),
     "gloo": ("peers", "Gloo"),
     "mpi": ("peers", "Mpi"),
+    "trainer": ("schedule.trainer", "Trainer"),
     "raw": ("raw_sockets", "RawSockets"),
 }
 

@@ -31,7 +31,8 @@ RESULTS = Path(__file__).parent / "results"
 #: File name -> what `bench optimum` is asked for.
 PIECES: dict[str, dict[str, str]] = {
     "2": {"sets": "equal", "workers": "2"}, "4": {"sets": "equal", "workers": "4"},
-    "8": {"sets": "equal", "workers": "8"}, "unequal": {"sets": "unequal"}, "models": {"sets": "models"},
+    "8": {"sets": "equal", "workers": "8"}, "full": {"sets": "full", "workers": "2,4,8"},
+    "unequal": {"sets": "unequal"}, "models": {"sets": "models"},
 }
 #: Contestant -> how `bpsfast plan` calls it.
 _LAYOUTS = {"optimal": "optimal", "ps": "ps", "colocated": "colocated", "gloo": "ring"}
@@ -122,7 +123,7 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> str:
         lines += ["## Of the optimum, 8 machines: BytePS in figure 12 of its paper, and ours here", "",
                   "| helpers | the paper | here |", "|---|---|---|"]
         lines += [f"| {k} | {reached(8, k):.3f} | {1 / (1 + record['measured']['dev']):.3f} |"
-                  for k, record in _by_helpers(found["8"], "optimal").items()]
+                  for k, record in _by_helpers(_equal_links(found, 8), "optimal").items()]
     lines += ["", *_predictions([each for records in found.values() for each in records])]
     return "\n".join(lines) + "\n"
 
@@ -154,6 +155,12 @@ def _predictions(records: Sequence[dict[str, Any]]) -> list[str]:
                           f"largest {max(percents):.1f} %; {sum(percent <= 5 for percent in percents)} within 5 %, "
                           f"{sum(percent <= 10 for percent in percents)} within 10 %."]
     return lines
+
+
+def _equal_links(found: dict[str, list[dict[str, Any]]], n: int) -> list[dict[str, Any]]:
+    """Return the records of *n* workers with equal links, by the number of helpers."""
+    return [record for name in (str(n), "full") for record in found.get(name, ())
+            if record["chosen"]["n_workers"] == n]
 
 
 def _section(title: str, records: Sequence[dict[str, Any]]) -> list[str]:
@@ -196,7 +203,7 @@ def plot(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
                                    layout="constrained", squeeze=False)
     for panel, name in zip(axes[0], equal):
         for color, (contestant, label) in enumerate(_NAMES.items()):
-            records = _by_helpers(found[name], contestant)
+            records = _by_helpers(_equal_links(found, int(name)), contestant)
             panel.plot(list(records), [record["measured"]["time"] for record in records.values()], "o",
                        color=f"C{color}", label=label)
             panel.plot(list(records), [record["measured"]["formula"] for record in records.values()], "-",

@@ -22,7 +22,8 @@ from bpsfast.launch.daemons import clean_environment, reserve_port
 from bpsfast.launch.supervisor import Kind
 
 _LOOPBACK = "127.0.0.1"
-_PORTS = {"gloo": 7801, "raw": 7802, "bpsfast": 7803}  # in a cluster's namespaces every port is free
+#: In a cluster's namespaces every port is free; each contestant takes the next one of its kind.
+_PORTS = {"gloo": 7700, "raw": 7802, "bpsfast": 7803}
 
 
 class Hall:
@@ -51,10 +52,14 @@ class Hall:
             group.close()
         self._folder.cleanup()
 
-    def bpsfast(self, n_helpers: int = 0, more: Mapping[str, Mapping[str, str]] | None = None, **values: Any) -> Group:
-        """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name."""
+    def bpsfast(self, n_helpers: int = 0, more: Mapping[str, Mapping[str, str]] | None = None,
+                trainer: Mapping[str, Any] | None = None, **values: Any) -> Group:
+        """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name.
+
+        *trainer*: its ranks are `schedule.trainer.Trainer`s with these options.
+        """
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
-        program, folder = self._program("bpsfast", {})
+        program, folder = self._program("trainer" if trainer else "bpsfast", trainer or {})
         loaded = settings.load(values, {})  # not the user's: what is measured is written down
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()
@@ -71,9 +76,9 @@ class Hall:
         self._groups.remove(group)
         group.close()
 
-    def gloo(self) -> Group:
-        """Start gloo's ranks, over loopback or the cluster's links."""
-        program, folder = self._program("gloo", {})
+    def gloo(self, trainer: Mapping[str, Any] | None = None) -> Group:
+        """Start gloo's ranks, over loopback or the cluster's links. *trainer* as for `bpsfast`."""
+        program, folder = self._program("trainer" if trainer else "gloo", trainer or {})
         with reserve_port(_LOOPBACK) as reserved:
             host, port = self._place(0, reserved.getsockname()[1], "gloo")
         environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(sum(self._shape.ranks)),
@@ -108,9 +113,9 @@ class Hall:
         self._groups.append(group)
         return group
 
-    def _program(self, kind: str, options: dict[str, Any], folder: Path | None = None) -> tuple[list[str], Path]:
+    def _program(self, kind: str, options: Mapping[str, Any], folder: Path | None = None) -> tuple[list[str], Path]:
         folder = self._new_folder() if folder is None else folder
-        text = json.dumps(options)
+        text = json.dumps(dict(options))
         return [sys.executable, "-m", "bpsfast.bench.contestant", kind, str(folder / "socket"), text], folder
 
     def _new_folder(self) -> Path:
@@ -123,7 +128,9 @@ class Hall:
         return self._cluster[f"node{node}"].via() if self._cluster else ()
 
     def _place(self, node: int, free_port: int, kind: str) -> tuple[str, int]:
-        return (self._cluster[f"node{node}"].address, _PORTS[kind]) if self._cluster else (_LOOPBACK, free_port)
+        if self._cluster is None:
+            return _LOOPBACK, free_port
+        return self._cluster[f"node{node}"].address, _PORTS[kind] + (next(self._numbers) if kind == "gloo" else 0)
 
     @staticmethod
     def _environ() -> dict[str, str]:

@@ -187,7 +187,7 @@ def bench_push_pull(**options: Any) -> None:
 
 
 @bench.command("optimum")
-@click.option("--sets", help="Which cells: equal links, unequal ones, models.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--sets", help="Which cells: equal, full, unequal, models.  [default: all]", metavar="NAME[,NAME]")
 @click.option("--workers", help="Workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
 @click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 3]")
 @_JSON_OPTION
@@ -198,6 +198,24 @@ def bench_optimum(**options: Any) -> None:
     from .bench import optimum
 
     optimum.run(options)
+
+
+@bench.command("schedule")
+@click.option("--workers", "n_workers", type=_COUNT, help="Machines that train.  [default: 4]")
+@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum.  [default: 2]")
+@click.option("--model", help="A built-in model, its tensors N times smaller.  [default: vgg16/32]", metavar="NAME/N")
+@click.option("--ratio", type=click.FloatRange(0, min_open=True),
+              help="Seconds of computing for each of communication.  [default: 0.75]")
+@click.option("--ways", help="fifo|priority, crossing|DDP gloo|...  [default: all]", metavar="NAME[|NAME]")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each way.  [default: 3]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Three ways, one turn.")
+@errors_in_words
+def bench_schedule(**options: Any) -> None:
+    """Training by urgency and without a barrier against order of arrival, and against DDP over gloo. Needs root."""
+    from .bench import schedule
+
+    schedule.run(options)
 
 
 @bench.command("neighbour")

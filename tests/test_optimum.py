@@ -30,29 +30,41 @@ def namespaces():
 
 def test_every_number_of_helpers_has_a_cell():
     found = cells.chosen("equal", "2,4,8", quick=False)
-    assert [[cell.n_helpers for cell in planned] for _, planned in found] == [[0, 1, 2], [*range(5)], [*range(9)]]
+    assert [[cell.n_helpers for cell in planned] for _, planned in found] == [[0, 1], [*range(4)], [*range(8)]]
+    full = cells.chosen("full", "2,4,8", quick=False)
+    assert [[cell.n_helpers for cell in planned] for _, planned in full] == [[2], [4], [8]]
     for layout, planned in found:
         assert all(cell.nbytes // cell.partition_nbytes("optimal") >= 200 for cell in planned)
-        assert sum(layout.rates.values()) == pytest.approx(0.4e9 if len(planned) > 5 else 0.8e9)
+        assert 2 * len(layout.workers) * layout.rate_bits == pytest.approx(0.4e9 if len(planned) > 5 else 0.8e9)
         assert all("ps" not in cell.contestants for cell in planned if not cell.n_helpers)
-        assert all("gloo" in planned[k].contestants for k in (0, len(planned) // 2, -1))
+        assert all("gloo" in planned[k].contestants for k in (0, len(planned) // 2))
 
 
 def test_the_hash_has_the_partitions_that_byteps_makes_of_the_list():
     [(_, planned)] = cells.chosen("models", "8", quick=False)
-    vgg, bert = ([cell.partition_nbytes(name) for name in cell.contestants] for cell in planned)
-    assert vgg == [32 << 10, 4_096_000 // 16 // 4096 * 4096] and bert == [32 << 10, 4_096_000 // 32 // 4096 * 4096]
+    found = [(cell.load, cell.partition_nbytes(name), cell.credit_nbytes(name))
+             for cell in planned for name in cell.contestants]
+    assert found == [("gradients of vgg16/16", 32 << 10, 64 << 10), ("gradients of vgg16/64", *[61440] * 2),
+                     ("gradients of bert-large/32", 32 << 10, 64 << 10), ("gradients of bert-large/128", *[28672] * 2)]
+    assert (61440, 28672) == tuple(4_096_000 // divisor // 4096 * 4096 for divisor in (64, 128))
 
 
 def test_naive_ps_keeps_a_shorter_queue_in_smaller_pieces_where_helpers_are_few():
     [(_, planned)] = cells.chosen("equal", "8", quick=False)
-    assert [cell.credit_nbytes("ps") // cell.partition_nbytes("ps") for cell in planned[1:]] == [3] * 4 + [2] * 4
-    assert [cell.credit_nbytes("ps") >> 10 for cell in planned[1:]] == [48] * 4 + [64] * 4
+    assert [cell.credit_nbytes("ps") // cell.partition_nbytes("ps") for cell in planned[1:]] == [3] * 4 + [2] * 3
+    assert [cell.credit_nbytes("ps") >> 10 for cell in planned[1:]] == [48] * 4 + [64] * 3
     assert {cell.credit_nbytes("optimal") for cell in planned} == {64 << 10}
 
 
+def test_where_every_link_is_full_pieces_are_smaller_and_as_many_bytes_are_under_way():
+    [(layout, [cell])] = cells.chosen("full", "8", quick=False)
+    assert {cell.partition_nbytes(name) for name in ("optimal", "ps", "colocated")} == {16 << 10}
+    assert {cell.credit_nbytes(name) for name in ("optimal", "ps", "colocated")} == {64 << 10}
+    assert layout.rate_bits == pytest.approx(0.75 * 0.4e9 / 16) and cell.n_helpers == 8
+
+
 @pytest.mark.parametrize(("sets", "workers", "text"), [
-    ("equal,odd", "2", "no set 'odd': expected equal, unequal, models"), ("equal", "1", "from 2 to 32"),
+    ("equal,odd", "2", "no set 'odd': expected equal, full, unequal, models"), ("equal", "1", "from 2 to 32"),
     ("equal", "2,x", "from 2 to 32"), ("equal", "2,33", "from 2 to 32"),
 ])
 def test_what_is_refused(sets, workers, text):

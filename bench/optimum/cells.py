@@ -17,11 +17,14 @@ _PARTITION_NBYTES = 32 << 10
 _CREDIT_PARTITIONS = 2
 #: Of half the size, where all workers' bytes stand at the ports of a few helpers (`Cell.crowded`).
 _CROWDED_CREDIT_PARTITIONS = 3
+#: Of half the size, where every link is full both ways (`Cell.full`), on links that are so much slower.
+_FULL_CREDIT_PARTITIONS = 4
+_FULL_RATE = 0.75
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
 #: workers, so a step of few partitions is above any formula.
 _NBYTES = 832 * _PARTITION_NBYTES
 _BYTEPS_PARTITION_NBYTES = 4_096_000
-SETS = ("equal", "unequal", "models")
+SETS = ("equal", "full", "unequal", "models")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Cell:
     of links: what is optimal if all were alike), "hash:NAME". `load` is "numpy" (one array of `nbytes`) or
     "gradients of MODEL/N", as `ranks.Ranks` names them. `crowded`: where helpers own everything, all workers' bytes
     stand at the ports of a few, and with them what gives the helpers credit for the next sums: with partitions of 32
-    KiB sums fall 10 % behind, with less in the queue, in smaller pieces, 2 %.
+    KiB sums fall 10 % behind, with less in the queue, in smaller pieces, 2 %. `full`: where every link has to move as
+    many bytes both ways as any other, no time is left to make up for what the last sums take: smaller pieces.
     """
 
     n_helpers: int
@@ -58,16 +62,20 @@ class Cell:
     load: str = "numpy"
     hash_partition_nbytes: int = _PARTITION_NBYTES
     crowded: bool = False
+    full: bool = False
 
     def partition_nbytes(self, contestant: str) -> int:
         """Return what *contestant* cuts tensors into: BytePS has a default, which its hash is measured with."""
         if contestant.startswith("hash:"):
             return self.hash_partition_nbytes
-        return _PARTITION_NBYTES // 2 if self._is_crowded(contestant) else _PARTITION_NBYTES
+        return _PARTITION_NBYTES // 2 if self.full or self._is_crowded(contestant) else _PARTITION_NBYTES
 
     def credit_nbytes(self, contestant: str) -> int:
         """Return how many bytes *contestant* may have under way to one peer."""
-        n = _CROWDED_CREDIT_PARTITIONS if self._is_crowded(contestant) else _CREDIT_PARTITIONS
+        if contestant.startswith("hash:"):
+            return self.partition_nbytes(contestant)  # eight of its partitions fit into a switch's port, not more
+        n = (_FULL_CREDIT_PARTITIONS if self.full else _CROWDED_CREDIT_PARTITIONS if self._is_crowded(contestant)
+             else _CREDIT_PARTITIONS)
         return n * self.partition_nbytes(contestant)
 
     def _is_crowded(self, contestant: str) -> bool:
@@ -88,7 +96,7 @@ class Cell:
 
 
 def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell]]]:
-    """Return layouts with their cells. *sets*: some of `SETS`; *workers*: counts for equal links.
+    """Return layouts with their cells. *sets*: some of `SETS`; *workers*: counts where links are equal.
 
     Raises
     ------
@@ -99,6 +107,8 @@ def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell
     for name in sets.split(","):
         if name == "equal":
             found += [_equal(n, quick) for n in _counts(workers)]
+        elif name == "full":
+            found += [_full(n) for n in _counts(workers)]
         elif name == "unequal":
             found += _unequal(quick)
         elif name == "models":
@@ -120,13 +130,20 @@ def _rate_bits(n_machines: int) -> float:
 
 
 def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
-    """All numbers of helpers; whom they change nothing for takes part without any, with half of them and with all."""
-    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * n, _rate_bits(2 * n))
-    some = (0, n // 2, n)
+    """Fewer helpers than workers; whom they change nothing for takes part without any, and with half of them."""
+    layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * (n - 1), _rate_bits(2 * n))
+    some = (0, n // 2)
     return layout, [
         Cell(k, ("optimal", *(["ps"] if k else []), *(["colocated", "gloo"] if k in some else [])), _NBYTES,
              crowded=2 * k <= n)
-        for k in (some if quick else range(n + 1))]
+        for k in (some if quick else range(n))]
+
+
+def _full(n: int) -> tuple[Layout, list[Cell]]:
+    """As many helpers as workers: all that can help."""
+    rate_bits = _FULL_RATE * _rate_bits(2 * n)
+    layout = Layout(f"{n} workers, as many helpers, equal links", (1.0,) * n, (1.0,) * n, rate_bits)
+    return layout, [Cell(n, ("optimal", "ps", "colocated", "gloo"), _NBYTES, full=True)]
 
 
 def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
@@ -137,11 +154,16 @@ def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
 
 
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
-    """Lists of whole tensors, 16 or 32 times smaller, as is what BytePS cuts them into by default."""
+    """Lists of whole tensors, 16 or 32 times smaller.
+
+    For BytePS's hash four times smaller than that, as is what BytePS cuts them into by default: of larger partitions
+    those that eight machines send to one overflow a switch's port, and what is measured are losses.
+    """
     layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _rate_bits(12))
     cells = []
-    for model, divisor in (("vgg16", 64), ("bert-large", 128)) if quick else (("vgg16", 16), ("bert-large", 32)):
-        nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())
-        cells.append(Cell(4, ("optimal", "hash:mixed"), nbytes, f"gradients of {model}/{divisor}",
-                          _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096))
+    for model, least in (("vgg16", 16), ("bert-large", 32)):
+        for contestant, divisor in (("optimal", 4 * least if quick else least), ("hash:mixed", 4 * least)):
+            nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())
+            cells.append(Cell(4, (contestant,), nbytes, f"gradients of {model}/{divisor}",
+                              _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096))
     return layout, cells

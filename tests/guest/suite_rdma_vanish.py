@@ -139,7 +139,9 @@ def test_nodes_whose_device_the_kernel_has_taken_away_close(verbs):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     words, last = done.stdout.splitlines()
-    assert f"RDMA WRITE of partition 0 (round 2, {NBYTES} bytes) to node 0 over rxe1/1 was refused: EIO" in words, words
+    refused = f"RDMA WRITE of partition 0 (round 2, {NBYTES} bytes) to node 0 over rxe1/1 was refused: EIO"
+    unread = "the completions of rxe1/1 can no longer be read (Input/output error)"  # whichever thread meets it first
+    assert refused in words or unread in words, words
     assert words.endswith("this machine's port is gone with its device now"), words
     assert last == "closed" and done.stderr == ""
     assert kernel_objects() == objects  # rxe's own stay while the process has them mapped

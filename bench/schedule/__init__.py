@@ -1,0 +1,91 @@
+"""``bpsfast bench schedule``: what is it worth to send first what is needed first, and to wait for nothing else?
+
+A training job on machines of their own (network namespaces, links shaped both ways): in the order of arrival or by
+urgency, with a barrier at the end of each step or without; beside it torch's DDP over gloo, and scheduled all-reduces
+over gloo. The same weights, data and layer times everywhere (`model`); computing is slept, so that two cores only move
+bytes. `ways` says who takes part, `trainer` is one rank, `report` sets what was measured beside what the simulator says
+of the same layers, links, partitions and credit.
+
+Source: ByteScheduler (SOSP'19) sections 2 and 6; BytePS (OSDI'20) section 5.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bpsfast.bench import table
+from bpsfast.bench.hall import Hall
+from bpsfast.bench.samples import Row, take_turns
+from bpsfast.bench.schedule import report
+from bpsfast.bench.schedule.ways import WAYS, Setup, start
+from bpsfast.cluster import Cluster, netns
+from bpsfast.orchestration.errors import ConfigError
+
+#: Of all links together: what two cores move beside what they sum.
+_TOTAL_BITS = 0.4e9
+_MODEL, _DIVISOR = "vgg16", 32
+_RATIO = 0.75
+#: Steps of a turn; the first ones fill what overlaps.
+_N_WARMUP, _N_STEPS = 2, 6
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print a table, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        n_workers (4), n_helpers (2); model ("vgg16/32"); ratio (0.75): computing to communication, as the optimum
+        would have it; ways ("fifo|priority, crossing|..."), n_rounds (3), json_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense, or network namespaces or torch are missing.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    quick = bool(given.get("quick"))
+    setup = _setup(given)
+    names = _names(given.get("ways"), quick)
+    lacking = netns.missing()
+    if lacking is not None:
+        raise ConfigError(f"bench schedule needs machines with links of their own: {lacking}")
+    began = time.time()
+    with Cluster(list(setup.machines), rates=dict.fromkeys(setup.machines, setup.rate_bits)) as cluster:
+        rate_bytes = cluster.calibrate("node0", "node1").rate_bytes
+        setup = setup.computing(rate_bytes)
+        with Hall(setup.n_workers, setup.n_workers, cluster) as hall:
+            rows = [Row(start(hall, name, setup), "step", setup.nbytes, label=name) for name in names]
+            for row in rows:
+                row.group.measure("step", row.nbytes, 0, 1)  # it checks its sums once
+            alone = Row(rows[0].group, "alone", setup.nbytes, label="alone")
+            take_turns([alone], 1, n=_N_STEPS, n_warmup=1)
+            phases = alone.group.ask("phases")
+            take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=_N_STEPS, n_warmup=_N_WARMUP)
+            digests = {row.name: row.group.ask("digest") for row in rows}
+        rate_bytes = (rate_bytes + cluster.calibrate("node0", "node1").rate_bytes) / 2
+    found = report.Found(setup, rate_bytes, alone, report.slowest(phases), rows, digests)
+    print(report.text(found), flush=True)
+    return table.finish("schedule", given, began, report.records(found))
+
+
+def _setup(given: Mapping[str, Any]) -> Setup:
+    model, _, divisor = str(given.get("model") or f"{_MODEL}/{_DIVISOR}").partition("/")
+    if divisor and not divisor.isdecimal():
+        raise ConfigError(f"--model {given['model']!r}: expected a built-in model and a divisor, such as vgg16/32")
+    n_workers, n_helpers = given.get("n_workers") or 4, given.get("n_helpers", 2)
+    if n_workers < 2:
+        raise ConfigError(f"{n_workers} worker exchanges nothing: bench schedule needs two or more")
+    ratio = given.get("ratio") or _RATIO
+    return Setup(n_workers, n_helpers, model, int(divisor or 1), ratio, _TOTAL_BITS / (n_workers + n_helpers))
+
+
+def _names(text: str | None, quick: bool) -> list[str]:
+    if text is None:
+        return [name for name, way in WAYS.items() if way.is_quick or not quick]
+    names = text.split("|")
+    unknown = [name for name in names if name not in WAYS]
+    if unknown:
+        raise ConfigError(f"--ways {text!r}: {unknown[0]!r} is none of {', '.join(WAYS)}")
+    return names

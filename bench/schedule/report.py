@@ -1,0 +1,143 @@
+"""What `bench schedule` found, beside what the simulator says of the same layers, links, partitions and credit."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bpsfast.bench import table
+from bpsfast.bench.optimum.cell import MOST_BUSY, busiest
+from bpsfast.bench.samples import Row
+from bpsfast.bench.schedule.ways import CREDIT_NBYTES, PARTITION_NBYTES, WAYS, Setup
+from bpsfast.cluster import netns
+from bpsfast.settings import Settings
+from bpsfast.simulator.cluster import Costs, uniform
+from bpsfast.simulator.ring import Ring
+from bpsfast.simulator.simulation import Options, simulate
+from bpsfast.simulator.workload import Workload, tensor_nbytes
+
+_DDP_BUCKET_NBYTES = 25 << 20
+_N_SIMULATED = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """One run. `phases_s`: forward, backward and optimizer of a step `alone`; `digests`: way -> of each rank, how many
+    steps it made and a hash of its weights."""
+
+    setup: Setup
+    rate_bytes: float
+    alone: Row
+    phases_s: tuple[float, float, float]
+    rows: Sequence[Row]
+    digests: Mapping[str, Sequence[tuple[int, str]]]
+
+
+def simulated_s(found: Found, name: str) -> float | None:
+    """Return what a step takes by the simulator; nothing of scheduled all-reduces, which it does not know."""
+    way, setup = WAYS[name], found.setup
+    if way.trainer.startswith("gloo"):
+        return None
+    job, optimizer_s = _as_it_ran(setup.job, found.phases_s, way.crosses)
+    if way.is_gloo:
+        ring = Ring(fusion_nbytes=_DDP_BUCKET_NBYTES // setup.divisor, cycle_s=0.0)
+        options = Options(cross_barrier=False, ring=ring, optimizer_s=optimizer_s)
+        return simulate(job, uniform(setup.n_workers, 0, found.rate_bytes), "ring", options, _N_SIMULATED).step_s
+    links = Costs(queued_answers=True, burst_nbytes=netns.burst_nbytes(setup.rate_bits))
+    options = Options(priority=way.priority, cross_barrier=way.crosses, credit_nbytes=CREDIT_NBYTES,
+                      partition_nbytes=PARTITION_NBYTES, fusion_nbytes=Settings().fusion_bytes,
+                      optimizer_s=optimizer_s, fold=False)
+    return simulate(job, uniform(setup.n_workers, setup.n_helpers, found.rate_bytes, links), "optimal", options,
+                    _N_SIMULATED).step_s
+
+
+def slowest(phases: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Return the longest of each phase over all ranks."""
+    forward_s, backward_s, optimizer_s = map(max, zip(*phases))
+    return forward_s, backward_s, optimizer_s
+
+
+def _as_it_ran(job: Workload, phases_s: tuple[float, float, float], crosses: bool) -> tuple[Workload, float]:
+    """Return *job* with what its layers took besides their set times, and the optimizer's time after the last sum.
+
+    That is spent on weights and gradients, byte by byte; across the barrier the optimizer's share of a layer, too,
+    between its sums and its forward.
+    """
+    nbytes = [sum(tensor_nbytes(job.shapes[name], job.dtype) for name in layer.tensors) for layer in job.layers]
+    forward_s, backward_s, optimizer_s = phases_s
+    more_forward_s = max(0.0, forward_s - sum(layer.forward_s for layer in job.layers)) + optimizer_s * crosses
+    more_backward_s = max(0.0, backward_s - sum(layer.backward_s for layer in job.layers))
+    layers = [layer._replace(forward_s=layer.forward_s + more_forward_s * n / sum(nbytes),
+                             backward_s=layer.backward_s + more_backward_s * n / sum(nbytes))
+              for layer, n in zip(job.layers, nbytes)]
+    return job._replace(layers=tuple(layers)), 0.0 if crosses else optimizer_s
+
+
+def weights_agree(found: Found) -> str:
+    """Say whose weights are the same, bit for bit: on all ranks, and of all our ways."""
+    for name, ranks in found.digests.items():
+        if len({digest for _, digest in ranks}) > 1:
+            return f"WEIGHTS DIFFER between the ranks of {name}"
+    ours = {name: ranks[0] for name, ranks in found.digests.items() if not WAYS[name].is_gloo}
+    if len(set(ours.values())) > 1:
+        return f"WEIGHTS DIFFER between {', '.join(ours)}"
+    steps = next(iter(ours.values()), (0, ""))[0]
+    return f"after {steps} steps the weights of {', '.join(ours)} are the same, bit for bit" if len(ours) > 1 else ""
+
+
+def text(found: Found) -> str:
+    """Return the table and what it comes to."""
+    setup, alone_s = found.setup, found.alone.median_s
+    lines = [["way", "step s", "simulated", "dev. %", "exposed s", "simulated", "dev. %", "CPU %", ""]]
+    steps = {row.name: row.median_s for row in found.rows}
+    predicted = {row.name: simulated_s(found, row.name) for row in found.rows}
+    for row in found.rows:
+        exposed_s, sim_s = row.median_s - alone_s, predicted[row.name]
+        sim_exposed_s = None if sim_s is None else sim_s - alone_s
+        lines.append([row.name, f"{row.median_s:.3f}", _shown(sim_s), _deviation(row.median_s, sim_s),
+                      f"{exposed_s:.3f}", _shown(sim_exposed_s), _deviation(exposed_s, sim_exposed_s),
+                      f"{100 * busiest([row]):.0f}", f"{row.n_wrong} WRONG" if row.n_wrong else ""])
+        if busiest([row]) > MOST_BUSY:
+            lines[-1][-1] += " VOID: the CPU was the limit"
+    words = [f"# {setup.model}/{setup.divisor}, {setup.nbytes / 1e6:.1f} MB, on {setup.n_workers} workers and "
+             f"{setup.n_helpers} helpers; links that move {found.rate_bytes * 8 / 1e6:.1f} Mbit/s of payload each way; "
+             f"a step computes {alone_s:.3f} s", table.plain(lines)]
+    for name, (of, over) in gains().items():
+        if of in steps and over in steps:
+            gain, sim_of, sim_over = steps[over] / steps[of], predicted[of], predicted[over]
+            said = "" if sim_of is None or sim_over is None else f" (simulated {sim_over / sim_of:.2f})"
+            words.append(f"# {name}: {gain:.2f} times as fast{said}")
+    return "\n".join([*words, f"# {weights_agree(found)}", ""])
+
+
+def gains() -> dict[str, tuple[str, str]]:
+    """Return what is said of -> (the way, the one it is compared with)."""
+    return {"priority and crossing over fifo with a barrier": ("priority, crossing", "fifo"),
+            "priority over fifo, both crossing": ("priority, crossing", "fifo, crossing"),
+            "priority and crossing over DDP with gloo": ("priority, crossing", "DDP gloo"),
+            "priority over fifo over gloo, both crossing": ("gloo priority, crossing", "gloo fifo, crossing")}
+
+
+def records(found: Found) -> list[dict[str, Any]]:
+    """Return one record a way for the result file; seconds and bytes."""
+    setup = found.setup
+    return [{
+        "section": "schedule",
+        "chosen": {"way": row.name, "model": setup.model, "divisor": setup.divisor, "nbytes": setup.nbytes,
+                   "n_workers": setup.n_workers, "n_helpers": setup.n_helpers, "ratio": setup.ratio,
+                   "rate_bits": setup.rate_bits, "compute_s": setup.compute_s},
+        "measured": {"samples_s": row.samples_s, "median_s": row.median_s,
+                     "alone_s": found.alone.median_s, "phases_s": found.phases_s,
+                     "exposed_s": row.median_s - found.alone.median_s, "rate_bytes": found.rate_bytes,
+                     "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy, "void": busiest([row]) > MOST_BUSY,
+                     "digests": list(found.digests[row.name])},
+        "simulated": {"step_s": simulated_s(found, row.name)},
+    } for row in found.rows]
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _deviation(measured: float, said: float | None) -> str:
+    return "-" if not said else f"{100 * (measured / said - 1):+.1f}"
