@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bpsfast.simulator.all_reduce import ScheduledAllReduce
 from bpsfast.simulator.clock import Clock
-from bpsfast.simulator.cluster import Cluster, Costs, uniform
+from bpsfast.simulator.cluster import Costs, uniform
 from bpsfast.simulator.exchange import Done, Exchange
 from bpsfast.simulator.layout import full
 from bpsfast.simulator.network import Load
@@ -39,7 +39,7 @@ def all_reduces(clock: Clock, plan: Cut, done: Done, credit: int, overhead: floa
 
 def services(clock: Clock, plan: Cut, done: Done, credit: int, overhead: float, links: Sequence[int]) -> Exchange:
     """Return a helper's summation service; *links* say what a byte costs on the way there and back."""
-    machines: Cluster = RANK_AND_HELPER._replace(costs=Costs(overhead_s=overhead))
+    machines = RANK_AND_HELPER._replace(costs=Costs(overhead_s=overhead))
     layout = full(machines, plan, "ps")
     push, pull = links
     parts = tuple(part._replace(push=Load(push * part.nbytes, push * part.nbytes),
@@ -77,7 +77,9 @@ def graph_s(ops: Sequence[Op], sizes: Sequence[int]) -> float:
     shapes = {name: (size * PAGE // 4,) for name, size in zip(names, sizes)}
     job = workload("graph", [Layer("all", 0, 0, names)], shapes)
     clock = Clock()
-    sums, over, seen = {-1}, set(), set()
+    sums: set[int] = {-1}
+    seen: set[int] = set()
+    over: set[int] = set()
     waiting: deque[int] = deque()
     running: list[int] = []
 

@@ -23,7 +23,8 @@ def two_tensors(front: int, back: int) -> Workload:
 def ends_of(cluster: Cluster, job: Workload, *, credit: int, priority: bool = True,
             ring: Ring = RING) -> tuple[dict[int, float], float]:
     """Give gradients of the back layer at 0 s, of the front layer at 1.5 s; return when sums are there, wire bytes."""
-    clock, ends = Clock(), {}
+    clock = Clock()
+    ends: dict[int, float] = {}
     exchange = ScheduledAllReduce(clock, cluster, ring, cut(job, PAGE), credit_nbytes=credit * PAGE, priority=priority,
                                   done=lambda worker, unit: ends.__setitem__(unit, clock.now))
     clock.at(0.0, exchange.gradient_ready, 0, 1)

@@ -9,19 +9,19 @@ Serving layers by urgency, first those that the next forward pass needs first, m
 5. preemption is free.
 
 What each of them is worth shows `test_theorem_conditions`. What is lost without 4 and 5 its authors bound in a text
-that we have not read; this bound is our own. Let a link's *window* be the time it needs for what has been taken from its
-queue and has not arrived: the credit, one partition at least, with overheads. Then an iteration by the queue takes
+that we have not read; this bound is our own. Let a link's *window* be the time it needs for what has been taken from
+its queue and has not arrived: the credit, one partition at least, with overheads. Then an iteration by the queue takes
 longer than one by any schedule whatever by at most
 
     a window for each link  +  one partition, if there are two links  +  (number of partitions) x (overhead of one)
 
 and than any order of the same partitions, without overheads, by at most the windows. Not by a window for each layer:
 
-Let i be the layer whose last sum ends so late that only the forward passes from i on (they take q) follow it, and S what
-the link served until then without a pause and without anything less urgent than i. Before S the queue held nothing of
-layers 0 to i: the link paused, or at a time t something less urgent was taken, the last that delays i, and was through
-one window later. So all of S was ready at t or later, and the iteration takes at most t + window + |S| + q, while no
-schedule can begin S before t, or end before t + |S| + q.
+Let i be the layer whose last sum ends so late that only the forward passes from i on (they take q) follow it, and S
+what the link served until then without a pause and without anything less urgent than i. Before S the queue held
+nothing of layers 0 to i: the link paused, or at a time t something less urgent was taken, the last that delays i, and
+was through one window later. So all of S was ready at t or later, and the iteration takes at most t + window + |S| + q,
+while no schedule can begin S before t, or end before t + |S| + q.
 
 Of two links the same is true of the pulls S1, the first of which waited for its push, and of the pushes S2 up to that
 one, their only common partition: at most t + 2 windows + |S1| + |S2| + q stand against t + |S1 and S2| + q, and against

@@ -3,7 +3,7 @@
 The theorem, its conditions and the bound are those of `test_theorem`. Times are whole and exact:
 
     condition violated                                optimum  queue  loss  bound
-    1 computing is no chain                                11     15     4      1   does not hold: 16 if all is four times as big
+    1 computing is no chain                                11     15     4      1   does not hold: 16 at four times all
     2 the accelerator runs something else                   8     11     3      1   holds with the other op's time: 4
     3 tensors are whole                                    20     35    15     24
     4 partitions are big: 8                                20     27     7      8   3 of 4, 1 of 2, 1 of 1
