@@ -13,7 +13,7 @@ that we have not read; this bound is our own. Let a link's *window* be the time 
 its queue and has not arrived: the credit, one partition at least, with overheads. Then an iteration by the queue takes
 longer than one by any schedule whatever by at most
 
-    a window for each link  +  one partition, if there are two links  +  (number of partitions) x (overhead of one)
+    a window for each link  +  one partition on the slower, if there are two  +  (number of partitions) x (overhead)
 
 and than any order of the same partitions, without overheads, by at most the windows. Not by a window for each layer:
 
@@ -24,8 +24,9 @@ was through one window later. So all of S was ready at t or later, and the itera
 while no schedule can begin S before t, or end before t + |S| + q.
 
 Of two links the same is true of the pulls S1, the first of which waited for its push, and of the pushes S2 up to that
-one, their only common partition: at most t + 2 windows + |S1| + |S2| + q stand against t + |S1 and S2| + q, and against
-one partition more of whoever pulls whole partitions only. An overhead for each partition lengthens S, or S1 or S2.
+one, their only common partition: at most t + 2 windows + |S1| + |S2| + q stand against t + q and all of both on the
+slower link, and against one partition on the other besides, of whoever pulls whole partitions only. An overhead for each
+partition lengthens S, or S1 or S2, or is that of the common one.
 
 For M bytes of gradients at a rate B and an overhead of o seconds the bound is least with partitions of sqrt(M B o)
 bytes.

@@ -36,8 +36,8 @@ class ScheduledAllReduce:
         self._clock = clock
         self._cluster = cluster
         self._at_once = cluster._replace(costs=cluster.costs._replace(latency_s=0.0))
-        n_steps = 2 * (cluster.n_workers * ring.ranks_per_machine - 1)
-        self._latency_s = 0.0 if cluster.n_workers == 1 else (n_steps + 1) * cluster.costs.latency_s
+        n_lock_steps = 2 * (cluster.n_workers * ring.ranks_per_machine - 1)
+        self._latency_s = 0.0 if cluster.n_workers == 1 else (n_lock_steps + 1) * cluster.costs.latency_s
         self._ring = ring
         self._units = plan.units
         self._unit_of = {unit.name: unit.unit for unit in plan.units}
