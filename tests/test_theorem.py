@@ -15,7 +15,8 @@ longer than one by any schedule whatever by at most
 
     a window for each link  +  one partition on the slower, if there are two  +  (number of partitions) x (overhead)
 
-and than any order of the same partitions, without overheads, by at most the windows. Not by a window for each layer:
+(that partition with its overhead), and than any order of the same partitions, without overheads, by at most the
+windows. Not by a window for each layer:
 
 Let i be the layer whose last sum ends so late that only the forward passes from i on (they take q) follow it, and S
 what the link served until then without a pause and without anything less urgent than i. Before S the queue held
@@ -25,8 +26,8 @@ while no schedule can begin S before t, or end before t + |S| + q.
 
 Of two links the same is true of the pulls S1, the first of which waited for its push, and of the pushes S2 up to that
 one, their only common partition: at most t + 2 windows + |S1| + |S2| + q stand against t + q and all of both on the
-slower link, and against one partition on the other besides, of whoever pulls whole partitions only. An overhead for each
-partition lengthens S, or S1 or S2, or is that of the common one.
+slower link, and against one partition on the other besides, of whoever pulls whole partitions only. An overhead for
+each partition lengthens S, or S1 or S2; the common one has two.
 
 For M bytes of gradients at a rate B and an overhead of o seconds the bound is least with partitions of sqrt(M B o)
 bytes.
