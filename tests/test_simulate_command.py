@@ -13,7 +13,8 @@ def test_json_is_one_document_of_all_strategies() -> None:
     done = CliRunner().invoke(command, "--model resnet50 -n 2 -k 1 --nic 10 --compute 20 --json".split())
     assert done.exit_code == 0
     told = json.loads(done.stdout)
-    assert [result["strategy"] for result in told["results"]] == ["ring", "ps", "colocated", "optimal"]
+    assert [result["strategy"] for result in told["results"]] == ["ring", "all-reduce", "ps", "colocated",
+                                                                   "optimal"]
     assert all(result["step_s"] >= 0.02 for result in told["results"])
 
 

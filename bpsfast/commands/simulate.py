@@ -12,7 +12,7 @@ from ..simulator.ring import Ring
 from ..simulator.simulation import Options, Outcome, simulate
 from . import exits, output
 
-_STRATEGIES = ("ring", "ps", "colocated", "optimal")
+_STRATEGIES = ("ring", "all-reduce", "ps", "colocated", "optimal")
 
 _EXAMPLES = """
 
@@ -20,10 +20,12 @@ _EXAMPLES = """
     bpsfast simulate --model vgg16 -n 8 -k 4 --nic 25
     bpsfast simulate --model bert-large -n 4096 -k 4096 --nic 100 --compute 490
     bpsfast simulate --model gpt2 -n 8 --nic 10 --strategy optimal --cross-barrier --json
+    bpsfast simulate --model vgg16 -n 8 --strategy ring --strategy all-reduce --cross-barrier
 """
 
 
-@click.command(help="Time of a training step by simulated events, for ring, PS, colocated and optimal." + _EXAMPLES)
+@click.command(help="Time of a training step by simulated events: a ring first come first (ring) or by urgency "
+               "(all-reduce), PS, colocated, optimal." + _EXAMPLES)
 @click.option("--model", required=True, type=click.Choice(sorted(MODELS)), help="Layers and gradients.")
 @click.option("-n", "--workers", type=int, required=True, help="Machines with ranks.")
 @click.option("-k", "--helpers", type=int, default=0, show_default=True, help="Machines that only sum.")
@@ -41,7 +43,7 @@ _EXAMPLES = """
               help="Reducing and broadcasting inside a machine [Gbit/s].")
 @click.option("--partition", "partition_nbytes", type=int, default=4_096_000, show_default=True, help="[bytes]")
 @click.option("--credit", "credit_nbytes", type=int, default=16_777_216, show_default=True,
-              help="Under way to one peer [bytes].")
+              help="Under way to one peer, or in the ring [bytes].")
 @click.option("--priority/--no-priority", default=True, show_default=True, help="Most urgent first, or first come.")
 @click.option("--cross-barrier", is_flag=True, help="A layer's forward waits for its own sums only.")
 @click.option("--interleave", is_flag=True, help="Place partitions in forward order; else the largest first.")

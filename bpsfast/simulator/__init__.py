@@ -1,12 +1,12 @@
 """A discrete-event simulator of training jobs: what one machine cannot show, and what no cluster is at hand for.
 
-It decides with the job's own code (`orchestration.placement`, `card_queue`, `write_order`, `partition`) and simulates
-the rest:
+It decides with the job's own code (`orchestration.placement`, `card_queue`, `write_order`, `turns`, `partition`) and
+simulates the rest:
 
     workload    layers with their times and tensors              networks    those of known models
     cluster     machines, cards, what a message costs
     layout      who sums which partition                         clock       events in order of time
     worker      forward, backward                                network     cards and the fabric
     exchange    push and pull through summation services         ring        all-reduce with fusion buffers
-    simulation  one job: all of them together
+    simulation  one job: all of them together                    all_reduce  by urgency, one order on all ranks
 """

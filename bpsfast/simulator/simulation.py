@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
+from .all_reduce import ScheduledAllReduce
 from .clock import Clock
 from .cluster import Cluster
 from .exchange import Exchange
@@ -13,7 +14,8 @@ from .ring import Ring, RingExchange, check_ring
 from .worker import Worker
 from .workload import Cut, Workload, cut
 
-#: Strategy -> the placement policy it is ("ring" has none). Any other policy of `placement.assign` is its own name.
+#: Strategy -> the placement policy it is ("ring" and "all-reduce" have none). Any other policy of `placement.assign` is
+#: its own name.
 POLICIES = {"optimal": "optimal", "colocated": "colocated", "ps": "ps"}
 #: A full simulation of more messages a step than this takes ten seconds and more; `fold` None folds then.
 FOLD_MESSAGES = 250_000
@@ -32,9 +34,11 @@ class Options(NamedTuple):
         Place partition by partition in forward order, not the largest first: owners of any stretch of the gradients
         are then as mixed as those of all of them.
     credit_nbytes, partition_nbytes, fusion_nbytes
-        As the job's settings of these names; fusion 0: every tensor alone. Not used by a ring.
+        As the job's settings of these names; fusion 0: every tensor alone. Not used by "ring", which has its own.
     optimizer_s
         Time between a step's last sum and the next forward.
+    ring
+        How "ring" works; of "all-reduce" its members, slices and links.
     fold
         Let one machine stand for its role (`layout.folded`). None: if it saves much time, and only the grain is lost.
     """
@@ -80,6 +84,9 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
              n_steps: int = 4) -> Outcome:
     """Let *job* run *n_steps* steps on *cluster*.
 
+    *strategy*: "ring" (Horovod's all-reduce, first come first), "all-reduce" (`bpsfast.torch.schedule`'s, by urgency),
+    or a placement of summation services.
+
     `Outcome.step_s` is the mean over the steps but the first and the last, if there are four or more: the first finds
     no sums under way, the last is followed by no forward.
 
@@ -91,8 +98,8 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     if n_steps < 1:
         raise ConfigError(f"a simulation needs one step or more, got {n_steps}")
     _check(options)
-    if strategy == "ring":
-        return _simulate_ring(job, cluster, options, n_steps)
+    if strategy in ("ring", "all-reduce"):
+        return _simulate_without_services(job, cluster, strategy, options, n_steps)
     policy = POLICIES.get(strategy, strategy)
     plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
     n_messages = 2 * cluster.n_workers * sum(len(unit.parts) for unit in plan.units)
@@ -110,16 +117,26 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     return _outcome(strategy, job, workers, wire, exchange.summed_nbytes, n_steps, clock.n_events, fold)
 
 
-def _simulate_ring(job: Workload, cluster: Cluster, options: Options, n_steps: int) -> Outcome:
+def _simulate_without_services(job: Workload, cluster: Cluster, strategy: str, options: Options,
+                               n_steps: int) -> Outcome:
     check_ring(options.ring)
-    whole = cut(job, 1 << 62)  # a ring cuts by itself: every tensor is one unit of one partition, or of two
     clock = Clock()
     workers: list[Worker] = []
-    exchange = RingExchange(clock, cluster, options.ring, [unit.nbytes for unit in whole.units],
-                            lambda worker, unit: workers[worker].unit_done(unit))
-    workers += _workers(clock, 1, job, whole, options, n_steps, exchange.gradient_ready)
+
+    def done(worker: int, unit: int) -> None:
+        workers[worker].unit_done(unit)
+
+    exchange: RingExchange | ScheduledAllReduce
+    if strategy == "ring":
+        plan = cut(job, 1 << 62)  # a ring cuts by itself: every tensor is one unit of one partition, or of two
+        exchange = RingExchange(clock, cluster, options.ring, [unit.nbytes for unit in plan.units], done)
+    else:
+        plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
+        exchange = ScheduledAllReduce(clock, cluster, options.ring, plan, credit_nbytes=options.credit_nbytes,
+                                      priority=options.priority, done=done)
+    workers += _workers(clock, 1, job, plan, options, n_steps, exchange.gradient_ready)
     _run(clock, workers)
-    return _outcome("ring", job, workers, ((exchange.wire_nbytes, exchange.wire_nbytes),), 0.0, n_steps,
+    return _outcome(strategy, job, workers, ((exchange.wire_nbytes, exchange.wire_nbytes),), 0.0, n_steps,
                     clock.n_events, False)
 
 

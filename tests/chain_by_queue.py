@@ -1,0 +1,111 @@
+"""A chain of layers through the job's own queues: what the scheduling theorem's tests hold against the best order.
+
+A byte of the oracle is a page here, and takes each link as many seconds as it takes units of time there.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from bpsfast.simulator.all_reduce import ScheduledAllReduce
+from bpsfast.simulator.clock import Clock
+from bpsfast.simulator.cluster import Costs, uniform
+from bpsfast.simulator.exchange import Done, Exchange
+from bpsfast.simulator.layout import full
+from bpsfast.simulator.network import Load
+from bpsfast.simulator.ring import Ring
+from bpsfast.simulator.worker import Worker
+from bpsfast.simulator.workload import Cut, Layer, Workload, cut, workload
+
+from .best_order import Chain, Op
+
+PAGE = 4096
+#: Two ranks: an all-reduce moves as many bytes each way as it sums. One rank and one helper: pushes and pulls.
+RANKS, RANK_AND_HELPER = uniform(2, 0, PAGE), uniform(1, 1, PAGE)
+
+
+def job_of(chain: Chain) -> Workload:
+    """Return the chain as the simulator's workload, one tensor a layer."""
+    layers = [Layer(f"layer {i}", forward, backward, (f"w{i}",))
+              for i, (forward, backward) in enumerate(zip(chain.forward, chain.backward))]
+    return workload("chain", layers, {f"w{i}": (size * PAGE // 4,) for i, size in enumerate(chain.sizes)})
+
+
+def all_reduces(clock: Clock, plan: Cut, done: Done, credit: int, overhead: float = 0) -> ScheduledAllReduce:
+    """Return the scheduled all-reduces of *plan*; each partition costs *overhead* besides its bytes."""
+    ring = Ring(slice_nbytes=1 << 40, overhead_s=overhead / 2)  # two lock-steps
+    return ScheduledAllReduce(clock, RANKS, ring, plan, credit_nbytes=credit * PAGE, priority=True, done=done)
+
+
+def services(clock: Clock, plan: Cut, done: Done, credit: int, overhead: float, links: Sequence[int]) -> Exchange:
+    """Return a helper's summation service; *links* say what a byte costs on the way there and back."""
+    machines = RANK_AND_HELPER._replace(costs=Costs(overhead_s=overhead))
+    layout = full(machines, plan, "ps")
+    push, pull = links
+    parts = tuple(part._replace(push=Load(push * part.nbytes, push * part.nbytes),
+                                result=Load(pull * part.nbytes, pull * part.nbytes)) for part in layout.parts)
+    return Exchange(clock, layout._replace(parts=parts), machines.costs, credit_nbytes=credit * PAGE, priority=True,
+                    done=done)
+
+
+def iteration_s(chain: Chain, part: int, links: Sequence[int], credit: int = 0, overhead: float = 0) -> float:
+    """Return the iteration time by the queues, barrier crossed; *credit* in the links' bytes."""
+    job = job_of(chain)
+    plan = cut(job, part * PAGE)
+    clock = Clock()
+    workers: list[Worker] = []
+
+    def done(worker: int, unit: int) -> None:
+        workers[worker].unit_done(unit)
+
+    exchange = (all_reduces(clock, plan, done, credit, overhead) if links == (1,) else
+                services(clock, plan, done, credit, overhead, links))
+    workers.append(Worker(clock, 0, job.layers, plan.units_of_layer, 3, True, exchange.gradient_ready))
+    workers[0].begin()
+    clock.run()
+    return workers[0].began_s[2] - workers[0].began_s[1]  # from the end of one backward pass to that of the next
+
+
+def window_s(part: int, link: int, credit: int, overhead: float = 0) -> float:
+    """Return how long a link works at most on what has been taken from its queue."""
+    return max(1, credit // (part * link)) * (part * link + overhead)
+
+
+def graph_s(ops: Sequence[Op], sizes: Sequence[int]) -> float:
+    """Return when all *ops* have ended: the accelerator runs first what was ready first, pages are all-reduced."""
+    names = tuple(f"w{i}" for i in range(len(sizes)))
+    shapes = {name: (size * PAGE // 4,) for name, size in zip(names, sizes)}
+    job = workload("graph", [Layer("all", 0, 0, names)], shapes)
+    clock = Clock()
+    sums: set[int] = {-1}
+    seen: set[int] = set()
+    over: set[int] = set()
+    waiting: deque[int] = deque()
+    running: list[int] = []
+
+    def look() -> None:
+        for i, op in enumerate(ops):
+            if i not in seen and op.ready <= clock.now and over.issuperset(op.after) and op.needs in sums:
+                seen.add(i)
+                waiting.append(i)
+        if waiting and not running:
+            running.append(waiting.popleft())
+            clock.at(clock.now + ops[running[0]].seconds, end)
+
+    def end() -> None:
+        op = running.pop()
+        over.add(op)
+        if ops[op].makes >= 0:
+            exchange.gradient_ready(0, ops[op].makes)
+        look()
+
+    def done(worker: int, unit: int) -> None:
+        sums.add(unit)
+        look()
+
+    exchange = all_reduces(clock, cut(job, PAGE), done, 0)
+    for op in ops:
+        clock.at(op.ready, look)
+    clock.run()
+    assert len(over) == len(ops), "an op waits for what never comes"
+    return clock.now
