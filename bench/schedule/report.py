@@ -8,7 +8,14 @@ from typing import Any
 from bpsfast.bench import table
 from bpsfast.bench.optimum.cell import MOST_BUSY, busiest
 from bpsfast.bench.samples import Row
-from bpsfast.bench.schedule.ways import CREDIT_NBYTES, PARTITION_NBYTES, WAYS, Setup
+from bpsfast.bench.schedule.ways import (
+    CREDIT_NBYTES,
+    GLOO_CREDIT_NBYTES,
+    GLOO_PARTITION_NBYTES,
+    PARTITION_NBYTES,
+    WAYS,
+    Setup,
+)
 from bpsfast.cluster import netns
 from bpsfast.settings import Settings
 from bpsfast.simulator.cluster import Costs, uniform
@@ -33,16 +40,19 @@ class Found:
     digests: Mapping[str, Sequence[tuple[int, str]]]
 
 
-def simulated_s(found: Found, name: str) -> float | None:
-    """Return what a step takes by the simulator; nothing of scheduled all-reduces, which it does not know."""
+def simulated_s(found: Found, name: str) -> float:
+    """Return what a step takes by the simulator."""
     way, setup = WAYS[name], found.setup
-    if way.trainer.startswith("gloo"):
-        return None
     job, optimizer_s = _as_it_ran(setup.job, found.phases_s, way.crosses)
+    workers = uniform(setup.n_workers, 0, found.rate_bytes)
+    if way.trainer.startswith("gloo"):
+        options = Options(priority=way.priority, cross_barrier=way.crosses, partition_nbytes=GLOO_PARTITION_NBYTES,
+                          credit_nbytes=GLOO_CREDIT_NBYTES, optimizer_s=optimizer_s)
+        return simulate(job, workers, "all-reduce", options, _N_SIMULATED).step_s
     if way.is_gloo:
         ring = Ring(fusion_nbytes=_DDP_BUCKET_NBYTES // setup.divisor, cycle_s=0.0)
         options = Options(cross_barrier=False, ring=ring, optimizer_s=optimizer_s)
-        return simulate(job, uniform(setup.n_workers, 0, found.rate_bytes), "ring", options, _N_SIMULATED).step_s
+        return simulate(job, workers, "ring", options, _N_SIMULATED).step_s
     links = Costs(queued_answers=True, burst_nbytes=netns.burst_nbytes(setup.rate_bits))
     options = Options(priority=way.priority, cross_barrier=way.crosses, credit_nbytes=CREDIT_NBYTES,
                       partition_nbytes=PARTITION_NBYTES, fusion_nbytes=Settings().fusion_bytes,
@@ -93,9 +103,8 @@ def text(found: Found) -> str:
     predicted = {row.name: simulated_s(found, row.name) for row in found.rows}
     for row in found.rows:
         exposed_s, sim_s = row.median_s - alone_s, predicted[row.name]
-        sim_exposed_s = None if sim_s is None else sim_s - alone_s
-        lines.append([row.name, f"{row.median_s:.3f}", _shown(sim_s), _deviation(row.median_s, sim_s),
-                      f"{exposed_s:.3f}", _shown(sim_exposed_s), _deviation(exposed_s, sim_exposed_s),
+        lines.append([row.name, f"{row.median_s:.3f}", f"{sim_s:.3f}", _deviation(row.median_s, sim_s),
+                      f"{exposed_s:.3f}", f"{sim_s - alone_s:.3f}", _deviation(exposed_s, sim_s - alone_s),
                       f"{100 * busiest([row]):.0f}", f"{row.n_wrong} WRONG" if row.n_wrong else ""])
         if busiest([row]) > MOST_BUSY:
             lines[-1][-1] += " VOID: the CPU was the limit"
@@ -104,9 +113,8 @@ def text(found: Found) -> str:
              f"a step computes {alone_s:.3f} s", table.plain(lines)]
     for name, (of, over) in gains().items():
         if of in steps and over in steps:
-            gain, sim_of, sim_over = steps[over] / steps[of], predicted[of], predicted[over]
-            said = "" if sim_of is None or sim_over is None else f" (simulated {sim_over / sim_of:.2f})"
-            words.append(f"# {name}: {gain:.2f} times as fast{said}")
+            words.append(f"# {name}: {steps[over] / steps[of]:.2f} times as fast (simulated "
+                         f"{predicted[over] / predicted[of]:.2f})")
     return "\n".join([*words, f"# {weights_agree(found)}", ""])
 
 
@@ -135,9 +143,5 @@ def records(found: Found) -> list[dict[str, Any]]:
     } for row in found.rows]
 
 
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _deviation(measured: float, said: float | None) -> str:
-    return "-" if not said else f"{100 * (measured / said - 1):+.1f}"
+def _deviation(measured: float, said: float) -> str:
+    return f"{100 * (measured / said - 1):+.1f}" if said else "-"
