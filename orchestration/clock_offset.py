@@ -11,7 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Least length of a stretch; doubled whenever there are more than `_MAX_POINTS` of them.
+#: Least time between two points (nearer ones would make a leap of the clock of two round trips' errors); doubled
+#: whenever there are more than `_MAX_POINTS` of them.
 _STRETCH_NS = 8_000_000_000
 _MAX_POINTS = 64
 #: How fast two clocks may drift apart where no sample says: twice what the quartz of a bad machine does.
@@ -56,14 +57,14 @@ class ClockOffset:
 
     def _add(self, point: Point) -> None:
         last = self._points[-1] if self._points else None
-        if last is None or point.at_ns // self._stretch_ns > last.at_ns // self._stretch_ns:
+        if last is None or point.at_ns - last.at_ns >= self._stretch_ns:
             self._points.append(point)
         elif point.uncertainty_ns < last.uncertainty_ns:
             self._points[-1] = point
 
 
 def offset_at(points: Sequence[Point], at_ns: int) -> tuple[int, int]:
-    """Return (offset, uncertainty) in nanoseconds at *at_ns* of this clock. *points* as `ClockOffset.points`, not empty.
+    """Return (offset, uncertainty) in nanoseconds at *at_ns* of this clock. *points*: `ClockOffset.points`, not empty.
 
     Between two points both are interpolated: right for clocks whose drift is even there. Beyond the first and the
     last, the uncertainty grows by `DRIFT`.

@@ -1,4 +1,4 @@
-"""Another machine's clock: the truth is always within the uncertainty, however lopsided the way and whatever the drift."""
+"""Another machine's clock: the truth is within the uncertainty, however lopsided the way and whatever the drift."""
 from __future__ import annotations
 
 import pytest

@@ -1,0 +1,19 @@
+"""Traces: what every process of a job did when, on one clock, to be looked at and to be summed up.
+
+    records         native records and sends of one process -> spans
+    clock           the clocks of several machines -> the scheduler's
+    process_file    spans of one process <-> its file
+    chrome          spans -> events of Chrome's Trace Event Format
+    flows           arrows from an input through its sums to where the result is taken
+    urgency         writes that left before more urgent ones that waited
+    merge           all process files of a job -> one trace
+    summary         where the time of a step went
+
+Open the merged file (and each process file too) in https://ui.perfetto.dev or chrome://tracing.
+"""
+from .merge import merge
+from .process_file import Origin, durations, write
+from .records import KINDS, Limits, Part, limits
+from .sends import SendLog
+
+__all__ = ["KINDS", "Limits", "Origin", "Part", "SendLog", "durations", "limits", "merge", "write"]
