@@ -11,9 +11,13 @@
 
 Open the merged file (and each process file too) in https://ui.perfetto.dev or chrome://tracing.
 """
-from .merge import merge
-from .process_file import Origin, durations, write
+from .merge import Job, dump, load, merge, reload
+from .process_file import Origin, durations, read, write
 from .records import KINDS, Limits, Part, limits
 from .sends import SendLog
+from .summary import Summary, summarise
 
-__all__ = ["KINDS", "Limits", "Origin", "Part", "SendLog", "durations", "limits", "merge", "write"]
+__all__ = [
+    "KINDS", "Job", "Limits", "Origin", "Part", "SendLog", "Summary", "dump", "durations", "limits", "load", "merge",
+    "read", "reload", "summarise", "write",
+]

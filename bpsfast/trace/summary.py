@@ -66,7 +66,12 @@ class Summary(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return five lines for people."""
-        return [_step(self), _waiting(self), _slowest(self), _urgent(self), _clocks(self)]
+        return [_step(self), _waiting(self), _slowest(self), _urgent(self), self.clocks_line]
+
+    @property
+    def clocks_line(self) -> str:
+        """How well the clocks agree, and what is missing."""
+        return _clocks(self)
 
 
 def summarise(job: Job) -> Summary:
@@ -293,7 +298,7 @@ def _urgent(summary: Summary) -> str:
 
 def _clocks(summary: Summary) -> str:
     clocks, processes = summary.job.clocks, summary.job.processes
-    text = f"clocks: {len(processes)} processes on {clocks.number} clocks"
+    text = f"clocks: {len(processes)} processes on {clocks.number} clock{'s' if clocks.number != 1 else ''}"
     if clocks.number > 1:
         text += f", known to {clocks.uncertainty_ns / 1e3:.3g} us"
     if clocks.unknown:
