@@ -38,13 +38,13 @@ class _Round:
     def take(self, process: Process, slice_: Slice) -> None:
         """Enter one slice."""
         kind = slice_.span.kind
-        if kind in ("copy", "push"):
+        if kind in ("copy", "push") and process.rank >= 0:
             self.inputs[process.rank] = slice_
-        elif kind == "sum":
+        elif kind == "sum" and process.rank < 0:
             self.sums[process.node] = slice_
-        elif kind == "receive":
+        elif kind == "receive" and process.rank < 0:
             self.arrivals[slice_.span.args.get("peer", -1), process.node] = slice_
-        elif kind == "deliver" or (kind == "wait" and process.rank not in self.ends):
+        elif process.rank >= 0 and (kind == "deliver" or (kind == "wait" and process.rank not in self.ends)):
             self.ends[process.rank] = slice_
 
     def pairs(self, owner: int, node_of: Mapping[int, int]) -> Iterator[tuple[Slice, Slice]]:
