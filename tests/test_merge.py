@@ -90,26 +90,30 @@ def test_nothing_to_merge_and_a_foreign_file_are_errors_that_name_the_place(tmp_
 
 
 _TIMES = st.integers(0, 400) | st.integers(0, 2**50)
-_RECORDS = st.lists(st.tuples(_TIMES, _TIMES, st.integers(0, 3), st.integers(0, 2), st.integers(0, 11), st.integers(0, 2),
-                              st.integers(0, 2**32 - 1)), max_size=25)
-_SENDS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2),
-                            st.integers(1, 2)), max_size=12)
-_CLOCKS = st.lists(st.builds(Point, st.integers(0, 2**50), st.integers(-2**50, 2**50), st.integers(0, 2**30)), max_size=3)
+_RECORDS = st.lists(st.tuples(_TIMES, _TIMES, st.integers(0, 3), st.integers(0, 2), st.integers(0, 11),
+                              st.integers(0, 2), st.integers(0, 2**32 - 1)), max_size=25)
+_SENDS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 5), st.integers(0, 3),
+                            st.integers(0, 2), st.integers(1, 2)), max_size=12)
+_POINTS = st.builds(Point, st.integers(0, 2**50), st.integers(-2**50, 2**50), st.integers(0, 2**30))
+_CLOCKS = st.lists(_POINTS, max_size=3)
+_PARTS = st.builds(Part, st.text(max_size=5), st.integers(0, 3), st.integers(1, 4), st.integers(-1, 2),
+                   st.integers(-1, 9))
+#: To shrink folders full of files takes minutes, and shows little.
+_PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
 
-@settings(deadline=None, max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, phases=_PHASES, suppress_health_check=[HealthCheck.too_slow])
 @given(processes=st.lists(st.tuples(_RECORDS, _SENDS, _CLOCKS, st.integers(0, 2), st.integers(-1, 2)), min_size=1,
                           max_size=4),
-       parts=st.dictionaries(st.integers(0, 3), st.builds(Part, st.text(max_size=5), st.integers(0, 3), st.integers(1, 4),
-                                                          st.integers(-1, 2), st.integers(-1, 9))))
+       parts=st.dictionaries(st.integers(0, 3), _PARTS))
 def test_any_soup_of_records_is_a_valid_trace(processes, parts):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, (records, sends, clock, node, rank) in enumerate(processes):
             origin = Origin(node=node, rank=rank, clock=tuple(clock), peers={0: 0, 1: 1}, credit_nbytes=50)
-            path = trace.write(folder / str(number), f"process {number}", b"".join(RECORD.pack(*r) for r in records), parts,
-                               origin, [send(a, a + length, order, part, peer, pass_)
-                                        for a, length, order, part, peer, pass_ in sends])
+            path = trace.write(folder / str(number), f"process {number}", b"".join(RECORD.pack(*each) for each in records),
+                               parts, origin, [send(begin_ns, begin_ns + length_ns, order, part, peer, pass_)
+                                               for begin_ns, length_ns, order, part, peer, pass_ in sends])
             trace_format.check(path)
             change(path, clock_id=str(node))
         gather(folder)

@@ -15,7 +15,8 @@ from tests.trace_records import change, record, send
 
 
 def test_what_is_written_is_read_again(tmp_path):
-    records = record("sum", 10**15 + 1, 10**15 + 777, part=3) + record("wire", 10**15 + 5, 10**15 + 900, part=3, thread=2)
+    records = (record("sum", 10**15 + 1, 10**15 + 777, part=3)
+               + record("wire", 10**15 + 5, 10**15 + 900, part=3, thread=2))
     origin = Origin(node=4, clock=(Point(1, 2, 3),), peers={2: 0}, credit_nbytes=9, full=True)
     path = trace.write(tmp_path, "node 4", records, {3: Part("w", 1, 2, 0, 5), 8: Part("unused")}, origin,
                        [send(10**15, 10**15 + 5, 1, part=3)])
@@ -76,5 +77,6 @@ def test_an_event_that_is_none_of_ours_is_refused(tmp_path, damage):
 
 
 def test_durations_add_up_per_role_and_kind(tmp_path):
-    trace.write(tmp_path, "node 0", record("sum", 0, 2 * 10**9) + record("wire", 0, 5 * 10**8) + record("sum", 0, 10**9))
+    records = record("sum", 0, 2 * 10**9) + record("wire", 0, 5 * 10**8) + record("sum", 0, 10**9)
+    trace.write(tmp_path, "node 0", records)
     assert trace.durations(tmp_path) == {"node 0": {"sum": 3.0, "wire": 0.5}}

@@ -29,14 +29,17 @@ def begins(processes: list[Process]) -> list[int]:
 
 
 def test_one_clock_needs_no_offset(process):
-    job = [process("node 0", "a", 0, clock=(Point(0, 70, 20),)), process("node 1", "a", 1), process("rank 0", "a", 0, 0)]
+    job = [process("node 0", "a", 0, clock=(Point(0, 70, 20),)), process("node 1", "a", 1),
+           process("rank 0", "a", 0, 0)]
     assert begins(job) == [1000, 1000, 1000]
     assert align(job)[1:] == (1, 0, [])
 
 
 def test_ranks_have_their_nodes_clock_and_neighbours_share_the_better_estimate(process):
-    job = [process("node 0", "a", 0, clock=(Point(1500, 70, 20),)), process("node 1", "b", 1, clock=(Point(1500, -500, 3),)),
-           process("node 2", "a", 2, clock=(Point(1500, 60, 10),)), process("rank 0", "a", 0, 0), process("rank 1", "b", 1, 1)]
+    job = [process("node 0", "a", 0, clock=(Point(1500, 70, 20),)),
+           process("node 1", "b", 1, clock=(Point(1500, -500, 3),)),
+           process("node 2", "a", 2, clock=(Point(1500, 60, 10),)),
+           process("rank 0", "a", 0, 0), process("rank 1", "b", 1, 1)]
     assert begins(job) == [1060, 500, 1060, 1060, 500]
     assert (align(job).number, align(job).uncertainty_ns, align(job).unknown) == (2, 10, [])
 

@@ -25,7 +25,8 @@ def look(credit_nbytes: int, *spans: Span):
 
 
 def test_what_is_under_way_cannot_be_called_back():
-    found = look(250, send(0, 0, 9, part=0), wire(0, 50, 0), send(1, 1, 8, part=1), wire(1, 60, 1), send(10, 51, 0, part=2))
+    found = look(250, send(0, 0, 9, part=0), wire(0, 50, 0), send(1, 1, 8, part=1), wire(1, 60, 1),
+                 send(10, 51, 0, part=2))
     assert (found.most_nbytes, found.inversions, found.writes, found.window_nbytes) == (200, [], 3, 250)
     assert found.most is not None and found.most.args["part"] == 2
 

@@ -1,4 +1,4 @@
-"""Is this a trace? After Chrome's published Trace Event Format, and stricter: everything that viewers make nothing of."""
+"""Is this a trace? After Chrome's published Trace Event Format, and stricter: nothing that viewers would leave out."""
 from __future__ import annotations
 
 import json

@@ -261,7 +261,7 @@ def _step(summary: Summary) -> str:
     whole = summary.step_s or 1.0
     parts = ", ".join(f"{name} {_ms(seconds)} ({seconds / whole:.0%})" for name, seconds in (
         ("computing", summary.compute_s), ("copying", summary.copy_s), ("waiting", summary.wait_s)))
-    return (f"step: {_ms(summary.step_s)} (mean of {summary.ranks} ranks, {summary.steps:g} steps): {parts}")
+    return f"step: {_ms(summary.step_s)} (mean of {summary.ranks} ranks and {summary.steps:g} steps): {parts}"
 
 
 def _waiting(summary: Summary) -> str:
@@ -292,8 +292,8 @@ def _urgent(summary: Summary) -> str:
     behind = f"behind {found.most_nbytes / 1e6:.3g} MB of less urgent ones"
     most = f"at most {behind} ({title(summary.job, found.most)})" if found.most is not None else \
         "never behind a less urgent one"
-    return (f"urgency: {len(found.inversions)} priority inversions in {found.writes} writes; a write waited {most}; the "
-            f"credit window is {found.window_nbytes / 1e6:.3g} MB")
+    return (f"urgency: {len(found.inversions)} priority inversions in {found.writes} writes; a write waited {most}; "
+            f"the credit window is {found.window_nbytes / 1e6:.3g} MB")
 
 
 def _clocks(summary: Summary) -> str:
