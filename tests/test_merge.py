@@ -111,9 +111,10 @@ def test_any_soup_of_records_is_a_valid_trace(processes, parts):
         folder = Path(name)
         for number, (records, sends, clock, node, rank) in enumerate(processes):
             origin = Origin(node=node, rank=rank, clock=tuple(clock), peers={0: 0, 1: 1}, credit_nbytes=50)
-            path = trace.write(folder / str(number), f"process {number}", b"".join(RECORD.pack(*each) for each in records),
-                               parts, origin, [send(begin_ns, begin_ns + length_ns, order, part, peer, pass_)
-                                               for begin_ns, length_ns, order, part, peer, pass_ in sends])
+            native = b"".join(RECORD.pack(*each) for each in records)
+            path = trace.write(folder / str(number), f"process {number}", native, parts, origin, [
+                send(begin_ns, begin_ns + length_ns, order, part, peer, pass_)
+                for begin_ns, length_ns, order, part, peer, pass_ in sends])
             trace_format.check(path)
             change(path, clock_id=str(node))
         gather(folder)

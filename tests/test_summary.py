@@ -26,7 +26,7 @@ def test_a_wait_is_divided_by_what_happened_meanwhile(tmp_path):
     job(tmp_path)
     found = trace.summarise(trace.load(tmp_path))
     us = pytest.approx
-    # rank 0 waits from 12 to 90, wire 20-50 and 65-90, credit 15-20 and 60-65, sum 50-60, inputs 12-15
+    # rank 0 waits from 12 to 90: wire 20-50 and 65-90, credit 15-20 and 60-65, sum 50-60, inputs 12-15
     waiting = {cause: seconds * 2e6 for cause, seconds in found.waiting.items()}
     assert waiting == {"sums": us(10), "the wire": us(55), "credit or more urgent writes": us(10),
                        "a free summing thread": us(0), "inputs of others": us(3), "other": us(0)}
@@ -42,8 +42,8 @@ def test_a_wait_is_divided_by_what_happened_meanwhile(tmp_path):
 def test_five_lines_say_it_in_words(tmp_path):
     job(tmp_path)
     assert trace.summarise(trace.load(tmp_path)).lines() == [
-        "step: 0.048 ms (mean of 2 ranks and 1 steps): computing 0.001 ms (2%), copying 0.008 ms (17%), waiting 0.039 ms "
-        "(81%)",
+        "step: 0.048 ms (mean of 2 ranks and 1 steps): computing 0.001 ms (2%), copying 0.008 ms (17%), waiting 0.039 "
+        "ms (81%)",
         "waiting for: the wire 0.0275 ms, sums 0.005 ms, credit or more urgent writes 0.005 ms, inputs of others "
         "0.0015 ms",
         "slowest: link node 0 to node 1 (0.03 ms a step for 0.0041 MB: 1.09 Gbit/s), sums on node 1 (0.01 ms a step "

@@ -1,8 +1,8 @@
 """The clocks of a job's machines, brought to the scheduler's.
 
-Processes with the same `clock_id` read the same clock, so what a node found out (`orchestration.clock_offset`) holds
-for its ranks, and for other nodes beside it. Machines that were cloned while they ran may have one id and two clocks:
-nodes that contradict each other are not taken together.
+A rank reads its node's clock, and nodes with the same `clock_id` read the same one: what one of them found out
+(`orchestration.clock_offset`) holds for the others. Machines that were cloned while they ran may have one id and two
+clocks: nodes that contradict each other are not taken together.
 """
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Clocks(NamedTuple):
 
 def align(processes: Sequence[Process]) -> Clocks:
     """Find the clock of each of *processes*. If all have the same one, it needs no offset."""
-    own = {process.node: _points(process) for process in processes if process.rank < 0 and process.clock}
     shared: dict[str, tuple[Point, ...]] = {}
     for process in processes:
-        points = own.get(process.node) if process.rank < 0 else None
+        points = _points(process)
         if points and (process.clock_id not in shared or _best(points) < _best(shared[process.clock_id])):
             shared[process.clock_id] = points
-    keys = [_key(process, own, shared) for process in processes]
+    of_nodes = {process.node: _key(process, shared) for process in processes if process.rank < 0}
+    keys = [of_nodes.get(process.node) or _key(process, shared) for process in processes]
     if len(set(keys)) <= 1:
         return Clocks([Clock(())] * len(processes), len(set(keys)), 0, [])
     clocks = [Clock(key[1]) for key in keys]
@@ -61,12 +61,10 @@ def align(processes: Sequence[Process]) -> Clocks:
                   [process.role for clock, process in zip(clocks, processes) if not clock.points])
 
 
-def _key(process: Process, own: dict[int, tuple[Point, ...]], shared: dict[str, tuple[Point, ...]],
-         ) -> tuple[str, tuple[Point, ...]]:
+def _key(process: Process, shared: dict[str, tuple[Point, ...]]) -> tuple[str, tuple[Point, ...]]:
     """Return what tells the clock of *process* from others, and its points."""
-    group = shared.get(process.clock_id, ())
-    points = own.get(process.node, group)
-    if points is not group and _contradict(points, group):
+    group, points = shared.get(process.clock_id, ()), _points(process)
+    if _contradict(points, group):
         return f"{process.clock_id} of node {process.node}", points
     return process.clock_id, group
 
