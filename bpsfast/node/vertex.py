@@ -278,9 +278,9 @@ class Vertex:
         if self._sends is None:
             return
         assert self._dispatcher is not None
-        urgency = self._dispatcher.order
-        parts = {number: part._replace(urgency=urgency[number]) for number, part in self._wiring.parts.items()
-                 } if self._wiring is not None else {}
+        parts = self._wiring.parts if self._wiring is not None else {}
+        urgency = dict(enumerate(self._dispatcher.order))
+        parts = {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()}
         peers = {source: index for index, source in self._source_of.items()}
         room = self._limits.trace_capacity * RECORD.size
         origin = Origin(node=me.index, clock=clock, peers=peers, credit_nbytes=self._settings.credit_bytes,
