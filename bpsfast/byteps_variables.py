@@ -60,6 +60,14 @@ def _trace(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> 
     return (environ.get("BYTEPS_TRACE_DIR") or "./trace") if text != "0" else None
 
 
+def _step(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return text if values["trace_dir"] else None
+
+
+def _default_step(step: str) -> Callable[[str, Mapping[str, str], Mapping[str, Any]], str | None]:
+    return lambda text, environ, values: step if text != "0" else None
+
+
 def _level(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
     levels = {"TRACE": "DEBUG", "DEBUG": "DEBUG", "INFO": "INFO", "ERROR": "ERROR", "FATAL": "CRITICAL"}
     return levels.get(text.upper(), "WARNING")
@@ -98,10 +106,17 @@ ALIASES: dict[str, Alias] = {
     "DMLC_ENABLE_RDMA": Alias("transport", _rdma),
     "BYTEPS_ENABLE_IPC": Alias("allow_shm", _same),
     "BYTEPS_TRACE_ON": Alias("trace_dir", _trace),
+    "BYTEPS_TRACE_START_STEP": Alias("trace_first_step", _step),
+    "BYTEPS_TRACE_END_STEP": Alias("trace_last_step", _step),
     "BYTEPS_LOG_LEVEL": Alias("log_level", _level),
     "PS_VERBOSE": Alias("log_level", _verbose),
     "PS_HEARTBEAT_INTERVAL": Alias("heartbeat_s", _positive),
     "PS_HEARTBEAT_TIMEOUT": Alias("lease_s", _positive),
+}
+
+#: what a variable stands for besides, where no other one says so: BytePS's own defaults
+IMPLIED: dict[str, tuple[Alias, ...]] = {
+    "BYTEPS_TRACE_ON": (Alias("trace_first_step", _default_step("10")), Alias("trace_last_step", _default_step("20"))),
 }
 
 #: read elsewhere: by `roles`, or together with one of the above
@@ -126,8 +141,6 @@ NO_EFFECT = {
     "BYTEPS_SOCKET_PATH": "local sockets have abstract names",
     "BYTEPS_ORDERED_HOSTS": "see BPSFAST_NODE_INDEX",
     "BYTEPS_TELEMETRY_ON": "counters are always on",
-    "BYTEPS_TRACE_START_STEP": "a trace covers the whole run",
-    "BYTEPS_TRACE_END_STEP": "a trace covers the whole run",
     "BYTEPS_PCIE_SWITCH_SIZE": "no NCCL",
     "BYTEPS_REDUCE_ROOTS": "no NCCL",
     "BYTEPS_NCCL_GROUP_SIZE": "no NCCL",
@@ -153,7 +166,8 @@ def translate(setting: str, environ: Mapping[str, str], values: Mapping[str, Any
     ConfigError
         If a variable has no meaning, or needs another one that is missing.
     """
-    for variable, alias in ALIASES.items():
+    implied = [(variable, alias) for variable, aliases in IMPLIED.items() for alias in aliases]
+    for variable, alias in [*ALIASES.items(), *implied]:
         text = environ.get(variable, "")
         if alias.setting == setting and text:
             value = alias.value(text, environ, values)

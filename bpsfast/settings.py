@@ -117,7 +117,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
-    trace_capacity: Annotated[int, _about("trace records kept per process", ge=1)] = 65_536
+    trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1)] = 65_536
+    trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1)] = 1
+    trace_last_step: Annotated[int, _about("last step that is traced; 0: the last of the job", ge=0)] = 0
     log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
     profile: Annotated[str, _about("TOML file with settings", "path")] = ""
 
@@ -279,6 +281,10 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
             f"BPSFAST_LEASE_S = {settings.lease_s} ({origins['lease_s']}) must be more than twice BPSFAST_HEARTBEAT_S "
             f"= {settings.heartbeat_s} ({origins['heartbeat_s']}): one late heartbeat would end the job"
         )
+    if 0 < settings.trace_last_step < settings.trace_first_step:
+        raise ConfigError(f"BPSFAST_TRACE_FIRST_STEP = {settings.trace_first_step} ({origins['trace_first_step']}) "
+                          f"comes after BPSFAST_TRACE_LAST_STEP = {settings.trace_last_step} "
+                          f"({origins['trace_last_step']}): nothing would be traced")
     check_policy(settings.placement)
     try:
         selection.parse(settings.rdma_devices)

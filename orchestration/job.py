@@ -97,7 +97,7 @@ class Job:
             return []
         self._last_seen[sender] = now
         if isinstance(message, m.Heartbeat):
-            return []
+            return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
         if isinstance(message, m.Lost):
             return self._lost(sender, message)
         if isinstance(message, m.Join):

@@ -148,9 +148,10 @@ class BarrierEnter(Message):
 
 
 class Heartbeat(Message):
-    """Sent every heartbeat interval in both directions."""
+    """Sent every heartbeat interval in both directions. `sent_ns`: a node's clock; it wants to be answered: `Echo`."""
 
     sequence: int
+    sent_ns: int = 0
 
 
 class Lost(Message):
@@ -265,6 +266,13 @@ class BarrierDone(Message):
     """All ranks have reached barrier `sequence`."""
 
     sequence: int
+
+
+class Echo(Message):
+    """A node's heartbeat of `sent_ns` was read when the scheduler's monotonic clock was at `there_ns`."""
+
+    sent_ns: int
+    there_ns: int
 
 
 class StallAsk(Message):
@@ -416,8 +424,8 @@ NodeMessage = (
     | StallReport
 )
 SchedulerMessage = (
-    Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer
-    | Departed | Abort | Finish
+    Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk
+    | StallAnswer | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared

@@ -66,7 +66,7 @@ cdef extern from "core.h" nogil:
     void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
 
 cdef extern from "lifecycle.h" nogil:
-    bps_core *bps_core_make(int, uint64_t)
+    bps_core *bps_core_make(int, uint64_t, uint32_t, uint32_t)
     void bps_core_free(bps_core *)
     int bps_start(bps_core *, int)
     void bps_stop(bps_core *)

@@ -64,7 +64,8 @@ cdef class Engine:
     cdef tuple held  # no list: the collector would empty it while the threads run
 
     def __cinit__(self, board, doorbell, *, int n_threads, uint64_t nontemporal_nbytes=1 << 20,
-                  uint32_t awake_us=0, uint64_t trace_capacity=0, bint fifo=False):
+                  uint32_t awake_us=0, uint64_t trace_capacity=0, uint32_t trace_first_round=1,
+                  uint32_t trace_last_round=0, bint fifo=False):
         cdef _Held held_board = _Held(board)
         cdef _Held held_doorbell = _Held(doorbell)
         cdef int rc
@@ -73,7 +74,7 @@ cdef class Engine:
             raise ValueError(f"n_threads must be 1 to {MAX_THREADS}, got {n_threads}")
         held_board.board()
         held_doorbell.doorbell()
-        self.core = bps_core_make(n_threads, trace_capacity)
+        self.core = bps_core_make(n_threads, trace_capacity, trace_first_round, trace_last_round)
         if self.core == NULL:
             raise MemoryError(f"engine tables and a trace of {trace_capacity} records")
         self.core.board, self.core.doorbell = held_board.board(), held_doorbell.doorbell()

@@ -56,7 +56,8 @@ static inline void bps_core_free(struct bps_core *core)
 }
 
 /* All tables of an engine without threads; NULL without memory. */
-static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capacity)
+static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capacity, uint32_t first_round,
+                                             uint32_t last_round)
 {
     struct bps_core *core = calloc(1, sizeof *core);
     if (core == NULL)
@@ -68,10 +69,8 @@ static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capac
     core->parked = calloc(BPS_MAX_PARTS, sizeof *core->parked);
     core->sources = calloc(BPS_MAX_SOURCES, sizeof *core->sources);
     core->workers = calloc((size_t)n_workers, sizeof *core->workers);
-    core->trace.capacity = trace_capacity;
-    core->trace.records = trace_capacity ? calloc(trace_capacity, sizeof *core->trace.records) : NULL;
     if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked || !core->sources
-        || !core->workers || (trace_capacity && !core->trace.records)) {
+        || !core->workers || bps_trace_open(&core->trace, trace_capacity, first_round, last_round) != 0) {
         bps_core_free(core);
         return NULL;
     }

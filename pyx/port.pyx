@@ -11,13 +11,13 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EINTR
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DOORBELL_MAGIC,
-    BPS_FLAG_EMPTY, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_WAIT, bps_add, bps_board, bps_board_word, bps_doorbell,
-    bps_entry, bps_lane, bps_lane_capacity, bps_lane_push, bps_linger, bps_load, bps_now_ns, bps_reached, bps_record,
-    bps_record_add, bps_ring_doorbell, bps_trace, bps_wait, pthread_mutex_destroy, pthread_mutex_init,
+    BPS_FLAG_EMPTY, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_WAIT, bps_add, bps_board, bps_board_word,
+    bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_lane_push, bps_linger, bps_load, bps_now_ns, bps_reached,
+    bps_record_add, bps_ring_doorbell, bps_trace, bps_trace_open, bps_wait, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
 
@@ -89,8 +89,8 @@ cdef class Port:
     cdef pthread_mutex_t mutex
     cdef bint open
 
-    def __cinit__(self, lane, board, doorbell, int node_pidfd, *, uint32_t awake_us=0, trace_capacity=0,
-                  double patience_s=60.0):
+    def __cinit__(self, lane, board, doorbell, int node_pidfd, *, uint32_t awake_us=0, uint64_t trace_capacity=0,
+                  uint32_t trace_first_round=1, uint32_t trace_last_round=0, double patience_s=60.0):
         pthread_mutex_init(&self.mutex, NULL)
         self.node_pidfd, self.patience_ns = node_pidfd, <uint64_t>(patience_s * 1e9)
         self.awake_ns = 1000 * <uint64_t>awake_us
@@ -108,11 +108,8 @@ cdef class Port:
         if self.doorbell_view.len < <Py_ssize_t>sizeof(bps_doorbell) or self.doorbell.magic != BPS_DOORBELL_MAGIC:
             raise ValueError(f"the doorbell buffer of {self.doorbell_view.len} bytes is no formatted doorbell")
         self.n_words = <uint32_t>((self.board_view.len - BPS_BOARD_HEADER) // BPS_BOARD_STRIDE)
-        if trace_capacity:
-            self.records.records = <bps_record *>calloc(trace_capacity, 32)
-            if self.records.records == NULL:
-                raise MemoryError(f"trace of {trace_capacity} records")
-            self.records.capacity = trace_capacity
+        if bps_trace_open(&self.records, trace_capacity, trace_first_round, trace_last_round):
+            raise MemoryError(f"trace of {trace_capacity} records")
         self.open = True
 
     cdef int _check(self, uint32_t part, uint32_t n_parts) except -1:
@@ -141,6 +138,8 @@ cdef class Port:
         while status == _INTERRUPTED:
             with nogil:
                 status = self._announce(part, n_parts, round, segment, offset, BPS_FLAG_EMPTY if empty else 0)
+                if status == _DONE:
+                    bps_record_add(&self.records, BPS_PUSH, 0, part, round, n_parts, begin_ns, bps_now_ns())
             self._raise(status, begin_ns)
 
     def copy_in(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,

@@ -81,8 +81,11 @@ static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps
             bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1});
     }
     pthread_mutex_unlock(&lane->lock);
-    if (fits)
-        lane->arrived(lane->engine, lane->peer, slot, round, flags);
+    if (!fits)
+        return;
+    uint64_t now_ns = lane->records.records != NULL ? bps_now_ns() : 0;
+    bps_record_add(&lane->records, BPS_RECEIVE, (int)lane->peer, slot, round, wc->byte_len, now_ns, now_ns);
+    lane->arrived(lane->engine, lane->peer, slot, round, flags);
 }
 
 #endif

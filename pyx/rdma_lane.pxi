@@ -27,7 +27,8 @@ cdef class Lane:
 
     def __cinit__(self, Rail rail not None, uintptr_t queue_pair, *, uint32_t epoch, uint32_t n_slots,
                   uint32_t max_send, uint32_t max_receive, uint32_t inline_nbytes=0, uint32_t signal_every=1,
-                  double patience_s=30.0, uint64_t trace_capacity=0, keep=None):
+                  double patience_s=30.0, uint64_t trace_capacity=0, uint32_t trace_first_round=1,
+                  uint32_t trace_last_round=0, keep=None):
         if signal_every < 1:
             raise ValueError("signal_every=0: nobody would learn that a write is delivered")
         cdef bps_rdma_lane *lane = <bps_rdma_lane *>calloc(1, sizeof(bps_rdma_lane))
@@ -43,15 +44,12 @@ cdef class Lane:
         lane.in_ = <bps_slot_in *>calloc(n_slots, sizeof(bps_slot_in))
         lane.out = <bps_slot_out *>calloc(n_slots, sizeof(bps_slot_out))
         lane.queue = <bps_write *>calloc(lane.capacity, sizeof(bps_write))
-        if trace_capacity:
-            lane.records.records = <bps_record *>calloc(trace_capacity, 32)
-            lane.records.capacity = trace_capacity
-        if lane.in_ == NULL or lane.out == NULL or lane.queue == NULL or (
-                trace_capacity and lane.records.records == NULL) or bps_rail_add_lane(rail.rail, lane):
-            raise MemoryError(f"lane of {n_slots} slots")
+        cdef int rc = bps_trace_open(&lane.records, trace_capacity, trace_first_round, trace_last_round)
+        if rc or lane.in_ == NULL or lane.out == NULL or lane.queue == NULL or bps_rail_add_lane(rail.rail, lane):
+            raise MemoryError(f"lane of {n_slots} slots and a trace of {trace_capacity} records")
         self.is_open = True
         rail.n_lanes += 1
-        cdef int rc = bps_lane_receive(lane, 1)
+        rc = bps_lane_receive(lane, 1)
         if rc:
             self.close()
             raise OSError(rc, f"ibv_post_recv: {os.strerror(rc)}; is the queue pair in INIT?")

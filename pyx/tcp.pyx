@@ -15,8 +15,8 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
 
 from pyx.words cimport (
-    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_WIRE, bps_arrived_fn, bps_load, bps_notify_fn,
-    bps_now_ns, bps_record, bps_record_add, bps_start_thread, bps_trace, bps_wait, bps_wake, pthread_join,
+    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_RECEIVE, BPS_WIRE, bps_arrived_fn, bps_load, bps_notify_fn,
+    bps_now_ns, bps_record_add, bps_start_thread, bps_trace, bps_trace_open, bps_wait, bps_wake, pthread_join,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
 )
 
@@ -155,11 +155,13 @@ cdef bint _acceptable(Link *link, bps_header *header) noexcept nogil:
 cdef void *_receive(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
     cdef bps_header header
+    cdef uint64_t begin_ns
     cdef int rc
     while True:
         rc = bps_receive_all(link.fd, &header, sizeof(header))
         if rc:
             break
+        begin_ns = bps_now_ns()
         if not _acceptable(link, &header):
             rc = EPROTO
             break
@@ -172,6 +174,8 @@ cdef void *_receive(void *argument) noexcept nogil:
         bps_acknowledge(link.fd)
         link.bytes_received += sizeof(header) + header.nbytes
         link.writes_received += 1
+        bps_record_add(&link.records, BPS_RECEIVE, <int>link.peer, header.slot, header.round, header.nbytes, begin_ns,
+                       bps_now_ns())
         link.arrived(link.engine, link.peer, header.slot, header.round, header.flags)
     _lost(link, rc)
     return NULL
@@ -199,7 +203,7 @@ cdef class Stream:
 
     def __cinit__(self, int fd, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify,
                   uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0,
-                  uintptr_t pace_out=0, uintptr_t pace_in=0, keep=None):
+                  uint32_t trace_first_round=1, uint32_t trace_last_round=0, uintptr_t pace_out=0, uintptr_t pace_in=0, keep=None):
         cdef Link *link = <Link *>calloc(1, sizeof(Link))
         if link == NULL:
             raise MemoryError("stream")
@@ -213,11 +217,9 @@ cdef class Stream:
         link.capacity = 1024
         link.slots = <Slot *>calloc(n_slots, sizeof(Slot))
         link.queue = <Post *>calloc(link.capacity, sizeof(Post))
-        if trace_capacity:
-            link.records.records = <bps_record *>calloc(trace_capacity, 32)
-            link.records.capacity = trace_capacity
-        if link.slots == NULL or link.queue == NULL or (trace_capacity and link.records.records == NULL):
-            raise MemoryError(f"stream of {n_slots} slots")
+        rc = bps_trace_open(&link.records, trace_capacity, trace_first_round, trace_last_round)
+        if rc or link.slots == NULL or link.queue == NULL:
+            raise MemoryError(f"stream of {n_slots} slots and a trace of {trace_capacity} records")
         link.fd = fd  # nothing can raise any more: it is ours
         bps_tune(fd, send_buffer_nbytes)
 

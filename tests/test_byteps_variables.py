@@ -36,6 +36,12 @@ from bpsfast.settings import Settings, load, load_with_origins
         ({"BYTEPS_TRACE_ON": "1"}, "trace_dir", "./trace"),
         ({"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": "/tmp/t"}, "trace_dir", "/tmp/t"),
         ({"BYTEPS_TRACE_ON": "0", "BYTEPS_TRACE_DIR": "/tmp/t"}, "trace_dir", ""),
+        ({"BYTEPS_TRACE_ON": "1"}, "trace_first_step", 10),
+        ({"BYTEPS_TRACE_ON": "1"}, "trace_last_step", 20),
+        ({"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "3"}, "trace_first_step", 3),
+        ({"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_END_STEP": "30"}, "trace_last_step", 30),
+        ({"BYTEPS_TRACE_ON": "1", "BPSFAST_TRACE_LAST_STEP": "0"}, "trace_last_step", 0),
+        ({"BYTEPS_TRACE_ON": "0", "BYTEPS_TRACE_START_STEP": "3"}, "trace_first_step", 1),
         ({"BYTEPS_LOG_LEVEL": "trace"}, "log_level", "DEBUG"),
         ({"BYTEPS_LOG_LEVEL": "nonsense"}, "log_level", "WARNING"),
         ({"PS_VERBOSE": "1"}, "log_level", "INFO"),
@@ -80,6 +86,11 @@ def test_the_log_names_the_new_variables_once(caplog, monkeypatch):
     assert not_obeyed.levelno == logging.WARNING
     (without_effect,) = (record for record in caplog.records if "BYTEPS_ENABLE_MIXED_MODE" in record.getMessage())
     assert without_effect.levelno == logging.INFO
+
+
+def test_steps_of_a_trace_that_contradict_are_an_error_that_names_them():
+    with pytest.raises(ConfigError, match=r"30 \(BYTEPS_TRACE_START_STEP.*20 \(BYTEPS_TRACE_ON"):
+        load_with_origins({}, {"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "30"})
 
 
 def test_no_variable_has_two_meanings():

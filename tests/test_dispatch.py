@@ -4,6 +4,7 @@ from __future__ import annotations
 import queue
 import socket
 import struct
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from bpsfast.orchestration.errors import StallError
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from bpsfast.pyx.pages import Segment
+from bpsfast.trace import Limits, SendLog
 from bpsfast.transport.tcp import TcpLink
 
 HEADER = struct.Struct("<IIIIIIQ")  # wire.h
@@ -35,8 +37,9 @@ class Service:
         self.payload = Segment(4096, huge=False)
         self.engine = Engine(self.board, self.bell, n_threads=1)
         self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.dispatcher = Dispatcher(
-            self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)), fifo=fifo)
+        self.sends = SendLog(Limits(100))
+        self.dispatcher = Dispatcher(self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)),
+                                     self.sends, fifo=fifo)
         self.links: list[TcpLink] = []
         self.far: list[socket.socket] = []
         for index in range(n_peers):
@@ -114,6 +117,21 @@ def test_without_urgency_what_is_there_first_leaves_first(service):
         order.append(part)
         service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, part)])
     assert order == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
+def test_a_trace_says_since_when_each_write_could_leave_and_when_it_did(service):
+    service.dispatcher.commit((1, 0), alone(2), {})
+    begin_ns = time.monotonic_ns()
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1)])
+    assert service.written(0, 1) == [1]
+    between_ns = time.monotonic_ns()
+    service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 1)])
+    assert service.written(0, 1) == [0]
+    urgent, other = service.sends.spans({0: 5})
+    assert (urgent.key, other.key, other.args["peer"], other.args["nbytes"]) == ((1, 1), (0, 1), 5, NBYTES)
+    assert begin_ns <= urgent.begin_ns == other.begin_ns <= urgent.end_ns <= between_ns <= other.end_ns
+    assert urgent.args["pass"] == other.args["pass"] and urgent.args["order"] < other.args["order"]
 
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)

@@ -125,6 +125,16 @@ def test_without_urgency_parts_leave_as_they_were_complete(vertex):
     assert [part for part, _ in summed(v)] == [3, 2, 0, 1]
 
 
+def test_the_trace_keeps_the_rounds_that_are_asked_for(vertex):
+    v = vertex(n_ranks=1, n_parts=1, n_threads=1, trace_capacity=100, trace_first_round=2, trace_last_round=3)
+    v.own(0)
+    v.commit()
+    for round_ in range(1, 6):
+        v.ports[0].submit(0, 1, round_, 0, 0)
+        assert v.ports[0].wait(0, 1, round_, 10) == DONE
+    assert summed(v) == [(0, 2), (0, 3)]
+
+
 def test_the_next_step_does_not_overtake_what_is_ready_of_this_one(vertex):
     v = vertex(n_ranks=1, n_parts=3, n_threads=1, trace_capacity=100)
     for part in range(3):

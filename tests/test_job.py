@@ -227,3 +227,12 @@ def test_finish_when_all_ranks_have_left():
     table.post(table.job.unreachable(1.0, b"A"))
     table.tick(1000.0)
     assert table.job.aborted is None and table.job.finished
+
+
+def test_a_heartbeat_that_asks_for_the_time_gets_it():
+    table = welcomed()
+    table.now = 7.5
+    table.say(b"A", m.Heartbeat(sequence=1, sent_ns=123))
+    table.say(b"B", m.Heartbeat(sequence=1))
+    assert table.got(b"A", m.Echo) == [m.Echo(sent_ns=123, there_ns=7_500_000_000)]
+    assert table.got(b"B", m.Echo) == []

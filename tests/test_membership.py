@@ -135,3 +135,21 @@ def test_what_is_no_message_is_a_protocol_error(puppet, membership):
 def test_closing_twice_does_nothing(membership):
     membership.close(0)
     membership.close(0)
+
+
+def test_heartbeats_ask_for_the_time_and_answers_say_how_far_the_clock_is_ahead(puppet):
+    asking = Membership("127.0.0.1", puppet.port, KEY, now=0.0, asks_time=True)
+    try:
+        asking.tick(0.0)  # the first one is not waited for
+        for _ in range(8):
+            heartbeat = puppet.hear()
+            assert 0 < heartbeat.sent_ns <= time.monotonic_ns()
+            puppet.say(m.Echo(sent_ns=heartbeat.sent_ns, there_ns=time.monotonic_ns() + 10**12))
+            assert receive(asking, 0.1) == []
+        assert asking.clock.n_samples == 8 and not puppet.router.poll(0)  # the next one comes with the next heartbeat
+        (point,) = asking.clock.points
+        assert abs(point.offset_ns - 10**12) <= point.uncertainty_ns < 20 * 10**9
+        asking.tick(1.0)
+        assert puppet.hear().sequence == 9
+    finally:
+        asking.close(0)

@@ -11,6 +11,7 @@ import pytest
 from bpsfast.pyx import port as native, ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port, copy
+from bpsfast.trace.records import RECORD
 
 BOARD_WORDS = 4096  # where words begin, 64 bytes apart
 
@@ -283,3 +284,11 @@ def test_the_trace_keeps_what_fits(node):
             port.deliver(segment.address, segment.address, 0 or 1, 0, 4096, round, 1)
     assert len(port.trace()) == 2 * 32
     assert native.DONE == 0
+
+
+def test_the_trace_keeps_the_rounds_that_are_asked_for(node):
+    port = node.port(trace_capacity=100, trace_first_round=3, trace_last_round=4)
+    for round in range(2, 6):  # the lane holds four
+        port.submit(0, 2, round, 0, 0)
+    rows = RECORD.iter_unpack(port.trace())
+    assert [(part, at, kind, n_parts) for _, _, part, at, kind, _, n_parts in rows] == [(0, 3, 9, 2), (0, 4, 9, 2)]

@@ -9,6 +9,7 @@ import pytest
 
 from bpsfast.channel import Channel
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from bpsfast.trace import Limits
 from bpsfast.transport.rdma import NoRdmaError, offer, rendezvous
 
 RAIL = offer.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(16), version="v2", lid=0, mtu=4096)
@@ -26,7 +27,7 @@ class Port:
 def meet(sock, find, timeout_s=20.0):
     """Meet node 1; return the error."""
     with pytest.raises(BpsError) as caught:
-        rendezvous.meet(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, trace_capacity=0,
+        rendezvous.meet(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, limits=Limits(),
                         deadline=time.monotonic() + timeout_s)
     assert sock.fileno() == -1
     return caught.value

@@ -10,6 +10,7 @@ from bpsfast import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from bpsfast.settings import Settings
+from bpsfast.trace import Limits
 from tests.two_nodes import KEY, End, connect, declare, order_of
 
 SIZES = [1, 4095, 4096, 4097, (1 << 20) - 1]  # a partition each
@@ -164,7 +165,7 @@ def test_a_connection_that_no_stream_could_take_over_is_closed_with_its_link(no_
     made = [End(index, settings_for("tcp")) for index in (0, 1)]
     connect(made)
     link = made[0].peering.links[1]
-    link.trace_capacity = 1 << 60
+    link.limits = Limits(1 << 60)
     with pytest.raises(MemoryError):
         link.start(made[0].vertex.engine, 0)
     socks = list(link.sockets.values())

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
     "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
+    "trace": ("trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
     "tune": ("tune", "Find better settings by measuring, within a budget of time."),
 }
 

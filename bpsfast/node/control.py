@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from .. import __version__, logs, trace, transport
+from .. import __version__, logs, transport
 from ..launch.reach import nobody_at
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
@@ -122,7 +122,8 @@ class Node:
             host, port = self._scheduler
             self._membership = Membership(
                 host, port, self._key, now=time.monotonic(), heartbeat_s=self._settings.heartbeat_s,
-                lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s)
+                lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s,
+                asks_time=bool(self._settings.trace_dir))
             for sock in self._membership.sockets:
                 self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
         host, port = self._data_listener.getsockname()[:2]
@@ -251,9 +252,9 @@ class Node:
         self._reception.close()
         self._peers.close()
         self._data_listener.close()
-        records = self._vertex.stop()
-        if self._settings.trace_dir and self._welcome is not None:
-            trace.write(self._settings.trace_dir, self.name, records, self._vertex.part_names)
+        self._vertex.stop()
+        if self._welcome is not None and self._membership is not None:
+            self._vertex.write_trace(self._welcome.nodes[self._welcome.index], self._membership.clock.points)
         self._home.close()
         self._vertex.close()
         self._loop.close()

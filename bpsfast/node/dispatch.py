@@ -18,6 +18,7 @@ from ..orchestration.card_queue import CardQueue
 from ..orchestration.errors import StallError
 from ..orchestration.write_order import ArrivalOrder, Place, WriteOrder
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
+from ..trace import SendLog
 from ..transport import WireLink
 
 log = logging.getLogger("bpsfast.node")
@@ -28,7 +29,10 @@ _DETOUR_TIMEOUT_S = 30.0
 
 
 class Write(NamedTuple):
-    """One write to one node: the bytes of `part` in `round`. `place`: see `write_order`; `flags` as in lane entries."""
+    """One write to one node: the bytes of `part` in `round`. `place`: see `write_order`; `flags` as in lane entries.
+
+    `since_ns`: when it was ready to leave, if that is traced.
+    """
 
     part: int
     round: int
@@ -36,6 +40,7 @@ class Write(NamedTuple):
     address: int
     nbytes: int
     place: Place
+    since_ns: int = 0
 
 
 class Detour(NamedTuple):
@@ -69,12 +74,15 @@ class Dispatcher:
         Send what was there first; else what is most urgent.
     on_lost
         Called from the dispatcher's thread with (source, errno) when a connection is gone.
+    sends
+        Where to note when each write could leave and did; None: nowhere. Nobody else writes into it.
     """
 
-    def __init__(self, engine: Engine, credit_nbytes: int, on_lost: Callable[[int, int], None], *,
-                 fifo: bool = False) -> None:
+    def __init__(self, engine: Engine, credit_nbytes: int, on_lost: Callable[[int, int], None],
+                 sends: SendLog | None = None, *, fifo: bool = False) -> None:
         self._engine = engine
         self._on_lost = on_lost
+        self._sends = sends
         self._card: CardQueue[Write] = CardQueue(credit_nbytes)
         self._destinations: dict[int, Destination] = {}
         self._write_order: WriteOrder | ArrivalOrder = ArrivalOrder() if fifo else WriteOrder()
@@ -104,6 +112,11 @@ class Dispatcher:
         partitions that are written to it.
         """
         self._order, self._first_parts, self._shares = order, dict(first_parts), dict(shares)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The integer rank of each part; 0 is most urgent."""
+        return self._order
 
     def hold(self, source: int) -> None:
         """Post nothing more to *source* until `detour`: its link is about to be closed. Any thread."""
@@ -179,15 +192,17 @@ class Dispatcher:
         if self._shares is not self._planned:
             self._planned = self._shares
             self._card.plan(self._planned)
+        now_ns = time.monotonic_ns() if self._sends is not None else 0
         for kind, source, part, round_, code, address, nbytes in batch:
             if kind == EVENT_DELIVERED:
                 self._card.release(source, nbytes)
             elif kind == EVENT_FORWARD:
                 place = self._place_of(part, is_result=False)
-                self._put(source, Write(part, round_, code, address, nbytes, place))
+                self._put(source, Write(part, round_, code, address, nbytes, place, now_ns))
                 self._n_partitions += 1
             elif kind == EVENT_RESULT:
-                write = Write(part, round_, code, address, nbytes, self._place_of(part, is_result=True))
+                place = self._place_of(part, is_result=True)
+                write = Write(part, round_, code, address, nbytes, place, now_ns)
                 for peer, destination in self._destinations.items():
                     if destination.has_ranks:
                         self._put(peer, write)
@@ -210,6 +225,9 @@ class Dispatcher:
             source, write = found
             destination = self._destinations[source]
             destination.posted[write.part] = write
+            if self._sends is not None:
+                self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
+                                write.place.order)
             lane = destination.link.lane_of(write.part)
             try:
                 lane.post(write.part, write.round, write.flags, write.address, write.nbytes)

@@ -10,12 +10,15 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..orchestration.messages import Message, NodeInfo, Welcome
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..settings import Settings
+from ..trace import Origin, SendLog, limits, write
+from ..trace.records import RECORD
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
 from .dispatch import Dispatcher
@@ -46,14 +49,15 @@ class Vertex:
         ring.format_board(self._board)
         self._doorbell = Segment(ring.DOORBELL_NBYTES, name="bpsfast-doorbell", huge=False)
         ring.format_doorbell(self._doorbell)
-        self._trace_capacity = settings.trace_capacity if settings.trace_dir else 0
+        self._limits = limits(settings)
+        self._sends = SendLog(self._limits) if self._limits.trace_capacity else None
         self._engine: Engine | None = Engine(
             self._board, self._doorbell, n_threads=settings.engine_threads or min(len(os.sched_getaffinity(0)), 8),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
-            trace_capacity=self._trace_capacity, fifo=settings.scheduling == "fifo")
+            fifo=settings.scheduling == "fifo", **self._limits._asdict())
         self._wiring: Wiring | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(
-            self._engine, settings.credit_bytes, on_lost, fifo=settings.scheduling == "fifo")
+            self._engine, settings.credit_bytes, on_lost, self._sends, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
         self._source_of: dict[int, int] = {}
@@ -87,11 +91,6 @@ class Vertex:
         """The engine, until `stop`."""
         assert self._engine is not None
         return self._engine
-
-    @property
-    def part_names(self) -> dict[int, str]:
-        """What each part is called in traces."""
-        return self._wiring.part_names if self._wiring is not None else {}
 
     def connect(self, me: NodeInfo, welcome: Welcome, links: Mapping[int, Link], transports: Mapping[str, str],
                 ranks: Sequence[LocalRank]) -> None:
@@ -261,18 +260,33 @@ class Vertex:
                 except PeerLostError:
                     log.debug("the channel to node %d ended with a backlog", link.index)
 
-    def stop(self) -> bytes:
-        """Stop service, wires and engine; return the trace records of all of them."""
+    def stop(self) -> None:
+        """Stop service, wires and engine; what they have traced is kept for `write_trace`."""
         assert self._dispatcher is not None and self._engine is not None
         self._stopped = True
         self._dispatcher.stop()
-        records = [*self._records, self._engine.trace()] if self._trace_capacity else []
+        if self._limits.trace_capacity:
+            self._records.append(self._engine.trace())
         for link in self.wires():
-            if self._trace_capacity:
-                records.append(link.trace())
+            if self._limits.trace_capacity:
+                self._records.append(link.trace())
             link.close()
         self._engine.close()
-        return b"".join(records)
+
+    def write_trace(self, me: NodeInfo, clock: tuple[Point, ...]) -> None:
+        """Write what was traced, if anything was to be; *clock*: what is known of the scheduler's. After `stop`."""
+        if self._sends is None:
+            return
+        assert self._dispatcher is not None
+        parts = self._wiring.parts if self._wiring is not None else {}
+        urgency = dict(enumerate(self._dispatcher.order))
+        parts = {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()}
+        peers = {source: index for index, source in self._source_of.items()}
+        room = self._limits.trace_capacity * RECORD.size
+        origin = Origin(node=me.index, clock=clock, peers=peers, credit_nbytes=self._settings.credit_bytes,
+                        full=self._sends.full or any(len(records) >= room for records in self._records))
+        write(self._settings.trace_dir, f"node {me.index}", b"".join(self._records), parts, origin,
+              self._sends.spans(peers))
 
     def close(self) -> None:
         """Unmap everything. After `stop`, and after the ranks' lanes are closed.

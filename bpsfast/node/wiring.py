@@ -18,6 +18,7 @@ from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan,
 from ..orchestration.partition import ITEM_NBYTES
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
+from ..trace import Part
 from ..transport import Link, WireLink, wire
 from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
@@ -78,7 +79,7 @@ class Wiring:
         self._n_ranks = sum(len(node.ranks) for node in nodes)
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
-        self.part_names: dict[int, str] = {}
+        self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
         self.shares: dict[int, int] = {}
@@ -146,7 +147,7 @@ class Wiring:
         for unit in generation.plan.units:
             for number, part in enumerate(unit.parts):
                 self.first_parts[part.part] = unit.parts[0].part
-                self.part_names[part.part] = f"{unit.name}[{number}]" if len(unit.parts) > 1 else unit.name
+                self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
                 for source in self._written_to(part):
                     self.shares[source] = self.shares.get(source, 0) + part.nbytes
 

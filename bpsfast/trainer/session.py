@@ -37,6 +37,7 @@ from ..orchestration.messages import (
 from ..pyx.pages import Segment
 from ..pyx.port import Port
 from ..settings import Settings
+from ..trace.records import RECORD, limits
 from .attachment import Attachment, error_of
 from .guarded_port import GuardedPort
 from .inquiry import Inquiry
@@ -71,7 +72,7 @@ class Session:
         self.pid = os.getpid()
         self.closed = False
         port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
-                    awake_us=settings.awake_us, trace_capacity=settings.trace_capacity if settings.trace_dir else 0)
+                    awake_us=settings.awake_us, **limits(settings)._asdict())
         self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self._failure = failure
         self._attachment = attachment
@@ -266,5 +267,7 @@ class Session:
         if self.settings.trace_dir:
             from .. import trace
 
-            names = {unit.first_part + i: unit.name for unit in self.tensors.units() for i in range(unit.n_parts)}
-            trace.write(self.settings.trace_dir, f"rank {self.rank}", self.port.trace(), names)
+            records = self.port.trace()
+            parts = {number: part for unit in self.tensors.units() for number, part in unit.titles().items()}
+            trace.write(self.settings.trace_dir, f"rank {self.rank}", records, parts, trace.Origin(
+                node=self.node, rank=self.rank, full=len(records) >= self.settings.trace_capacity * RECORD.size))

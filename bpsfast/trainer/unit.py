@@ -17,6 +17,7 @@ from ..dtypes import TABLE
 from ..orchestration.errors import BpsError, BusyError, ProtocolError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..pyx.pages import Segment, Window
+from ..trace.records import Part
 
 if TYPE_CHECKING:
     from .session import Session
@@ -65,6 +66,7 @@ class Unit:
         self.stride = plan.stride
         self.n_parts = len(plan.parts)
         self.first_part = plan.parts[0].part if plan.parts else 0
+        self._parts = plan.parts
         self.dtype = TABLE[plan.dtype].numpy
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.round = 0
@@ -76,6 +78,10 @@ class Unit:
         self._window: Region | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
         self._runs = _runs(ready, segments)
+
+    def titles(self) -> dict[int, Part]:
+        """Return what traces call the partitions."""
+        return {part.part: Part(self.name, i, len(self._parts), part.owner) for i, part in enumerate(self._parts)}
 
     # -- pushing ---------------------------------------------------------------------------------------------------
 

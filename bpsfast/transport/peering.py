@@ -16,6 +16,7 @@ from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
+from ..trace.records import limits
 from . import pace, rdma, shm, tcp
 from .links import Link
 from .rdma import rendezvous
@@ -232,7 +233,7 @@ class Peering:
         return rendezvous.meet(
             sock, peer.index, lambda: self._rails.towards(peer.address, len(self._peers)), n_pairs=self._rails.n_pairs,
             n_nodes=self._n_nodes, epoch=self._epoch, n_slots=MAX_PARTS,
-            trace_capacity=settings.trace_capacity if settings.trace_dir else 0, deadline=self._deadline)
+            limits=limits(settings), deadline=self._deadline)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
         """Return why *peer* is reached by tcp and not by rdma; raise if only rdma will do."""
@@ -246,7 +247,7 @@ class Peering:
     def _equip(self, link: tcp.TcpLink) -> tcp.TcpLink:
         settings = self._settings
         link.n_nodes, link.epoch, link.send_buffer_nbytes = self._n_nodes, self._epoch, settings.tcp_sndbuf_bytes
-        link.trace_capacity = settings.trace_capacity if settings.trace_dir else 0
+        link.limits = limits(settings)
         link.paces = self._paces
         return link
 

@@ -21,6 +21,7 @@ from ..pyx.engine import Engine
 from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
 from ..settings import Settings
+from ..trace.records import Limits
 from .pace import Paces
 
 CONTEXT = "bpsfast data"
@@ -78,6 +79,9 @@ def _is_near(sock: socket.socket) -> bool:
     return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
 
 
+_UNTRACED = Limits()
+
+
 @dataclass
 class TcpLink:
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
@@ -92,7 +96,7 @@ class TcpLink:
     epoch: int = 1
     n_slots: int = MAX_PARTS
     send_buffer_nbytes: int = 0
-    trace_capacity: int = 0
+    limits: Limits = _UNTRACED
     paces: Paces | None = None
     expected: list[tuple[int, int, int, int]] = field(default_factory=list)
 
@@ -110,7 +114,7 @@ class TcpLink:
             stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
                             n_slots=self.n_slots, send_buffer_nbytes=nbytes,
-                            trace_capacity=self.trace_capacity, pace_out=pace_out, pace_in=pace_in,
+                            **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
                             keep=(engine, self.paces))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on

@@ -64,11 +64,10 @@ def summed(folder: Path, window_ns: tuple[int, int]) -> dict[str, int]:
     """Return the bytes that each node has summed in the time of training, from the nodes' traces."""
     found: dict[str, int] = {}
     for path in sorted(folder.glob("node-*.trace.json")):
-        data = json.loads(path.read_text())
-        index = int(data["otherData"]["role"].split()[1])
-        name = f"node{index}" if index < NODES else f"helper{index - NODES}"
-        found[name] = sum(event["args"]["nbytes"] for event in data["traceEvents"]
-                          if event.get("cat") == "sum" and window_ns[0] <= event["ts"] * 1000 <= window_ns[1])
+        node = trace.read(path)
+        name = f"node{node.node}" if node.node < NODES else f"helper{node.node - NODES}"
+        found[name] = sum(span.args["nbytes"] for span in node.spans
+                          if span.kind == "sum" and window_ns[0] <= span.begin_ns <= window_ns[1])
     return dict(sorted(found.items(), key=lambda item: (item[0].startswith("helper"), item[0])))
 
 

@@ -20,6 +20,7 @@ from ...channel import Channel
 from ...orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ...pyx import rdma as native
 from ...pyx.engine import Engine
+from ...trace.records import Limits
 from . import failure
 from .offer import Fenced, PeerSlots, Slot
 from .rails import Rail
@@ -37,13 +38,13 @@ class Way:
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def over(cls, rail: Rail, epoch: int, n_slots: int, trace_capacity: int) -> Way:
+    def over(cls, rail: Rail, epoch: int, n_slots: int, limits: Limits) -> Way:
         """Make one, in INIT."""
         pair = rail.queue_pair()
         try:
             lane = native.Lane(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
                                max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
-                               signal_every=rail.settings.rdma_signal_every, trace_capacity=trace_capacity, keep=pair)
+                               signal_every=rail.settings.rdma_signal_every, keep=pair, **limits._asdict())
         except BaseException:
             pair.close()
             raise

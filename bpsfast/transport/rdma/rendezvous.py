@@ -16,6 +16,7 @@ import msgspec
 
 from ...channel import Channel
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ...trace.records import Limits
 from . import offer
 from .failure import NoRdmaError
 from .link import RdmaLink, Way
@@ -37,7 +38,7 @@ M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep)
 
 def meet(
     sock: socket.socket, peer: int, find: Callable[[], list[Rail]], *, n_pairs: int, n_nodes: int, epoch: int,
-    n_slots: int, trace_capacity: int, deadline: float,
+    n_slots: int, limits: Limits, deadline: float,
 ) -> RdmaLink:
     """Make a link to node *peer* over the authenticated connection *sock*, which is the link's from now on, or closed.
 
@@ -65,7 +66,7 @@ def meet(
 
         def our_pairs() -> RdmaPairs:
             for rail, _ in partners:
-                ways.append(Way.over(rail, epoch, n_slots, trace_capacity))
+                ways.append(Way.over(rail, epoch, n_slots, limits))
                 undo.callback(ways[-1].close)
             return RdmaPairs(pairs=tuple(PairOffer(number=way.pair.number, psn=way.pair.psn) for way in ways))
 
