@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         rank as rank,
         shutdown as shutdown,
         size as size,
+        stalls as stalls,
         stats as stats,
     )
     from .trainer.gradients import Gradients as Gradients
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier", "stats"),
+    "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier",
+                        "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.broadcaster": ("broadcast",),
     "trainer.gradients": ("Gradients",),

@@ -22,7 +22,7 @@ from .errors import BpsError, CapacityError, ConfigError, PeerLostError, Protoco
 from .generations import Generations
 from .placement import check_policy
 from .roster import Roster
-from .stalls import Stalls
+from .stalls import Finding, Stalls
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -271,28 +271,27 @@ class Job:
             if not self._stalls.ask(now, message):
                 return []
             return self._to_all(m.StallAsk(part=message.part, round=message.round))
-        return self._answers([self._stalls.answer(message, *self._why_waiting(message.name))])
+        return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
-    def _why_waiting(self, name: str) -> tuple[str, bool]:
+    def _why_waiting(self, name: str) -> Finding:
         """Say what a declaration or a barrier ("barrier:<sequence>") still waits for, and whether that is in vain."""
         kind, _, sequence = name.partition(":")
         if kind == "barrier" and sequence.isdecimal():
             ranks = self._barriers.missing(int(sequence))
-            return self._stalls.words(ranks, "has not entered the barrier") if ranks else ("nobody is missing", False)
+            return (self._stalls.without(ranks, "barrier", "has not entered the barrier") if ranks
+                    else Finding("nobody is missing", "done"))
         failed = self._declarations.why_failed(name)
         if failed is not None:
-            return f"the declaration failed: {failed}", False
+            return Finding(f"the declaration failed: {failed}", "declare")
         ranks = self._declarations.missing(name)
         if ranks:
-            return self._stalls.words(ranks, f"has not declared {name!r}")
-        if self._unmeasured:
-            return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still measuring its NIC"
-                                           for node in sorted(self._unmeasured)), False
-        nodes = self._generations.not_ready(name)
-        if nodes:
-            return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still preparing memory for {name!r}"
-                                           for node in nodes), False
-        return f"nobody is missing: all ranks have declared {name!r}", False
+            return self._stalls.without(ranks, "declare", f"has not declared {name!r}")
+        for nodes, what in ((sorted(self._unmeasured), "is still measuring its NIC"),
+                            (self._generations.not_ready(name), f"is still preparing memory for {name!r}")):
+            if nodes:
+                words = "; ".join(f"{self._roster.describe_node(node)}: {what}" for node in nodes)
+                return Finding(f"missing: {words}", "declare", nodes=tuple(nodes))
+        return Finding(f"nobody is missing: all ranks have declared {name!r}", "done")
 
     def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> Outgoing:
         return self._answers(self._stalls.report(self._roster.index_of(sender), message))

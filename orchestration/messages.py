@@ -10,12 +10,19 @@ Longer than other files on purpose: one protocol with one `VERSION` is read, and
 """
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 3
+VERSION = 4
+
+#: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
+#: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
+#: "done": nothing any more. "unknown": who should know does not answer.
+Stage = Literal["declare", "barrier", "push", "partial", "sum", "result", "done", "unknown"]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -180,13 +187,15 @@ class Stalled(Message):
 
 
 class StallReport(Message):
-    """What this node knows of a stalled partition: its own ranks that have not arrived.
+    """What this node knows of a stalled partition: how far it has come here, and what it waits for.
 
+    `missing_nodes`: in the stage "partial" those whose sums have not arrived at this owner, in "result" the owner.
     `gone_ranks` are those of `missing_ranks` that have left: what they did not announce before will never come.
     """
 
     part: int
     round: int
+    stage: Stage
     missing_ranks: tuple[int, ...]
     missing_nodes: tuple[int, ...]
     gone_ranks: tuple[int, ...] = ()
@@ -275,12 +284,19 @@ class StallAsk(Message):
 
 
 class StallAnswer(Message):
-    """To the node of the rank that asked: who is missing, in words. `hopeless`: waiting on cannot help."""
+    """To the node of the rank that asked: who is missing, in words and numbers. `hopeless`: waiting on cannot help.
+
+    `stage`: how far the slowest input has come. `ranks` are global, `nodes` are missing for themselves: not those that
+    wait for their ranks.
+    """
 
     rank: int
     question: int
     missing: str
+    stage: Stage
     hopeless: bool = False
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 class Departed(Message):

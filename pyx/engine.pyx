@@ -268,21 +268,21 @@ cdef class Engine:
             free(rows)
 
     def missing(self, uint32_t part):
-        """Return (round, sources that have not delivered it); a member that lacks only the result names the owner.
+        """Return (round, sources that have not delivered it, whether the part is owned).
 
-        What ranks announced before the call counts.
+        A member that lacks only the result names the owner. What ranks announced before the call counts.
         """
         cdef bps_core *core = self._open()
         cdef bps_part *found
         cdef uint32_t i, n = 0, round = 0
         cdef uint32_t sources[BPS_MAX_SOURCES]
-        cdef bint is_there
+        cdef bint is_there, owned = False
         pthread_mutex_lock(&core.lock)
         bps_drain(core)
         is_there = part < core.n_parts and core.parts[part].inputs != NULL
         if is_there:
             found = &core.parts[part]
-            round = found.round + 1
+            round, owned = found.round + 1, found.owned
             for i in range(found.n_inputs):
                 if not found.inputs[i].arrived:
                     sources[n] = found.inputs[i].source
@@ -294,7 +294,7 @@ cdef class Engine:
         bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
         if not is_there:
             raise ValueError(f"there is no part {part}")
-        return round, [sources[i] for i in range(n)]
+        return round, [sources[i] for i in range(n)], owned
 
     def commit(self, uint32_t generation, order):
         """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.

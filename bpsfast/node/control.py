@@ -282,8 +282,8 @@ class Node:
             self._end(0)
 
     def _on_stall_ask(self, message: messages.StallAsk) -> None:
-        ranks, nodes = self._vertex.missing(message.part, message.round)
-        self.send(messages.StallReport(part=message.part, round=message.round, missing_ranks=ranks,
+        stage, ranks, nodes = self._vertex.missing(message.part, message.round)
+        self.send(messages.StallReport(part=message.part, round=message.round, stage=stage, missing_ranks=ranks,
                                        missing_nodes=nodes, gone_ranks=self._home.gone(ranks)))
 
     def _on_stall_answer(self, message: messages.StallAnswer) -> None:

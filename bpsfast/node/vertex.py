@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from ..orchestration.messages import Message, NodeInfo, Welcome
+from ..orchestration.messages import Message, NodeInfo, Stage, Welcome
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -215,17 +215,18 @@ class Vertex:
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 
-    def missing(self, part: int, round_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (ranks, nodes) whose input of *round_* of *part* has not arrived here."""
+    def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
+        """Return (stage, ranks, nodes): how far *round_* of *part* has come here, and who it waits for."""
         try:
-            waited_for, sources = self.engine.missing(part)
+            found = self.engine.missing(part)
         except ValueError:
-            return (), ()  # a helper that has nothing to do with it
+            return "done", (), ()  # a helper that has nothing to do with it
+        waited_for, sources, owned = found
         if waited_for > round_:
-            return (), ()
+            return "done", (), ()
         ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
         nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
-        return ranks, nodes
+        return "push" if ranks else "sum" if not nodes else "partial" if owned else "result", ranks, nodes
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Return the counters of engine, service and each wire."""

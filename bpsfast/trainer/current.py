@@ -6,6 +6,7 @@ import os
 from ..orchestration.errors import ClosedError
 from .lifetime import Watch
 from .session import Session
+from .stall_inspector import Stall
 
 _current: Session | None = None
 _watch: Watch | None = None
@@ -104,6 +105,11 @@ def local_size() -> int:
 def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks are here; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
+
+
+def stalls() -> tuple[Stall, ...]:
+    """Return the waits of this rank that took longer than the setting stall_warn_s: those that go on first."""
+    return current().inspector.stalls()
 
 
 def stats() -> dict[str, int]:

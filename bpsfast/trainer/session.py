@@ -41,6 +41,7 @@ from .attachment import Attachment, error_of
 from .guarded_port import GuardedPort
 from .inquiry import Inquiry
 from .mailbox import Mailbox
+from .stall_inspector import StallInspector
 from .tensors import Tensors
 from .unit import Region, Unit
 
@@ -76,10 +77,11 @@ class Session:
         self._failure = failure
         self._attachment = attachment
         self.inquiry = Inquiry(self.rank, self.require_open, lambda: self._mailbox)
+        self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s)
         self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
-                               self.inquiry)
+                               self.inquiry, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
-                                self.tensors.look_for_commits, self._node_lost)
+                                self.inspector, self.tensors.look_for_commits, self._node_lost)
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
