@@ -85,6 +85,31 @@ class UnitPlan(Record):
     parts: tuple[PartPlan, ...]
 
 
+class LagRow(Record):
+    """How late the inputs of one rank, or of one node, were for `count` units (`pyx/lag.h`); the other number is -1.
+
+    `n_last` times it was the last; `last_total_ns` is how late it was then, in all.
+    """
+
+    rank: int = -1
+    node: int = -1
+    count: int = 0
+    total_ns: int = 0
+    max_ns: int = 0
+    p99_ns: int = 0
+    n_last: int = 0
+    last_total_ns: int = 0
+
+
+class RankLag(Record):
+    """How late a rank was in the whole job: in `count` units, in the mean, and in which share of them it was last."""
+
+    rank: int
+    count: int
+    mean_s: float
+    last_share: float
+
+
 # -- node -> scheduler ------------------------------------------------------------------------------------
 
 
@@ -201,6 +226,21 @@ class StallReport(Message):
     gone_ranks: tuple[int, ...] = ()
 
 
+class LagQuestion(Message):
+    """Rank `rank` wants to know who is late in the whole job. `question`: as in `Stalled`."""
+
+    rank: int
+    question: int
+
+
+class LagReport(Message):
+    """The answer to `LagAsk`: ranks of this machine among each other, and all inputs of units that it owns."""
+
+    number: int
+    local: tuple[LagRow, ...]
+    owned: tuple[LagRow, ...]
+
+
 # -- scheduler -> node ------------------------------------------------------------------------------------
 
 
@@ -297,6 +337,21 @@ class StallAnswer(Message):
     hopeless: bool = False
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
+
+
+class LagAsk(Message):
+    """Report how late inputs were."""
+
+    number: int
+
+
+class LagAnswer(Message):
+    """To the node of the rank that asked: the ranks of all nodes but the silent ones."""
+
+    rank: int
+    question: int
+    ranks: tuple[RankLag, ...]
+    silent_nodes: tuple[int, ...] = ()
 
 
 class Departed(Message):
@@ -421,23 +476,25 @@ class Ask(Message):
 
 
 class Told(Message):
-    """The node's counters."""
+    """The node's counters, and how late its ranks were compared to each other."""
 
     request: int
     counters: dict[str, int]
+    lags: tuple[LagRow, ...] = ()
 
 
 NodeMessage = (
     Join | Measured | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled
-    | StallReport
+    | StallReport | LagQuestion | LagReport
 )
 SchedulerMessage = (
     Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer
-    | Departed | Abort | Finish
+    | LagAsk | LagAnswer | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared
     | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask | Told
+    | LagQuestion | LagAnswer
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -6,7 +6,6 @@ import os
 from ..orchestration.errors import ClosedError
 from .lifetime import Watch
 from .session import Session
-from .stall_inspector import Stall
 
 _current: Session | None = None
 _watch: Watch | None = None
@@ -105,13 +104,3 @@ def local_size() -> int:
 def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks are here; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
-
-
-def stalls() -> tuple[Stall, ...]:
-    """Return the waits of this rank that took longer than the setting stall_warn_s: those that go on first."""
-    return current().inspector.stalls()
-
-
-def stats() -> dict[str, int]:
-    """Return the counters of this machine's node: bytes moved and summed, messages, registrations."""
-    return current().counters()

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -99,15 +100,17 @@ class StallInspector:
     ----------
     warn_s
         How long a wait may take before it is a stall; 0: there are none.
+    count
+        Called once for each stall.
     """
 
-    def __init__(self, me: str, warn_s: float) -> None:
+    def __init__(self, me: str, warn_s: float, count: Callable[[], None]) -> None:
         self._me = me
         self._warn_s = warn_s
+        self._count = count
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], _Open] = {}
         self._over: deque[Stall] = deque(maxlen=_KEPT)
-        self.n_stalls = 0
 
     def due(self, begin: float) -> float:
         """Return when a wait that began at *begin* is to be told of."""
@@ -125,7 +128,7 @@ class StallInspector:
             if known is not None and now < known.due:
                 return known.due
             if known is None:
-                self.n_stalls += 1
+                self._count()
                 known = self._open[key] = _Open(begin, self.due(begin), Stall(
                     tensor=subject.name, members=subject.members, partition=subject.partition, round=subject.round,
                     stage="unknown", missing_ranks=(), missing_nodes=(), missing="", waited_s=0.0))
