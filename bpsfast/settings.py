@@ -117,8 +117,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
     trace_capacity: Annotated[int, _about("trace records kept per process", ge=1)] = 65_536
-    metrics_port: Annotated[int, _about("where each node tells Prometheus its numbers, and its ranks'; further nodes of "
-                                        "one host take the next ports; 0: nowhere", ge=0, le=65_535)] = 0
+    metrics_port: Annotated[int, _about("port where each node tells Prometheus its and its ranks' numbers; further "
+                                        "nodes of one host take the next ports; 0: nowhere", ge=0, le=65_535)] = 0
     metrics_host: Annotated[str, _about("the address that metrics_port is on", "host")] = "127.0.0.1"
     metrics_textfile: Annotated[str, _about("the same as a file for node-exporter, written every 5 s and at the end; "
                                             "{node} in it becomes the node's number; empty: none", "path")] = ""

@@ -150,7 +150,7 @@ def test_two_nodes_of_a_host_need_two_files(loop, tmp_path):
 def test_what_cannot_be_exported_is_refused_before_anything_starts(monkeypatch, tmp_path):
     metrics.check(settings())
     metrics.check(settings(metrics_port=9400, metrics_textfile=str(tmp_path / "x")))
-    with pytest.raises(ConfigError, match="the folder '.*nowhere' does not exist"):
+    with pytest.raises(ConfigError, match=r"the folder '.*nowhere' does not exist"):
         metrics.check(settings(metrics_textfile=str(tmp_path / "nowhere" / "x")))
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"BPSFAST_METRICS_PORT = 9400 needs .* pip install 'bpsfast\[metrics\]'"):
