@@ -24,7 +24,7 @@ KINDS = {
     "bpsfast": ("ranks", "Ranks"),
     "gloo": ("peers", "Gloo"),
     "mpi": ("peers", "Mpi"),
-    "trainer": ("schedule.trainer", "Trainer"),
+    "trainer": ("schedule.training.trainer", "Trainer"),
     "raw": ("raw_sockets", "RawSockets"),
 }
 

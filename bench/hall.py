@@ -56,7 +56,7 @@ class Hall:
                 trainer: Mapping[str, Any] | None = None, **values: Any) -> Group:
         """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name.
 
-        *trainer*: its ranks are `schedule.trainer.Trainer`s with these options.
+        *trainer*: its ranks are `schedule.training.trainer.Trainer`s with these options.
         """
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
         program, folder = self._program("trainer" if trainer else "bpsfast", trainer or {})

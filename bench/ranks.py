@@ -121,7 +121,7 @@ class Ranks:
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
-        return bpsfast.stats()
+        return bpsfast.counters()
 
     def yield_to_all(self) -> None:
         """Run, with all threads there are, only where nothing else wants to."""

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         rank as rank,
         shutdown as shutdown,
         size as size,
-        stats as stats,
     )
     from .trainer.gradients import Gradients as Gradients
     from .trainer.handle import (
@@ -48,9 +47,16 @@ if TYPE_CHECKING:
         push_pull_async as push_pull_async,
         synchronize as synchronize,
     )
+    from .trainer.stats import (
+        counters as counters,
+        get_pushpull_speed as get_pushpull_speed,
+        stalls as stalls,
+        stats as stats,
+    )
 
 _HOME = {
-    "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier", "stats"),
+    "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
+    "trainer.stats": ("counters", "get_pushpull_speed", "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.broadcaster": ("broadcast",),
     "trainer.gradients": ("Gradients",),

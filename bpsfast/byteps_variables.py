@@ -140,7 +140,7 @@ NO_EFFECT = {
     "BYTEPS_OMP_THREAD_PER_GPU": "see BPSFAST_ENGINE_THREADS",
     "BYTEPS_SOCKET_PATH": "local sockets have abstract names",
     "BYTEPS_ORDERED_HOSTS": "see BPSFAST_NODE_INDEX",
-    "BYTEPS_TELEMETRY_ON": "counters are always on",
+    "BYTEPS_TELEMETRY_ON": "get_pushpull_speed is always on",
     "BYTEPS_PCIE_SWITCH_SIZE": "no NCCL",
     "BYTEPS_REDUCE_ROOTS": "no NCCL",
     "BYTEPS_NCCL_GROUP_SIZE": "no NCCL",

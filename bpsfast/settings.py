@@ -113,6 +113,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     # how long to wait, what to tell
     timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0)] = 300.0
+    stall_warn_s: Annotated[float, _about("after which a wait warns, naming tensor, stage and who is missing; again "
+                                          "each time the wait has doubled; 0: never", "s", ge=0)] = 60.0
     start_timeout_s: Annotated[float, _about("deadline of the rendezvous", "s", gt=0)] = 60.0
     heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
@@ -120,6 +122,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1)] = 65_536
     trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1)] = 1
     trace_last_step: Annotated[int, _about("last step that is traced; 0: the last of the job", ge=0)] = 0
+    metrics_port: Annotated[int, _about("port where each node tells Prometheus its and its ranks' numbers; further "
+                                        "nodes of one host take the next ports; 0: nowhere", ge=0, le=65_535)] = 0
+    metrics_host: Annotated[str, _about("the address that metrics_port is on", "host")] = "127.0.0.1"
+    metrics_textfile: Annotated[str, _about("the same as a file for node-exporter, written every 5 s and at the end; "
+                                            "{node} in it becomes the node's number; empty: none", "path")] = ""
     log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
     profile: Annotated[str, _about("TOML file with settings", "path")] = ""
 

@@ -20,9 +20,10 @@ from .barriers import Barriers
 from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
+from .lags import Lags
 from .placement import check_policy
 from .roster import Roster
-from .stalls import Stalls
+from .stalls import Finding, Stalls
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -75,11 +76,12 @@ class Job:
         self._generations: Generations
         self._barriers: Barriers
         self._stalls: Stalls
+        self._lags: Lags
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Ready: self._ready,
             m.PrepareFailed: self._prepare_failed,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
-            m.StallReport: self._stall_report,
+            m.StallReport: self._stall_report, m.LagQuestion: self._lag_question, m.LagReport: self._lag_report,
         }
 
     @property
@@ -139,7 +141,7 @@ class Job:
             self._n_heartbeats += 1
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats))
         if self._admitted:
-            out += self._answers(self._stalls.expire(now))
+            out += self._answers([*self._stalls.expire(now), *self._lags.expire(now)])
         return out
 
     def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
@@ -189,6 +191,7 @@ class Job:
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._stalls = Stalls(roster, self._left.__contains__)
+        self._lags = Lags(roster)
         self._roster = roster
         self._rates = [node.nic_rate_bytes for node in roster.nodes]
         self._unmeasured = {node.index for node in roster.nodes if node.probes}
@@ -271,33 +274,38 @@ class Job:
             if not self._stalls.ask(now, message):
                 return []
             return self._to_all(m.StallAsk(part=message.part, round=message.round))
-        return self._answers([self._stalls.answer(message, *self._why_waiting(message.name))])
+        return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
-    def _why_waiting(self, name: str) -> tuple[str, bool]:
+    def _why_waiting(self, name: str) -> Finding:
         """Say what a declaration or a barrier ("barrier:<sequence>") still waits for, and whether that is in vain."""
         kind, _, sequence = name.partition(":")
         if kind == "barrier" and sequence.isdecimal():
             ranks = self._barriers.missing(int(sequence))
-            return self._stalls.words(ranks, "has not entered the barrier") if ranks else ("nobody is missing", False)
+            return (self._stalls.without(ranks, "barrier", "has not entered the barrier") if ranks
+                    else Finding("nobody is missing", "done"))
         failed = self._declarations.why_failed(name)
         if failed is not None:
-            return f"the declaration failed: {failed}", False
+            return Finding(f"the declaration failed: {failed}", "declare")
         ranks = self._declarations.missing(name)
         if ranks:
-            return self._stalls.words(ranks, f"has not declared {name!r}")
-        if self._unmeasured:
-            return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still measuring its NIC"
-                                           for node in sorted(self._unmeasured)), False
-        nodes = self._generations.not_ready(name)
-        if nodes:
-            return "missing: " + "; ".join(f"{self._roster.describe_node(node)}: is still preparing memory for {name!r}"
-                                           for node in nodes), False
-        return f"nobody is missing: all ranks have declared {name!r}", False
+            return self._stalls.without(ranks, "declare", f"has not declared {name!r}")
+        for nodes, what in ((sorted(self._unmeasured), "is still measuring its NIC"),
+                            (self._generations.not_ready(name), f"is still preparing memory for {name!r}")):
+            if nodes:
+                words = "; ".join(f"{self._roster.describe_node(node)}: {what}" for node in nodes)
+                return Finding(f"missing: {words}", "declare", nodes=tuple(nodes))
+        return Finding(f"nobody is missing: all ranks have declared {name!r}", "done")
 
     def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> Outgoing:
         return self._answers(self._stalls.report(self._roster.index_of(sender), message))
 
-    def _answers(self, answers: Sequence[m.StallAnswer]) -> Outgoing:
+    def _lag_question(self, now: float, sender: bytes, message: m.LagQuestion) -> Outgoing:
+        return self._to_all(m.LagAsk(number=self._lags.ask(now, message)))
+
+    def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> Outgoing:
+        return self._answers(self._lags.report(self._roster.index_of(sender), message))
+
+    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer]) -> Outgoing:
         return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]
 
     def _lost(self, sender: bytes, message: m.Lost) -> Outgoing:

@@ -10,12 +10,19 @@ Longer than other files on purpose: one protocol with one `VERSION` is read, and
 """
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 3
+VERSION = 4
+
+#: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
+#: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
+#: "done": nothing any more. "unknown": who should know does not answer.
+Stage = Literal["declare", "barrier", "push", "partial", "sum", "result", "done", "unknown"]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,6 +83,31 @@ class UnitPlan(Record):
     stride: int
     members: tuple[MemberPlan, ...]
     parts: tuple[PartPlan, ...]
+
+
+class LagRow(Record):
+    """How late the inputs of one rank, or of one node, were for `count` units (`pyx/lag.h`); the other number is -1.
+
+    `n_last` times it was the last; `last_total_ns` is how late it was then, in all.
+    """
+
+    rank: int = -1
+    node: int = -1
+    count: int = 0
+    total_ns: int = 0
+    max_ns: int = 0
+    p99_ns: int = 0
+    n_last: int = 0
+    last_total_ns: int = 0
+
+
+class RankLag(Record):
+    """How late a rank was in the whole job: in `count` units, in the mean, and in which share of them it was last."""
+
+    rank: int
+    count: int
+    mean_s: float
+    last_share: float
 
 
 # -- node -> scheduler ------------------------------------------------------------------------------------
@@ -181,16 +213,33 @@ class Stalled(Message):
 
 
 class StallReport(Message):
-    """What this node knows of a stalled partition: its own ranks that have not arrived.
+    """What this node knows of a stalled partition: how far it has come here, and what it waits for.
 
+    `missing_nodes`: in the stage "partial" those whose sums have not arrived at this owner, in "result" the owner.
     `gone_ranks` are those of `missing_ranks` that have left: what they did not announce before will never come.
     """
 
     part: int
     round: int
+    stage: Stage
     missing_ranks: tuple[int, ...]
     missing_nodes: tuple[int, ...]
     gone_ranks: tuple[int, ...] = ()
+
+
+class LagQuestion(Message):
+    """Rank `rank` wants to know who is late in the whole job. `question`: as in `Stalled`."""
+
+    rank: int
+    question: int
+
+
+class LagReport(Message):
+    """The answer to `LagAsk`: ranks of this machine among each other, and all inputs of units that it owns."""
+
+    number: int
+    local: tuple[LagRow, ...]
+    owned: tuple[LagRow, ...]
 
 
 # -- scheduler -> node ------------------------------------------------------------------------------------
@@ -283,12 +332,34 @@ class StallAsk(Message):
 
 
 class StallAnswer(Message):
-    """To the node of the rank that asked: who is missing, in words. `hopeless`: waiting on cannot help."""
+    """To the node of the rank that asked: who is missing, in words and numbers. `hopeless`: waiting on cannot help.
+
+    `stage`: how far the slowest input has come. `ranks` are global, `nodes` are missing for themselves: not those that
+    wait for their ranks.
+    """
 
     rank: int
     question: int
     missing: str
+    stage: Stage
     hopeless: bool = False
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+
+
+class LagAsk(Message):
+    """Report how late inputs were."""
+
+    number: int
+
+
+class LagAnswer(Message):
+    """To the node of the rank that asked: the ranks of all nodes but the silent ones."""
+
+    rank: int
+    question: int
+    ranks: tuple[RankLag, ...]
+    silent_nodes: tuple[int, ...] = ()
 
 
 class Departed(Message):
@@ -413,23 +484,25 @@ class Ask(Message):
 
 
 class Told(Message):
-    """The node's counters."""
+    """The node's counters, and how late its ranks were compared to each other."""
 
     request: int
     counters: dict[str, int]
+    lags: tuple[LagRow, ...] = ()
 
 
 NodeMessage = (
     Join | Measured | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled
-    | StallReport
+    | StallReport | LagQuestion | LagReport
 )
 SchedulerMessage = (
     Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk
-    | StallAnswer | Departed | Abort | Finish
+    | StallAnswer | LagAsk | LagAnswer | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared
     | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask | Told
+    | LagQuestion | LagAnswer
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

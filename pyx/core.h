@@ -30,6 +30,7 @@ struct bps_source {
     uint64_t *addresses;           /* where its segments are mapped here; 0: not yet */
     uint64_t *nbytes;
     uint32_t n_segments;
+    uint64_t pushed_nbytes; /* of inputs */
 };
 
 struct bps_worker {
@@ -60,7 +61,9 @@ struct bps_core {
     struct bps_cpus cpus;
     struct bps_trace trace;
     struct bps_events events;
-    uint64_t sums, bytes_summed, published, forwarded, stale, allocations;
+    struct bps_lag *local_lags; /* by source: ranks of this machine among each other */
+    struct bps_lag *owner_lags; /* by source: all inputs of units whose first partition is owned here */
+    uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, allocations;
 };
 
 /* End the job: ranks raise what the reason, "Class: text" with its NUL, says. The first one stays. Any thread. */
@@ -107,8 +110,10 @@ static inline void *bps_resolve(struct bps_core *core, const struct bps_input *i
 static inline uint32_t *bps_publish(struct bps_core *core, uint32_t index, uint32_t round)
 {
     uint32_t *word = bps_board_word(core->board, index);
+    __atomic_store_n(bps_board_time(word), bps_now_ns(), __ATOMIC_RELAXED);
     bps_store(word, round);
     core->published++;
+    core->published_nbytes += core->parts[index].nbytes;
     bps_fence();
     for (uint32_t i = 0; i < core->n_sources; i++)
         if (core->sources[i].kind == BPS_RANK && bps_load(&core->sources[i].lane->sleepers) != 0)
@@ -185,7 +190,7 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
 
 /* One input or result has arrived whole; whether a part became ready for a thread. */
 static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t index, uint32_t round, uint32_t flags,
-                             uint16_t segment, uint64_t offset)
+                             uint16_t segment, uint64_t offset, uint64_t time_ns)
 {
     if (index >= BPS_MAX_PARTS || core->parts[index].inputs == NULL) {
         bps_broken(core, source, index, round);
@@ -204,12 +209,19 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     }
     if (core->trace.records != NULL && part->n_missing == part->n_inputs)
         part->first_ns = bps_now_ns();
-    int what = bps_part_arrive(part, source, round, flags, segment, offset);
+    int what = bps_part_arrive(part, source, round, flags, segment, offset, time_ns);
+    if (what >= 0)
+        core->sources[source].pushed_nbytes += flags & BPS_FLAG_EMPTY ? 0 : part->nbytes;
     if (what == BPS_STALE) {
         core->stale++;
     } else if (what < 0) {
         bps_broken(core, source, index, round);
     } else if (what == BPS_COMPLETE) {
+        if (part->unit_offset == 0) {
+            bps_count_lags(part->inputs + part->n_before, part->n_local, core->local_lags);
+            if (part->owned)
+                bps_count_lags(part->inputs, part->n_inputs, core->owner_lags);
+        }
         if (core->fifo)
             part->pass = core->pass + 1;
         else
@@ -241,7 +253,8 @@ static inline void bps_drain(struct bps_core *core)
             }
             for (uint32_t k = entry.part; k < entry.part + entry.count; k++)
                 bps_arrive(core, i, k, entry.round, entry.flags, entry.segment,
-                           entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset);
+                           entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset,
+                           entry.time_ns);
         }
     }
 }
@@ -346,8 +359,9 @@ static void *bps_work(void *argument)
 static void bps_on_arrived(void *engine, uint32_t source, uint32_t part, uint32_t round, uint32_t flags)
 {
     struct bps_core *core = engine;
+    uint64_t now_ns = bps_now_ns();
     pthread_mutex_lock(&core->lock);
-    int queued = bps_arrive(core, source, part, round, flags, 0, 0);
+    int queued = bps_arrive(core, source, part, round, flags, 0, 0, now_ns);
     pthread_mutex_unlock(&core->lock);
     if (queued)
         bps_ring_doorbell(core->doorbell, 1);

@@ -4,6 +4,11 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
 
 
+cdef extern from "lag.h" nogil:
+    struct bps_lag:
+        uint64_t n, sum_ns, max_ns, n_last, last_sum_ns
+    uint64_t bps_lag_p99(bps_lag *)
+
 cdef extern from "part.h" nogil:
     ctypedef void (*bps_kernel)(void *, void **, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) noexcept nogil
     struct bps_input:
@@ -44,6 +49,7 @@ cdef extern from "core.h" nogil:
         bps_lane *lane
         bps_lane *outgoing
         uint32_t capacity, outgoing_capacity
+        uint64_t pushed_nbytes
         bps_doorbell *doorbell
     struct bps_core:
         pthread_mutex_t lock
@@ -58,7 +64,9 @@ cdef extern from "core.h" nogil:
         uint64_t nontemporal_nbytes, awake_ns
         bps_trace trace
         bps_events events
-        uint64_t sums, bytes_summed, published, forwarded, stale, allocations
+        bps_lag *local_lags
+        bps_lag *owner_lags
+        uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, allocations
     void bps_abort(bps_core *, const char *, size_t)
     int bps_ready(bps_core *, uint32_t)
     void bps_drain(bps_core *)

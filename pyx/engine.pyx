@@ -24,7 +24,7 @@ from array import array as _array
 from pyx.core cimport (
     BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_core, bps_core_free,
     bps_core_make, bps_drain, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input,
-    bps_kernel, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map,
+    bps_kernel, bps_lag, bps_lag_p99, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map,
     bps_start, bps_stop,
 )
 from pyx.words cimport (
@@ -271,21 +271,21 @@ cdef class Engine:
             free(rows)
 
     def missing(self, uint32_t part):
-        """Return (round, sources that have not delivered it); a member that lacks only the result names the owner.
+        """Return (round, sources that have not delivered it, whether the part is owned).
 
-        What ranks announced before the call counts.
+        A member that lacks only the result names the owner. What ranks announced before the call counts.
         """
         cdef bps_core *core = self._open()
         cdef bps_part *found
         cdef uint32_t i, n = 0, round = 0
         cdef uint32_t sources[BPS_MAX_SOURCES]
-        cdef bint is_there
+        cdef bint is_there, owned = False
         pthread_mutex_lock(&core.lock)
         bps_drain(core)
         is_there = part < core.n_parts and core.parts[part].inputs != NULL
         if is_there:
             found = &core.parts[part]
-            round = found.round + 1
+            round, owned = found.round + 1, found.owned
             for i in range(found.n_inputs):
                 if not found.inputs[i].arrived:
                     sources[n] = found.inputs[i].source
@@ -297,7 +297,7 @@ cdef class Engine:
         bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
         if not is_there:
             raise ValueError(f"there is no part {part}")
-        return round, [sources[i] for i in range(n)]
+        return round, [sources[i] for i in range(n)], owned
 
     def commit(self, uint32_t generation, order):
         """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.
@@ -375,9 +375,41 @@ cdef class Engine:
         """Return what the engine has done since it was made. `allocations` grows with commits, never with rounds."""
         cdef bps_core *core = self.core
         return {"sums": core.sums, "bytes_summed": core.bytes_summed, "published": core.published,
-                "forwarded": core.forwarded, "stale": core.stale,
+                "published_bytes": core.published_nbytes, "forwarded": core.forwarded, "stale": core.stale,
                 "allocations": core.allocations + core.events.grown,
                 "trace_dropped": max(0, <int64_t>core.trace.used - <int64_t>core.trace.capacity) if core.trace.records else 0}
+
+    def pushed_nbytes(self, uint32_t source):
+        """Return how many bytes of inputs *source* has delivered."""
+        if source >= self.core.n_sources:
+            raise ValueError(f"there is no source {source}")
+        return self.core.sources[source].pushed_nbytes
+
+    def lags(self, bint owned):
+        """Return how late the first inputs of units were, by source, compared to the earliest one of the same round.
+
+        All inputs are compared, of units whose first partition is *owned* here; else ranks of this machine among each
+        other, of all units. Rows (source, count, total_ns, max_ns, p99_ns, times last, total_ns when last); sources
+        without any are left out.
+        """
+        cdef bps_core *core = self._open()
+        cdef bps_lag *lag
+        cdef uint32_t i, n = core.n_sources
+        cdef uint64_t *rows = <uint64_t *>calloc(6 * <size_t>n + 1, sizeof(uint64_t))
+        cdef uint64_t *row
+        if rows == NULL:
+            raise MemoryError(f"lags of {n} sources")
+        pthread_mutex_lock(&core.lock)  # no objects are made under it
+        for i in range(n):
+            lag, row = (&core.owner_lags[i] if owned else &core.local_lags[i]), rows + 6 * i
+            row[0], row[1], row[2] = lag.n, lag.sum_ns, lag.max_ns
+            row[3], row[4], row[5] = bps_lag_p99(lag), lag.n_last, lag.last_sum_ns
+        pthread_mutex_unlock(&core.lock)
+        try:
+            return [(i, rows[6 * i], rows[6 * i + 1], rows[6 * i + 2], rows[6 * i + 3], rows[6 * i + 4],
+                     rows[6 * i + 5]) for i in range(n) if rows[6 * i]]
+        finally:
+            free(rows)
 
     def trace(self):
         """Return the records so far (`record.h`)."""

@@ -6,6 +6,7 @@
  *       64      4  head: entries ever pushed (written by the producer)
  *      128      4  tail: entries ever popped (written by the consumer)
  *      192      4  sleepers: threads of the producer that sleep on board words (written by the producer)
+ *      200     56  tally (written by the producer)
  *      256   32*n  entries
  *
  *   entry: part 4, count 4, round 4, flags 2, segment 2, offset 8, time_ns 8
@@ -34,6 +35,12 @@ struct bps_entry {
     uint64_t time_ns;
 };
 
+/* What a rank counts, for itself and its node: relaxed atomics, single words. `exposed_ns` grows with every blocking
+ * call; the others when a step is over, `steps` last. */
+struct bps_tally {
+    uint64_t exposed_ns, steps, step_ns, step_exposed_ns, communication_ns, hidden_ns, stalls;
+};
+
 struct bps_lane {
     uint32_t magic;
     uint32_t capacity;
@@ -43,7 +50,8 @@ struct bps_lane {
     uint32_t tail;
     uint32_t pad2[15];
     uint32_t sleepers;
-    uint32_t pad3[15];
+    uint32_t pad3;
+    struct bps_tally tally;
     struct bps_entry entries[];
 };
 
@@ -84,5 +92,12 @@ static inline uint32_t bps_lane_capacity(const struct bps_lane *lane, uint64_t n
         return 0;
     return capacity;
 }
+
+static inline void bps_count(uint64_t *counter, uint64_t amount)
+{
+    __atomic_fetch_add(counter, amount, __ATOMIC_RELAXED);
+}
+
+static inline uint64_t bps_counted(const uint64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
 
 #endif

@@ -48,6 +48,8 @@ static inline void bps_core_free(struct bps_core *core)
     free(core->heap.index);
     free(core->parked);
     free(core->sources);
+    free(core->local_lags);
+    free(core->owner_lags);
     free(core->workers);
     free(core->events.items);
     free(core->events.taken);
@@ -68,9 +70,12 @@ static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capac
     core->heap.index = calloc(BPS_MAX_PARTS, sizeof *core->heap.index);
     core->parked = calloc(BPS_MAX_PARTS, sizeof *core->parked);
     core->sources = calloc(BPS_MAX_SOURCES, sizeof *core->sources);
+    core->local_lags = calloc(BPS_MAX_SOURCES, sizeof *core->local_lags);
+    core->owner_lags = calloc(BPS_MAX_SOURCES, sizeof *core->owner_lags);
     core->workers = calloc((size_t)n_workers, sizeof *core->workers);
     if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked || !core->sources
-        || !core->workers || bps_trace_open(&core->trace, trace_capacity, first_round, last_round) != 0) {
+        || !core->local_lags || !core->owner_lags || !core->workers
+        || bps_trace_open(&core->trace, trace_capacity, first_round, last_round) != 0) {
         bps_core_free(core);
         return NULL;
     }

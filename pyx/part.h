@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "lag.h"
 #include "lane.h"
 
 /* dst = before + round(local...) + after, then the average: see kernels.py. */
@@ -22,7 +23,8 @@ struct bps_input {
     uint16_t segment; /* where it lies: the source's segment and offset, */
     uint8_t arrived, empty;
     uint64_t offset;
-    uint64_t slot; /* or, from a wire peer, this fixed address */
+    uint64_t slot;    /* or, from a wire peer, this fixed address */
+    uint64_t time_ns; /* when it came */
 };
 
 struct bps_part {
@@ -49,7 +51,7 @@ enum { BPS_WAITING = 0, BPS_COMPLETE = 1, BPS_STALE = -1, BPS_AHEAD = -2, BPS_ST
 
 /* Note that `source` has delivered its input of `round`. */
 static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32_t round, uint32_t flags,
-                                  uint16_t segment, uint64_t offset)
+                                  uint16_t segment, uint64_t offset, uint64_t time_ns)
 {
     int32_t ahead = (int32_t)(round - (part->round + 1));
     if (ahead != 0)
@@ -64,9 +66,29 @@ static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32
         input->empty = (flags & BPS_FLAG_EMPTY) != 0;
         input->segment = segment;
         input->offset = offset;
+        input->time_ns = time_ns;
         return --part->n_missing == 0 ? BPS_COMPLETE : BPS_WAITING;
     }
     return BPS_STRANGER;
+}
+
+/* Count in `lags`, by source, how late these n inputs of a complete round came. */
+static inline void bps_count_lags(const struct bps_input *inputs, uint32_t n, struct bps_lag *lags)
+{
+    uint64_t first_ns = UINT64_MAX, last_ns = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t time_ns = inputs[i].time_ns;
+        if (inputs[i].empty)
+            return; /* a broadcast: who has nothing to give is not early */
+        first_ns = time_ns < first_ns ? time_ns : first_ns;
+        last_ns = time_ns > last_ns ? time_ns : last_ns;
+    }
+    int somebody_is_last = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        int is_last = !somebody_is_last && inputs[i].time_ns == last_ns;
+        somebody_is_last |= is_last;
+        bps_lag_add(&lags[inputs[i].source], inputs[i].time_ns - first_ns, is_last);
+    }
 }
 
 /* Forget this round's arrivals: the next round may come as soon as this returns. */

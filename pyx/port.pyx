@@ -15,9 +15,10 @@ from libc.stdlib cimport free
 
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DOORBELL_MAGIC,
-    BPS_FLAG_EMPTY, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_WAIT, bps_add, bps_board, bps_board_word,
-    bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_lane_push, bps_linger, bps_load, bps_now_ns, bps_reached,
-    bps_record_add, bps_ring_doorbell, bps_trace, bps_trace_open, bps_wait, pthread_mutex_destroy, pthread_mutex_init,
+    BPS_FLAG_EMPTY, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_WAIT, bps_add, bps_board, bps_board_time,
+    bps_board_word, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_lane_push,
+    bps_linger, bps_load, bps_now_ns, bps_reached, bps_record_add, bps_ring_doorbell, bps_tally, bps_trace,
+    bps_trace_open, bps_wait, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
 
@@ -84,7 +85,9 @@ cdef class Port:
     cdef bps_doorbell *doorbell
     cdef uint32_t capacity, n_words
     cdef int node_pidfd
-    cdef uint64_t patience_ns, awake_ns
+    cdef uint64_t patience_ns, awake_ns, last_result_ns
+    cdef uint64_t n_steps_begun, step_begin_ns, step_begin_exposed_ns
+    cdef uint64_t last_step_ns, last_exposed_ns, last_communication_ns, last_hidden_ns
     cdef bps_trace records
     cdef pthread_mutex_t mutex
     cdef bint open
@@ -141,6 +144,7 @@ cdef class Port:
                 if status == _DONE:
                     bps_record_add(&self.records, BPS_PUSH, 0, part, round, n_parts, begin_ns, bps_now_ns())
             self._raise(status, begin_ns)
+        self._blocked(begin_ns)
 
     def copy_in(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
                 uint32_t round, uint16_t segment, uint64_t offset):
@@ -149,7 +153,7 @@ cdef class Port:
         *destination* is where *segment*, *offset* is mapped here. The engine sums the first partitions while
         the last ones are still being copied. Raises as `submit`.
         """
-        cdef uint64_t at = 0, piece, begin_ns = 0
+        cdef uint64_t at = 0, piece, begin_ns = 0, entered_ns = bps_now_ns()
         cdef uint32_t i = 0
         cdef int status = _DONE
         self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
@@ -168,6 +172,7 @@ cdef class Port:
                     at += piece
                     i += 1
             self._raise(status, begin_ns)
+        self._blocked(entered_ns)
 
     def stream_in(self, uintptr_t window, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
                   uint32_t round, uint16_t segment, uint64_t offset, uint32_t n_slots, uint32_t begin,
@@ -180,8 +185,8 @@ cdef class Port:
         """
         cdef uint32_t i = begin
         cdef uint32_t n_parts = <uint32_t>((nbytes + stride - 1) // stride)
-        cdef uint64_t slot, piece, begin_ns
-        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        cdef uint64_t slot, piece, begin_ns, entered_ns = bps_now_ns()
+        cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
         cdef int status = _DONE
         self._check(part, n_parts)
         while i < n_parts:
@@ -205,6 +210,7 @@ cdef class Port:
             if status == _TIMED_OUT:
                 break
             self._raise(status if status != _INTERRUPTED else _DONE, 0)
+        self._blocked(entered_ns)
         return status, i
 
     cdef int _announce(self, uint32_t part, uint32_t count, uint32_t round, uint16_t segment, uint64_t offset,
@@ -257,7 +263,8 @@ cdef class Port:
             Or whatever else a Python signal handler raises, within 100 ms of the signal.
         """
         cdef int status = _DONE
-        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        cdef uint64_t entered_ns = bps_now_ns()
+        cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
         cdef uint32_t left = n_parts
         self._check(part, n_parts)
         while left > 0:
@@ -270,8 +277,9 @@ cdef class Port:
             if status == _INTERRUPTED:
                 PyErr_CheckSignals()
             elif status != _DONE:
-                return status
-        return _DONE
+                break
+        self._blocked(entered_ns)
+        return status
 
     def deliver(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
                 uint32_t round, double timeout_s):
@@ -282,7 +290,8 @@ cdef class Port:
         DONE the destination is partly written.
         """
         cdef int status = _DONE
-        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        cdef uint64_t entered_ns = bps_now_ns()
+        cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
         cdef uint64_t at = 0, piece, begin_ns
         cdef uint32_t i = part
         self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
@@ -302,7 +311,19 @@ cdef class Port:
             if status == _INTERRUPTED:
                 PyErr_CheckSignals()
             elif status != _DONE:
-                return status
+                break
+        self._blocked(entered_ns)
+        return status
+
+    cdef void _blocked(self, uint64_t entered_ns) noexcept nogil:
+        """Count that the caller was in here since *entered_ns*."""
+        bps_count(&self.lane.tally.exposed_ns, bps_now_ns() - entered_ns)
+
+    cdef int _complete(self, uint32_t *word) noexcept nogil:
+        """Note when the round in *word*, which was waited for, was published; return _DONE."""
+        cdef uint64_t published_ns = bps_counted(bps_board_time(word))
+        if published_ns > self.last_result_ns:  # two threads may do this at once: one of the two times is lost
+            self.last_result_ns = published_ns
         return _DONE
 
     cdef int _wait_one(self, uint32_t part, uint32_t round, uint64_t deadline_ns) noexcept nogil:
@@ -312,11 +333,11 @@ cdef class Port:
         cdef uint64_t begin_ns, now_ns
         cdef int status
         if bps_reached(seen, round):
-            return _DONE
+            return self._complete(word)
         begin_ns = bps_now_ns()
         if bps_linger(word, seen, self.awake_ns) and bps_reached(bps_load(word), round):
             bps_record_add(&self.records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns())
-            return _DONE
+            return self._complete(word)
         while True:
             status = self._trouble(False)
             if status != _DONE:
@@ -332,7 +353,7 @@ cdef class Port:
             bps_add(&self.lane.sleepers, <uint32_t>-1)
             if bps_reached(bps_load(word), round):
                 bps_record_add(&self.records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns())
-                return _DONE
+                return self._complete(word)
             if status == EINTR or bps_now_ns() - now_ns >= SLICE_NS // 2:
                 status = self._trouble(True)
                 return _INTERRUPTED if status == _DONE else status
@@ -358,6 +379,50 @@ cdef class Port:
             return 0, ""
         reason = PyBytes_FromStringAndSize(<char *>self.board + BPS_REASON_OFFSET, BPS_REASON_NBYTES)
         return state, reason.split(b"\0", 1)[0].decode(errors="replace")
+
+    def next_step(self):
+        """End the step that goes on and begin the next; return the time in ns. Nothing, and 0, once closed.
+
+        The first step is not counted. One thread at a time: the GIL is held, so `close` cannot come in between.
+        """
+        cdef bps_tally *tally
+        cdef uint64_t now_ns = bps_now_ns(), exposed_ns
+        if not self.open:
+            return 0
+        tally = &self.lane.tally
+        exposed_ns = bps_counted(&tally.exposed_ns)
+        if self.n_steps_begun > 1:
+            self.last_step_ns = now_ns - self.step_begin_ns
+            self.last_exposed_ns = min(exposed_ns - self.step_begin_exposed_ns, self.last_step_ns)
+            self.last_communication_ns = max(self.last_result_ns, self.step_begin_ns) - self.step_begin_ns
+            self.last_hidden_ns = self.last_communication_ns - min(self.last_communication_ns, self.last_exposed_ns)
+            bps_count(&tally.step_ns, self.last_step_ns)
+            bps_count(&tally.step_exposed_ns, self.last_exposed_ns)
+            bps_count(&tally.communication_ns, self.last_communication_ns)
+            bps_count(&tally.hidden_ns, self.last_hidden_ns)
+            bps_count(&tally.steps, 1)
+        self.n_steps_begun += 1
+        self.step_begin_ns, self.step_begin_exposed_ns = now_ns, exposed_ns
+        return now_ns
+
+    def steps(self):
+        """Return (number of steps, their sums, the last one); the latter each (step, exposed, communication, hidden).
+
+        All in ns. Communication is hidden as far as it took longer than what was exposed.
+        """
+        cdef bps_tally *tally
+        if not self.open:
+            raise ValueError("this port is closed")
+        tally = &self.lane.tally
+        return (bps_counted(&tally.steps),
+                (bps_counted(&tally.step_ns), bps_counted(&tally.step_exposed_ns),
+                 bps_counted(&tally.communication_ns), bps_counted(&tally.hidden_ns)),
+                (self.last_step_ns, self.last_exposed_ns, self.last_communication_ns, self.last_hidden_ns))
+
+    def count_stall(self):
+        """Add one stall to what the node sees of this rank; nothing once closed."""
+        if self.open:
+            bps_count(&self.lane.tally.stalls, 1)
 
     def trace(self):
         """Return the records so far (`record.h`)."""

@@ -13,7 +13,7 @@ from libc.string cimport memset
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_LANE_HEADER, BPS_LANE_MAGIC,
     BPS_MAX_PARTS, bps_await_doorbell, bps_board, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_lane_pop,
-    bps_lane_push, bps_load, bps_now_ns, bps_ring_doorbell,
+    bps_counted, bps_lane_push, bps_load, bps_now_ns, bps_ring_doorbell,
 )
 
 
@@ -65,6 +65,19 @@ def format_doorbell(buffer):
     memset(bell, 0, sizeof(bps_doorbell))
     bell.magic = BPS_DOORBELL_MAGIC
     PyBuffer_Release(&view)
+
+
+def tally(buffer):
+    """Return what the rank at the other end of the lane in *buffer* has counted (`lane.h`); times in nanoseconds."""
+    cdef Py_buffer view
+    cdef bps_lane *lane = <bps_lane *>_writable(buffer, &view, BPS_LANE_HEADER, "lane")
+    try:
+        return {"steps": bps_counted(&lane.tally.steps), "step_ns": bps_counted(&lane.tally.step_ns),
+                "exposed_ns": bps_counted(&lane.tally.step_exposed_ns),
+                "communication_ns": bps_counted(&lane.tally.communication_ns),
+                "hidden_ns": bps_counted(&lane.tally.hidden_ns), "stalls": bps_counted(&lane.tally.stalls)}
+    finally:
+        PyBuffer_Release(&view)
 
 
 @cython.final

@@ -21,8 +21,13 @@ cdef extern from "lane.h" nogil:
         uint32_t part, count, round
         uint16_t flags, segment
         uint64_t offset, time_ns
+    struct bps_tally:
+        uint64_t exposed_ns, steps, step_ns, step_exposed_ns, communication_ns, hidden_ns, stalls
     struct bps_lane:
         uint32_t magic, capacity, sleepers
+        bps_tally tally
+    void bps_count(uint64_t *, uint64_t)
+    uint64_t bps_counted(uint64_t *)
     enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY
     int bps_lane_push(bps_lane *, uint32_t, bps_entry *)
     int bps_lane_pop(bps_lane *, uint32_t, bps_entry *)
@@ -33,6 +38,7 @@ cdef extern from "board.h" nogil:
         uint32_t magic, state, n_words
     enum: BPS_BOARD_MAGIC, BPS_BOARD_HEADER, BPS_BOARD_STRIDE, BPS_REASON_OFFSET, BPS_REASON_NBYTES, BPS_MAX_PARTS
     uint32_t *bps_board_word(void *, uint32_t)
+    uint64_t *bps_board_time(uint32_t *)
     int bps_reached(uint32_t, uint32_t)
 
 cdef extern from "record.h" nogil:

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="torch")
 from bpsfast.bench import schedule  # noqa: E402
 from bpsfast.bench.samples import Row  # noqa: E402
 from bpsfast.bench.schedule import report, ways  # noqa: E402
-from bpsfast.bench.schedule.model import TimedLayer, data, divided, network  # noqa: E402
-from bpsfast.bench.schedule.ways import Setup  # noqa: E402
+from bpsfast.bench.schedule.training.network import TimedLayer, data, network  # noqa: E402
+from bpsfast.bench.schedule.ways import Setup, divided  # noqa: E402
 from bpsfast.cluster import netns  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
 

@@ -26,7 +26,7 @@ def test_the_sum_is_published_when_the_last_rank_has_arrived(vertex):
     for rank in range(2):
         v.ports[rank].submit(0, 4, 1, 0, 0)
     assert v.ports[0].wait(0, 1, 1, 0.05) == TIMED_OUT
-    assert v.engine.missing(0) == (1, [v.ranks[2]])
+    assert v.engine.missing(0) == (1, [v.ranks[2]], True)
     v.ports[2].submit(0, 4, 1, 0, 0)
     assert v.ports[0].wait(0, 4, 1, 10) == DONE
     assert v.ports[1].done(0, 4, 1)
@@ -226,7 +226,7 @@ def test_a_member_forwards_its_partial_and_publishes_the_result(vertex):
     events = v.engine.events(10)
     assert events == [(native.EVENT_FORWARD, owner, 0, 1, 0, partial.address, PART)]
     assert (np.frombuffer(partial, np.float32) == 3).all()
-    assert v.engine.missing(0) == (1, [owner])
+    assert v.engine.missing(0) == (1, [owner], False)
     v.engine.arrived(owner, 0, 1, 0)
     assert v.ports[0].wait(0, 1, 1, 10) == DONE
 

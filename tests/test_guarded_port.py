@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
+from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.pyx import ring
 from bpsfast.pyx.port import Port
 from bpsfast.trainer.guarded_port import GuardedPort
+from bpsfast.trainer.stall_inspector import StallInspector
 
 
 @pytest.fixture
@@ -20,7 +22,14 @@ def board():
     return made
 
 
-def asking(ask=lambda part, round, name: ("nobody", False), somebody_left=False):
+UNIT = SimpleNamespace(name="x", first_part=0, n_parts=1, members={"x": None})
+
+
+def answer(missing="nobody", hopeless=False):
+    return StallAnswer(rank=3, question=1, stage="push", missing=missing, hopeless=hopeless)
+
+
+def asking(ask=lambda part, round, name: answer(), somebody_left=False):
     """Return an inquiry that a scheduler would answer so."""
     return SimpleNamespace(ask=ask, somebody_left=lambda: somebody_left)
 
@@ -31,7 +40,8 @@ def guarded_on(board, require_open=lambda: None, calls=None, **options):
     ring.format_lane(lane)
     ring.format_doorbell(bell)
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
-                       **{"inquiry": asking(), "start_deferred": lambda: False,
+                       **{"inquiry": asking(), "inspector": StallInspector("rank 3", 0, lambda: None),
+                          "start_deferred": lambda: False,
                           "node_lost": lambda: PeerLostError("the node is gone")} | (calls or {}))
 
 
@@ -119,19 +129,19 @@ def test_a_wait_for_who_has_left_ends_soon_and_only_then(board):
 
     def ask(part, round, name):
         questions.append((part, round, name))
-        return "missing: rank 0: has called shutdown", len(questions) == 2
+        return answer("missing: rank 0: has called shutdown", len(questions) == 2)
 
     guarded = guarded_on(board, calls={"inquiry": asking(ask, somebody_left=True)})
     with pytest.raises(StallError, match=r"^rank 3 waited [\d.]+ s for round 1 of 'x' \(.*\): missing: rank 0"):
-        guarded.wait(SimpleNamespace(name="x", first_part=0, n_parts=1), 0, 1, 1, 60.0)
+        guarded.wait(UNIT, 0, 1, 1, 60.0)
     assert questions == [(0, 1, "x")] * 2, "the first answer was that it may still come"
     assert guarded.close(1)
 
 
 def test_while_nobody_has_left_nobody_is_asked_before_the_end(board):
     questions = []
-    guarded = guarded_on(board, calls={"inquiry": asking(lambda *asked: (questions.append(asked) or "nobody", False))})
+    guarded = guarded_on(board, calls={"inquiry": asking(lambda *asked: questions.append(asked) or answer())})
     with pytest.raises(StallError, match=r"waited 1\.2 s"):
-        guarded.wait(SimpleNamespace(name="x", first_part=0, n_parts=1), 0, 1, 1, 1.2)
+        guarded.wait(UNIT, 0, 1, 1, 1.2)
     assert len(questions) == 1
     assert guarded.close(1)

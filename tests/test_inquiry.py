@@ -115,19 +115,20 @@ def test_threads_that_ask_the_same_all_get_an_answer(asked):
     for thread in threads:
         thread.start()
     for question in questions(node, 3):
-        node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", hopeless=True))
+        node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", stage="push",
+                              hopeless=True, ranks=(2,)))
     for thread in threads:
         thread.join(20)
-    assert found == [("missing: rank 2", True)] * 3
+    assert [(each.missing, each.hopeless, each.ranks) for each in found] == [("missing: rank 2", True, (2,))] * 3
 
 
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(asked):
     inquiry, node = asked
-    node.post(StallAnswer(rank=0, question=0, missing="missing: rank 9, as of long ago"))
+    node.post(StallAnswer(rank=0, question=0, missing="missing: rank 9, as of long ago", stage="push"))
     found = []
     thread = threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w")))
     thread.start()
     [question] = questions(node, 1)
-    node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2"))
+    node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", stage="push"))
     thread.join(20)
-    assert found == [("missing: rank 2", False)]
+    assert [(each.missing, each.hopeless) for each in found] == [("missing: rank 2", False)]

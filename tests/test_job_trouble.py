@@ -91,7 +91,8 @@ def stalled(rank=0, part=0, name="a"):
 
 
 def report(ranks=(), nodes=(), part=0):
-    return m.StallReport(part=part, round=5, missing_ranks=ranks, missing_nodes=nodes)
+    return m.StallReport(part=part, round=5, stage="push" if ranks else "partial" if nodes else "done",
+                         missing_ranks=ranks, missing_nodes=nodes)
 
 
 def test_reports_become_words():
@@ -125,7 +126,7 @@ def test_who_does_not_report_is_named():
 
 @pytest.mark.parametrize(("reports", "words"), [
     ({b"A": ((), (1,)), b"B": ((), ()), b"H": ((), ())},
-     "missing: node 1 (host b, ranks 2, 3): its data has not arrived"),
+     "missing: node 1 (host b, ranks 2, 3): its partial sum has not arrived at node 0"),
     ({b"A": ((), ()), b"B": ((), ()), b"H": ((), ())}, "nobody is missing: all have pushed"),
 ])
 def test_words_without_missing_ranks(reports, words):

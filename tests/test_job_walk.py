@@ -75,7 +75,8 @@ class Walk(RuleBasedStateMachine):
             self.ready[message.generation].add(sender)
             self.say(sender, m.Ready(generation=message.generation))
         elif isinstance(message, m.StallAsk):
-            self.say(sender, m.StallReport(part=message.part, round=message.round, missing_ranks=(), missing_nodes=()))
+            self.say(sender, m.StallReport(part=message.part, round=message.round, stage="done",
+                                           missing_ranks=(), missing_nodes=()))
 
     @rule(senders=st.permutations(sorted(HOSTS)), fail=st.integers(0, 5))
     def read_all(self, senders, fail):

@@ -28,9 +28,10 @@ _CORE = frozenset({"numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "psutil
 _SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
 LAYERS = [  # the most special folder first
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
-    Layer("bpsfast", _CORE, _SHOW | {"tomli"}),
+    Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
+    Layer("bench/schedule/training", _CORE | {"torch"}),
     Layer("bench", _CORE, _SHOW | {"torch", "mpi4py"}),
 ]
 

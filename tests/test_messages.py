@@ -35,6 +35,8 @@ def _of(info):
         return st.one_of(*map(_of, info.types))
     if isinstance(info, inspect.NoneType):
         return st.none()
+    if isinstance(info, inspect.LiteralType):
+        return st.sampled_from(info.values)
     return _SCALARS[type(info).__name__.removesuffix("Type").lower()]
 
 

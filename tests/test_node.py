@@ -174,11 +174,11 @@ def steps(n_steps):
     x[:] = 1.0
     bpsfast.push_pull(x, average=False, name="steady")
     bpsfast.barrier()
-    before = bpsfast.stats()
+    before = bpsfast.counters()
     for _ in range(n_steps):
         total = bpsfast.push_pull(x, average=False, name="steady")
         assert np.all(total == bpsfast.size())
-    return before, bpsfast.stats()
+    return before, bpsfast.counters()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -81,7 +81,7 @@ def commit_read_by(reader, how):
     session = current.current()
     deadline = time.monotonic() + 20
     while name not in session.tensors._units and time.monotonic() < deadline:
-        bpsfast.stats() if reader == "stats" else bpsfast.empty(10)
+        bpsfast.counters() if reader == "stats" else bpsfast.empty(10)
         time.sleep(0.01)
     if how == "poll":
         while not bpsfast.poll(handle):

@@ -119,10 +119,10 @@ def test_who_is_missing_is_known(ends):
         end.commit(order_of(plan))
     place = ends[0].allocate(5000)
     push(ends[0], 0, 1, place, b"\1" * 5000)
-    while ends[0].vertex.missing(0, 1) != ((), (1,)):
+    while ends[0].vertex.missing(0, 1) != ("partial", (), (1,)):
         assert ends[0].port.wait(0, 1, 1, 0.01) == TIMED_OUT
-    assert ends[1].vertex.missing(0, 1) == ((1,), ())
-    assert ends[1].vertex.missing(77, 1) == ((), ())
+    assert ends[1].vertex.missing(0, 1) == ("push", (1,), ())
+    assert ends[1].vertex.missing(77, 1) == ("done", (), ())
 
 
 def test_a_peer_that_closes_is_noticed(ends):

@@ -2,9 +2,9 @@
 
 A training job on machines of their own (network namespaces, links shaped both ways): in the order of arrival or by
 urgency, with a barrier at the end of each step or without; beside it torch's DDP over gloo, and scheduled all-reduces
-over gloo. The same weights, data and layer times everywhere (`model`); computing is slept, so that two cores only move
-bytes. `ways` says who takes part, `trainer` is one rank, `report` sets what was measured beside what the simulator says
-of the same layers, links, partitions and credit.
+over gloo. The same weights, data and layer times everywhere (`training.network`); computing is slept, so that two cores
+only move bytes. `ways` says who takes part, `training.trainer` is one rank, `report` sets what was measured beside what
+the simulator says of the same layers, links, partitions and credit.
 
 Source: ByteScheduler (SOSP'19) sections 2 and 6; BytePS (OSDI'20) section 5.
 """

@@ -6,9 +6,10 @@ from typing import Any
 
 from bpsfast.bench.group import Group
 from bpsfast.bench.hall import Hall
-from bpsfast.bench.schedule.model import divided
+from bpsfast.models import catalog
 from bpsfast.orchestration.shares import Machine, least_time_s
-from bpsfast.simulator.workload import Workload
+from bpsfast.simulator.networks import build
+from bpsfast.simulator.workload import Workload, workload
 
 #: Small beside the network, as partitions are beside a whole model; enough under way that no connection waits.
 PARTITION_NBYTES, CREDIT_NBYTES = 32 << 10, 64 << 10
@@ -19,7 +20,7 @@ _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
 
 @dataclass(frozen=True)
 class Way:
-    """One contestant. `trainer`: the way of `trainer.Trainer`; `priority`, `crosses`: what the simulator is told."""
+    """One contestant. `trainer`: the way of `training.trainer.Trainer`; `priority`, `crosses`: for the simulator."""
 
     trainer: str
     priority: bool = False
@@ -37,6 +38,12 @@ WAYS = {
     "gloo fifo, crossing": Way("gloo fifo", crosses=True, is_gloo=True),
     "gloo priority, crossing": Way("gloo priority", priority=True, crosses=True, is_gloo=True),
 }
+
+
+def divided(model: str, divisor: int, compute_s: float) -> Workload:
+    """Return a built-in model's layers with their share of *compute_s*, each tensor *divisor* times smaller."""
+    whole = build(model, compute_s)
+    return workload(f"{model}/{divisor}", whole.layers, catalog.divided(model, divisor))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..orchestration.membership import Membership
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
 from ..transport import tcp
-from . import reception, strength
+from . import metrics, reception, strength
 from .counters import told
 from .event_loop import EventLoop
 from .household import Household
@@ -54,6 +54,7 @@ def main(settings: Settings) -> int:
     key = bytes.fromhex(settings.job_key)
     try:
         transport.check(settings)
+        metrics.check(settings)
         listener = reception.bind(key, settings.node_id)
         if listener is None:
             log.info("this machine already has a node (node_id %r)", settings.node_id)
@@ -85,6 +86,7 @@ class Node:
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
         self._welcome: messages.Welcome | None = None
+        self._exporter: metrics.Exporter | None = None
         self._unread: list[messages.Message] = []
         self._n_control = 0
         self._exit_code: int | None = None
@@ -94,7 +96,8 @@ class Node:
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
-            messages.StallAnswer: self._on_stall_answer, messages.Departed: self._home.departed,
+            messages.StallAnswer: self._on_answer, messages.LagAsk: self._on_lag_ask,
+            messages.LagAnswer: self._on_answer, messages.Departed: self._home.departed,
             messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
@@ -247,6 +250,8 @@ class Node:
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
     def _close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
         if self._membership is not None:
             self._membership.close()
         self._reception.close()
@@ -267,6 +272,7 @@ class Node:
         self._home.admitted(message.nodes[message.index])
         self._peers.welcomed(message)
         self._reception.know(message.index, message.epoch, self._vertex.doorstep)
+        self._exporter = metrics.exporter_for(self._settings, message, self._loop, self._vertex)
 
     def _on_refuse(self, message: messages.Refuse) -> None:
         self.fail(error_of(message.error, message.reason), tell=False)
@@ -283,10 +289,14 @@ class Node:
             self._end(0)
 
     def _on_stall_ask(self, message: messages.StallAsk) -> None:
-        ranks, nodes = self._vertex.missing(message.part, message.round)
-        self.send(messages.StallReport(part=message.part, round=message.round, missing_ranks=ranks,
+        stage, ranks, nodes = self._vertex.missing(message.part, message.round)
+        self.send(messages.StallReport(part=message.part, round=message.round, stage=stage, missing_ranks=ranks,
                                        missing_nodes=nodes, gone_ranks=self._home.gone(ranks)))
 
-    def _on_stall_answer(self, message: messages.StallAnswer) -> None:
+    def _on_lag_ask(self, message: messages.LagAsk) -> None:
+        self.send(messages.LagReport(number=message.number, local=self._vertex.lags(owned=False),
+                                     owned=self._vertex.lags(owned=True)))
+
+    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer) -> None:
         self._home.tell(message.rank, message)
 

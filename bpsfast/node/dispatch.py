@@ -94,7 +94,7 @@ class Dispatcher:
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
-        self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._cpu_ns = 0
+        self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._cpu_ns = self._peak_queued = 0
 
     def add(self, source: int, link: WireLink, has_ranks: bool, place: int = 0) -> None:
         """Add the node that the engine knows as *source*; *place* as in `CardQueue.add`. Before `start`."""
@@ -164,6 +164,7 @@ class Dispatcher:
             "detours": self._n_detours,
             "cpu_ns": self._cpu_ns,
             "queued": self._card.queued,
+            "peak_queued": self._peak_queued,
             "in_flight_nbytes": self._card.in_flight_nbytes,
             "peak_in_flight_nbytes": self._card.peak_nbytes,
         }
@@ -211,6 +212,7 @@ class Dispatcher:
                 self._lose(source, code)
         self._n_events += len(batch)
         self._n_batches += 1
+        self._peak_queued = max(self._peak_queued, self._card.queued)
         self._pump()
 
     def _place_of(self, part: int, is_result: bool) -> Place:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("bpsfast.node")
 
 #: What a rank says to the scheduler; the node only checks whose it is.
-_PASSED_ON = (messages.Declare, messages.BarrierEnter, messages.Stalled)
+_PASSED_ON = (messages.Declare, messages.BarrierEnter, messages.Stalled, messages.LagQuestion)
 #: A killed process closes its channel just before its pidfd fires, which is the better reason.
 _DYING_S = 0.1
 
@@ -132,7 +132,8 @@ class Household:
         if isinstance(message, messages.Allocate) and self._attached:
             self._allocate(rank, message)
         elif isinstance(message, messages.Ask):
-            rank.tell(messages.Told(request=message.request, counters=self._node.counters()))
+            rank.tell(messages.Told(request=message.request, counters=self._node.counters(),
+                                    lags=self._node.vertex.lags(owned=False)))
         elif isinstance(message, messages.Detach):
             self._detach(rank, message)
         elif isinstance(message, _PASSED_ON) and message.rank == rank.rank:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from ..orchestration.messages import Message, NodeInfo, Welcome
+from ..orchestration.messages import LagRow, Message, NodeInfo, Stage, Welcome
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -60,6 +60,7 @@ class Vertex:
             self._engine, settings.credit_bytes, on_lost, self._sends, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
+        self._lanes: dict[int, Segment] = {}
         self._source_of: dict[int, int] = {}
         self._records: list[bytes] = []
         self._moved: dict[int, dict[str, int]] = {}
@@ -113,6 +114,7 @@ class Vertex:
             rank.source = engine.add_rank(rank.lane)
             self._sources[rank.source] = rank.describe(), None
             self._ranks[rank.source] = rank.rank
+            self._lanes[rank.source] = rank.lane
         self.transports.update(transports)
         source_of = self._source_of
         for index, link in sorted(self.links.items()):
@@ -215,22 +217,36 @@ class Vertex:
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 
-    def missing(self, part: int, round_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (ranks, nodes) whose input of *round_* of *part* has not arrived here."""
+    def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
+        """Return (stage, ranks, nodes): how far *round_* of *part* has come here, and who it waits for."""
         try:
-            waited_for, sources = self.engine.missing(part)
+            found = self.engine.missing(part)
         except ValueError:
-            return (), ()  # a helper that has nothing to do with it
+            return "done", (), ()  # a helper that has nothing to do with it
+        waited_for, sources, owned = found
         if waited_for > round_:
-            return (), ()
+            return "done", (), ()
         ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
         nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
-        return ranks, nodes
+        return "push" if ranks else "sum" if not nodes else "partial" if owned else "result", ranks, nodes
+
+    def lags(self, owned: bool) -> tuple[LagRow, ...]:
+        """Return how late the inputs of ranks, and of nodes if *owned*, were; see `Engine.lags`."""
+        if not self.connected:
+            return ()
+        return tuple(
+            LagRow(rank=self._ranks.get(source, -1), node=-1 if index is None else index, count=count,
+                   total_ns=total_ns, max_ns=max_ns, p99_ns=p99_ns, n_last=n_last, last_total_ns=last_total_ns)
+            for source, count, total_ns, max_ns, p99_ns, n_last, last_total_ns in self.engine.lags(owned)
+            for _, index in (self.who(source),))
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Return the counters of engine, service and each wire."""
+        """Return the counters of engine, service, each rank of this machine and each wire."""
         assert self._dispatcher is not None
         found = {"engine": self.engine.counters(), "dispatch": self._dispatcher.counters()}
+        for source, rank in self._ranks.items():
+            found[f"rank_{rank}"] = {"pushed_bytes": self.engine.pushed_nbytes(source),
+                                     **ring.tally(self._lanes[source])}
         for link in self.wires():
             before = self._moved.get(link.index, {})
             found[f"wire_{link.index}"] = {name: value + before.get(name, 0) for name, value in link.counters().items()}
@@ -298,6 +314,7 @@ class Vertex:
         # The last references: the engine's exports of board and doorbell end with them.
         self._engine = self._dispatcher = self._wiring = None
         self.links.clear()
+        self._lanes.clear()
         with contextlib.ExitStack() as last:
             for each in (self._doorbell, self._board, self.regions, self.rails, self.doorstep):
                 last.callback(each.close)

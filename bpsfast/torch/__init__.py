@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..trainer import current as _current
 from ..trainer.current import barrier, local_rank, local_size, rank, size
+from ..trainer.stats import get_pushpull_speed
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression
 from .cross_barrier import settle_everything as _settle_everything
@@ -37,6 +38,7 @@ __all__ = [
     "broadcast_parameters",
     "byteps_push_pull",
     "declare",
+    "get_pushpull_speed",
     "init",
     "local_rank",
     "local_size",

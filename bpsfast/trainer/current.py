@@ -104,8 +104,3 @@ def local_size() -> int:
 def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks are here; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
-
-
-def stats() -> dict[str, int]:
-    """Return the counters of this machine's node: bytes moved and summed, messages, registrations."""
-    return current().counters()

@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..orchestration.errors import BpsError, StallError
+from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
 from .inquiry import DOUBT_S, Inquiry
+from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
     from .unit import Region, Unit
@@ -36,6 +38,8 @@ class GuardedPort:
         Raises `ClosedError` when the session is closed, or is another process's.
     inquiry
         Knows who is missing, and whether it is hopeless to wait on.
+    inspector
+        Told of waits that take long.
     start_deferred
         Starts deferred pushes that can be; returns whether some are left.
     node_lost
@@ -43,12 +47,14 @@ class GuardedPort:
     """
 
     def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], inquiry: Inquiry,
-                 start_deferred: Callable[[], bool], node_lost: Callable[[], BpsError]) -> None:
+                 inspector: StallInspector, start_deferred: Callable[[], bool],
+                 node_lost: Callable[[], BpsError]) -> None:
         self._port = port
         self._me = me
         self._node = node
         self._require_open = require_open
         self._inquiry = inquiry
+        self._inspector = inspector
         self._start_deferred = start_deferred
         self._node_lost = node_lost
         self._lock = threading.Lock()
@@ -159,32 +165,45 @@ class GuardedPort:
     def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
                    timeout_s: float, spent_s: float = 0.0) -> None:
         begin = time.monotonic() - spent_s
-        deadline, doubt = begin + timeout_s, begin + DOUBT_S
+        deadline, doubt, warn = begin + timeout_s, begin + DOUBT_S, self._inspector.due(begin)
         deferred = self._start_deferred()
-        while True:
-            remaining_s = max(0.0, deadline - time.monotonic())
-            with self._inside as port:
-                outcome = wait(port, min(remaining_s, _DEFERRED_SLICE_S if deferred else _SLICE_S))
-            if outcome == DONE:
-                return
-            if outcome in (ABORTED, NODE_DIED):
-                raise self._over()
-            assert outcome == TIMED_OUT, f"the port returned {outcome}"
-            now = time.monotonic()
-            if now >= deadline:
-                self._ask(unit, part, n_parts, round, timeout_s, late=True)
-            if now >= doubt and self._inquiry.somebody_left():
-                self._ask(unit, part, n_parts, round, now - begin, late=False)
-            doubt = max(doubt, now + DOUBT_S)
-            deferred = self._start_deferred()
+        stalled: Subject | None = None
+        try:
+            while True:
+                now = time.monotonic()
+                slice_s = min(_DEFERRED_SLICE_S if deferred else _SLICE_S, deadline - now, warn - now)
+                with self._inside as port:
+                    outcome = wait(port, max(0.0, slice_s))
+                if outcome == DONE:
+                    break
+                if outcome in (ABORTED, NODE_DIED):
+                    raise self._over()
+                assert outcome == TIMED_OUT, f"the port returned {outcome}"
+                now = time.monotonic()
+                late = now >= deadline
+                if late or now >= warn or (now >= doubt and self._inquiry.somebody_left()):
+                    subject, answer = self._ask(unit, part, n_parts, round)
+                    if self.done(part, n_parts, round):
+                        continue
+                    if late or answer.hopeless:
+                        raise StallError(f"{self._me} waited {timeout_s if late else now - begin:.3g} s for "
+                                         f"{subject.describe()}: {answer.missing}")
+                    if now >= warn:
+                        stalled, warn = subject, self._inspector.tell(subject, answer, begin)
+                doubt = max(doubt, now + DOUBT_S)
+                deferred = self._start_deferred()
+        except BaseException:
+            if stalled is not None:
+                self._inspector.end(stalled, went_on=False)
+            raise
+        if stalled is not None:
+            self._inspector.end(stalled, went_on=True)
 
-    def _ask(self, unit: Unit, part: int, n_parts: int, round: int, waited_s: float, late: bool) -> None:
-        """Ask who is missing; raise that as an error if it is *late*, or hopeless to wait on, and not done by now."""
+    def _ask(self, unit: Unit, part: int, n_parts: int, round: int) -> tuple[Subject, StallAnswer]:
+        """Ask who is missing from the first of these partitions that is not complete."""
         first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
-        missing, hopeless = self._inquiry.ask(first, round, unit.name)
-        if (late or hopeless) and not self.done(part, n_parts, round):
-            raise StallError(f"{self._me} waited {waited_s:.3g} s for round {round} of {unit.name!r} (partition "
-                             f"{first - unit.first_part} of {unit.n_parts}): {missing}")
+        subject = Subject.of(unit.name, list(unit.members), first - unit.first_part, unit.n_parts, round)
+        return subject, self._inquiry.ask(first, round, unit.name)
 
     def _over(self) -> BpsError:
         """Return why the job is over: what it was aborted with, or else the node is gone."""

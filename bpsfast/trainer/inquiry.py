@@ -48,11 +48,8 @@ class Inquiry:
             self._mailbox().pump()
         return self._departed
 
-    def ask(self, part: int, round: int, name: str) -> tuple[str, bool]:
-        """Ask who has not arrived for *round* of *part* of tensor *name*.
-
-        Returns words, and whether waiting on is in vain.
-        """
+    def ask(self, part: int, round: int, name: str) -> StallAnswer:
+        """Ask who has not arrived for *round* of *part* of tensor *name*, and whether waiting on is in vain."""
         mailbox, number = self._mailbox(), next(self._numbers)
         self._answers[number] = None
         try:
@@ -61,9 +58,10 @@ class Inquiry:
         finally:
             del self._answers[number]
         if answer is None:
-            return f"no answer to who is missing, from node or scheduler, within {_ANSWER_S:g} s", False
-        return answer.missing, answer.hopeless
+            return StallAnswer(rank=self._rank, question=number, stage="unknown", missing=(
+                f"no answer to who is missing, from node or scheduler, within {_ANSWER_S:g} s"))
+        return answer
 
-    def ask_about(self, name: str) -> tuple[str, bool]:
+    def ask_about(self, name: str) -> StallAnswer:
         """Ask who has not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
         return self.ask(_NO_PART, 0, name)

@@ -27,6 +27,8 @@ from ..orchestration.messages import (
     Departed,
     Detach,
     Detached,
+    LagAnswer,
+    LagQuestion,
     Message,
     Refuse,
     SegmentShared,
@@ -42,6 +44,8 @@ from .attachment import Attachment, error_of
 from .guarded_port import GuardedPort
 from .inquiry import Inquiry
 from .mailbox import Mailbox
+from .stall_inspector import StallInspector
+from .step_clock import StepClock
 from .tensors import Tensors
 from .unit import Region, Unit
 
@@ -77,10 +81,12 @@ class Session:
         self._failure = failure
         self._attachment = attachment
         self.inquiry = Inquiry(self.rank, self.require_open, lambda: self._mailbox)
+        self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
+        self.clock = StepClock(port, lambda: sum(unit.round * unit.nbytes for unit in self.tensors.units()))
         self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
-                               self.inquiry)
+                               self.inquiry, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
-                                self.tensors.look_for_commits, self._node_lost)
+                                self.inspector, self.tensors.look_for_commits, self._node_lost)
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
@@ -88,7 +94,7 @@ class Session:
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
         self._unmapped: CapacityError | None = None
-        self._told: dict[int, dict[str, int]] = {}
+        self._told: dict[int, Message] = {}
         self._requests = 0
         self._barriers_entered = 0
         self._barriers_done = 0
@@ -162,16 +168,28 @@ class Session:
                 self._broadcaster = Broadcaster(self)
             return self._broadcaster
 
-    def counters(self) -> dict[str, int]:
-        """Return the counters of this machine's node."""
+    def ask_node(self) -> Told:
+        """Return what this machine's node has counted."""
+        told = self._ask(lambda request: Ask(request=request), "the node did not tell its counters")
+        assert isinstance(told, Told)
+        return told
+
+    def ask_lags(self) -> LagAnswer:
+        """Return how late the ranks of the whole job were: nodes that do not answer in a second or two are named."""
+        answer = self._ask(lambda request: LagQuestion(rank=self.rank, question=request),
+                           "node or scheduler did not tell who is late")
+        assert isinstance(answer, LagAnswer)
+        return answer
+
+    def _ask(self, question: Callable[[int], Message], trouble: str) -> Message:
         self.require_open()
         with self._lock:
             self._requests += 1
             request = self._requests
-        self._mailbox.send(Ask(request=request))
+        self._mailbox.send(question(request))
         told = self._mailbox.wait(lambda: self._told.pop(request, None), self.settings.timeout_s)
         if told is None:
-            raise StallError(f"the node did not tell its counters within {self.settings.timeout_s:g} s")
+            raise StallError(f"{trouble} within {self.settings.timeout_s:g} s")
         return told
 
     def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
@@ -194,7 +212,9 @@ class Session:
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
-                self._told[message.request] = message.counters
+                self._told[message.request] = message
+            case LagAnswer():
+                self._told[message.question] = message
             case Detached():
                 self._released = True
 

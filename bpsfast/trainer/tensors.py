@@ -14,6 +14,7 @@ from ..orchestration.errors import BpsError, BusyError, MismatchError, StallErro
 from ..orchestration.messages import Declare, TensorSpec
 from .inquiry import DOUBT_S, Inquiry
 from .mailbox import Mailbox
+from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -34,15 +35,18 @@ class Tensors:
         Returns the way to the node.
     inquiry
         Knows who is missing.
+    inspector
+        Told of waits that take long.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox], inquiry: Inquiry) -> None:
+                 mailbox: Callable[[], Mailbox], inquiry: Inquiry, inspector: StallInspector) -> None:
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._require_open = require_open
         self._mailbox = mailbox
         self._inquiry = inquiry
+        self._inspector = inspector
         self._lock = threading.RLock()
         self._specs: dict[str, TensorSpec] = {}
         self._units: dict[str, Unit] = {}
@@ -177,22 +181,33 @@ class Tensors:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         begin = time.monotonic()
-        deadline, doubt = begin + timeout_s, begin + DOUBT_S
-        while True:
-            self._mailbox().wait(lambda: ready() or self._startable(),
-                                 max(0.0, min(doubt, deadline) - time.monotonic()))
-            self._start_deferred()
-            found = ready()
-            if found is not None:
-                return found
-            now = time.monotonic()
-            late = now >= deadline
-            if late or (now >= doubt and self._inquiry.somebody_left()):
-                missing, hopeless = self._inquiry.ask_about(name)
-                if late or hopeless:
-                    raise StallError(f"rank {self._rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
-                                     f"{missing}")
-            doubt = max(doubt, now + DOUBT_S)
+        deadline, doubt, warn = begin + timeout_s, begin + DOUBT_S, self._inspector.due(begin)
+        subject, stalled = Subject(name), False
+        try:
+            while True:
+                self._mailbox().wait(lambda: ready() or self._startable(),
+                                     max(0.0, min(doubt, deadline, warn) - time.monotonic()))
+                self._start_deferred()
+                found = ready()
+                if found is not None:
+                    break
+                now = time.monotonic()
+                late = now >= deadline
+                if late or now >= warn or (now >= doubt and self._inquiry.somebody_left()):
+                    answer = self._inquiry.ask_about(name)
+                    if late or answer.hopeless:
+                        raise StallError(f"rank {self._rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
+                                         f"{answer.missing}")
+                    if now >= warn:
+                        stalled, warn = True, self._inspector.tell(subject, answer, begin)
+                doubt = max(doubt, now + DOUBT_S)
+        except BaseException:
+            if stalled:
+                self._inspector.end(subject, went_on=False)
+            raise
+        if stalled:
+            self._inspector.end(subject, went_on=not isinstance(found, BpsError))
+        return found
 
     def _start_deferred(self) -> None:
         while self._deferred:

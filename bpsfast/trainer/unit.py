@@ -71,6 +71,7 @@ class Unit:
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.round = 0
         self.in_flight = False
+        self._step = 0  # of the session's clock, in which it was last pushed
         self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
         self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
@@ -198,6 +199,10 @@ class Unit:
                     f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize the "
                     "handle (or wait for the gradient) first, or use another name"
                 )
+            clock = self.session.clock
+            if self._step == clock.step:
+                clock.begin(self._step)
+            self._step = clock.step
             self.in_flight = True
             self.round += 1
             return self.round

@@ -57,6 +57,6 @@ def _records() -> np.ndarray:
 
 def _counts() -> tuple[int, int]:
     """Return the bytes that this machine's node has summed, and moved over its tcp streams in both directions."""
-    stats = bpsfast.stats()
+    stats = bpsfast.counters()
     moved = sum(nbytes for name, nbytes in stats.items() if name.startswith("wire_") and "_bytes_" in name)
     return stats["engine_bytes_summed"], moved

@@ -98,7 +98,7 @@ def _streams() -> Counts:
 
     No rank runs on a helper: what it received is what its peers have sent to it.
     """
-    session, stats, names = current(), bpsfast.stats(), machines()
+    session, stats, names = current(), bpsfast.counters(), machines()
     found: Counts = {names[session.node]: {"sent": 0, "received": 0}}
     for peer, name in enumerate(names):
         sent, received = (stats.get(f"wire_{peer}_bytes_{way}", 0) for way in ("sent", "received"))

@@ -171,7 +171,7 @@ def card_of_its_own(transport: str, **values: Any) -> Iterator[tuple[HostedJob, 
     more["node 1"]["BPSFAST_RDMA_DEVICES"] = f"={spare_device.NAME}"
     with spare_device.spare_device(mtu=4200, address="10.9.0.9/24") as name, \
             running(more, ranks=(1, 1), transport=transport, **values) as job:
-        assert [found[f"transport_{1 - index}"] for index, found in enumerate(job.call("stats"))] == [3, 3]
+        assert [found[f"transport_{1 - index}"] for index, found in enumerate(job.call("counters"))] == [3, 3]
         yield job, name
 
 

@@ -21,7 +21,7 @@ def train() -> dict[str, Any]:
     for step in range(N_WARMUP + N_STEPS):
         if step == N_WARMUP:
             bpsfast.barrier()
-            before = bpsfast.stats()
+            before = bpsfast.counters()
         handles = []
         for i, gradient in enumerate(gradients):
             gradient[...] = parameters[i] * np.float32(0.1) + source.standard_normal(SHAPES[i], dtype="f4")
@@ -29,7 +29,7 @@ def train() -> dict[str, Any]:
         for parameter, handle in zip(parameters, handles):
             parameter -= np.float32(0.01) * np.asarray(bpsfast.synchronize(handle))
     bpsfast.barrier()  # everybody has all results: every write of these steps has arrived
-    after = bpsfast.stats()
+    after = bpsfast.counters()
     return {"parameters": [parameter.tobytes() for parameter in parameters], "before": before, "after": after}
 
 
@@ -52,7 +52,7 @@ def push_until_it_goes_by_tcp(timeout_s: float) -> dict[str, Any]:
     step = n_after = 0
     while n_after < 5:
         array[...] = pattern * (step + rank)
-        flag[...] = bpsfast.stats()["dispatch_detours"]
+        flag[...] = bpsfast.counters()["dispatch_detours"]
         handles = [bpsfast.push_pull_async(array, name="array"), bpsfast.push_pull_async(flag, name="flag")]
         total, flags = (np.asarray(bpsfast.synchronize(handle)) for handle in handles)
         assert (total == pattern * (2 * step + 1) / 2).all(), f"step {step}"
@@ -60,4 +60,4 @@ def push_until_it_goes_by_tcp(timeout_s: float) -> dict[str, Any]:
         step += 1
         assert time.monotonic() < deadline, f"no detour in {step} steps"
     bpsfast.barrier()
-    return {"steps": step, "after": bpsfast.stats()}
+    return {"steps": step, "after": bpsfast.counters()}

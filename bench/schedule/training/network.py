@@ -11,18 +11,10 @@ from typing import Any
 
 import torch
 
-from bpsfast.models import catalog
-from bpsfast.simulator.networks import build
-from bpsfast.simulator.workload import Layer, Workload, workload
+from bpsfast.simulator.workload import Layer, Workload
 
 _SCALE = 1e-3
 _SEED = 20
-
-
-def divided(model: str, divisor: int, compute_s: float) -> Workload:
-    """Return a built-in model's layers with their share of *compute_s*, each tensor *divisor* times smaller."""
-    whole = build(model, compute_s)
-    return workload(f"{model}/{divisor}", whole.layers, catalog.divided(model, divisor))
 
 
 class TimedLayer(torch.nn.Module):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from bpsfast.bench.contestant import Operation
-from bpsfast.bench.schedule.model import TimedLayer, data, divided, network
+from bpsfast.bench.schedule.training.network import TimedLayer, data, network
+from bpsfast.bench.schedule.ways import divided
 from bpsfast.simulator.workload import Workload
 
 _LEARNING_RATE, _MOMENTUM = 0.5, 0.9
@@ -28,7 +29,7 @@ class Trainer:
         the job's settings say. "ddp": DistributedDataParallel over gloo. "gloo fifo", "gloo priority": all-reduces over
         gloo by `bpsfast.torch.schedule`, each layer's forward waiting for its own.
     model, divisor, compute_s
-        As `model.divided` takes them.
+        As `ways.divided` takes them.
     partition_nbytes, credit_nbytes
         Of the scheduled all-reduces.
     """

@@ -1,0 +1,1 @@
+"""What the ranks of `bench schedule` load, and nobody else: torch."""

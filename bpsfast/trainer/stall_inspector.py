@@ -1,0 +1,161 @@
+"""Stalls of one rank: waits that take long are told once, told again at doubling intervals, and kept for the program.
+
+Horovod's stall check is the model; but there only rank 0 knows who is missing, and tensor and stage are not told.
+"""
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from ..orchestration.messages import Stage, StallAnswer
+
+log = logging.getLogger("bpsfast.trainer")
+
+#: Stalls that are over and still told by `StallInspector.stalls`.
+_KEPT = 32
+#: Members of a fused unit that are named.
+_N_MEMBERS = 3
+
+_WORDS: dict[Stage, str] = {
+    "declare": "not all have declared it",
+    "barrier": "not all have entered it",
+    "push": "not all ranks have pushed",
+    "partial": "the sum of a machine has not reached the owner",
+    "sum": "the owner has everything, and has not summed it",
+    "result": "the owner has the sum, it has not come back",
+    "done": "it has just come",
+    "unknown": "nobody can say how far it is",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is waited for: round `round` of partition `partition` of a unit, or a declaration or barrier (-1, -1).
+
+    `members` are the names of the tensors in it; `n_members` of them, the first ones are enough.
+    """
+
+    name: str
+    members: tuple[str, ...] = ()
+    n_members: int = 0
+    partition: int = -1
+    n_partitions: int = 0
+    round: int = -1
+
+    @classmethod
+    def of(cls, name: str, members: list[str], partition: int, n_partitions: int, round: int) -> Subject:
+        """Return the subject of a unit with all its *members*."""
+        return cls(name, tuple(members[:_N_MEMBERS]), len(members), partition, n_partitions, round)
+
+    def describe(self) -> str:
+        """Return what errors and warnings call it."""
+        if self.round < 0:
+            return repr(self.name)
+        fused = ""
+        if self.n_members > 1:
+            more = f" and {self.n_members - len(self.members)} more" if self.n_members > len(self.members) else ""
+            fused = f", which is {', '.join(map(repr, self.members))}{more} fused"
+        return f"round {self.round} of {self.name!r} (partition {self.partition} of {self.n_partitions}{fused})"
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """A wait of this rank that took, or takes, longer than `stall_warn_s`. Fields are those of the last warning.
+
+    `tensor` is the unit's name ("barrier:N" for a barrier), `members` the first tensors of a fused one; `partition` and
+    `round` are -1 where there is none; `missing_ranks` are global ranks, `missing_nodes` nodes that are to blame
+    themselves; `missing` says it in words. `waited_s` until now, or until it was `over`; `went_on`: not by an error.
+    """
+
+    tensor: str
+    members: tuple[str, ...]
+    partition: int
+    round: int
+    stage: Stage
+    missing_ranks: tuple[int, ...]
+    missing_nodes: tuple[int, ...]
+    missing: str
+    waited_s: float
+    over: bool = False
+    went_on: bool = False
+
+
+@dataclass
+class _Open:
+    begin: float
+    due: float
+    stall: Stall
+
+
+class StallInspector:
+    """Keeps the stalls of the rank that is called *me* ("rank 3"). Any thread; clocks are monotonic, in seconds.
+
+    Parameters
+    ----------
+    warn_s
+        How long a wait may take before it is a stall; 0: there are none.
+    count
+        Called once for each stall.
+    """
+
+    def __init__(self, me: str, warn_s: float, count: Callable[[], None]) -> None:
+        self._me = me
+        self._warn_s = warn_s
+        self._count = count
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, int], _Open] = {}
+        self._over: deque[Stall] = deque(maxlen=_KEPT)
+
+    def due(self, begin: float) -> float:
+        """Return when a wait that began at *begin* is to be told of."""
+        return begin + self._warn_s if self._warn_s else math.inf
+
+    def tell(self, subject: Subject, answer: StallAnswer, begin: float) -> float:
+        """Warn that *subject* is waited for since *begin*; return when to tell it again.
+
+        Of several threads that wait for the same only one tells it.
+        """
+        now = time.monotonic()
+        key = subject.name, subject.round
+        with self._lock:
+            known = self._open.get(key)
+            if known is not None and now < known.due:
+                return known.due
+            if known is None:
+                self._count()
+                known = self._open[key] = _Open(begin, self.due(begin), Stall(
+                    tensor=subject.name, members=subject.members, partition=subject.partition, round=subject.round,
+                    stage="unknown", missing_ranks=(), missing_nodes=(), missing="", waited_s=0.0))
+            waited_s = now - known.begin
+            while known.due <= now:
+                known.due = known.begin + 2 * (known.due - known.begin)
+            known.stall = msgspec.structs.replace(
+                known.stall, partition=subject.partition, stage=answer.stage, missing_ranks=answer.ranks,
+                missing_nodes=answer.nodes, missing=answer.missing, waited_s=waited_s)
+        log.warning("%s has waited %.3g s for %s. Stage %s: %s; %s", self._me, waited_s, subject.describe(),
+                    answer.stage, _WORDS[answer.stage], answer.missing)
+        return known.due
+
+    def end(self, subject: Subject, went_on: bool) -> None:
+        """Note that the wait for *subject*, if it was told of, is over; tell it if it *went_on*."""
+        with self._lock:
+            known = self._open.pop((subject.name, subject.round), None)
+            if known is None:
+                return  # another thread has told it
+            waited_s = time.monotonic() - known.begin
+            self._over.append(msgspec.structs.replace(known.stall, waited_s=waited_s, over=True, went_on=went_on))
+        if went_on:
+            log.warning("%s goes on: it has waited %.3g s for %s", self._me, waited_s, subject.describe())
+
+    def stalls(self) -> tuple[Stall, ...]:
+        """Return the stalls that go on, then those that are over, the last one first."""
+        now = time.monotonic()
+        with self._lock:
+            return (*(msgspec.structs.replace(each.stall, waited_s=now - each.begin) for each in self._open.values()),
+                    *reversed(self._over))

@@ -1,0 +1,112 @@
+"""Numbers of a running job as the program sees them: `stats`, `counters`, `stalls`, `get_pushpull_speed`."""
+from __future__ import annotations
+
+import msgspec
+
+from ..orchestration.messages import LagRow, RankLag
+from . import current as process
+from .stall_inspector import Stall
+from .step_clock import StepTimes
+
+
+class LocalLag(msgspec.Struct, frozen=True, kw_only=True):
+    """How late rank `rank` announced its inputs, compared to the first rank of this machine, over `count` units.
+
+    `p99_s` is the bound of a half octave, so up to half too much. `last_share`: in which share of them it was last.
+    """
+
+    rank: int
+    count: int
+    mean_s: float
+    max_s: float
+    p99_s: float
+    last_share: float
+
+    @classmethod
+    def of(cls, row: LagRow) -> LocalLag:
+        """Return what *row*, which counts at least one unit, says."""
+        return cls(rank=row.rank, count=row.count, mean_s=row.total_ns / row.count / 1e9, max_s=row.max_ns / 1e9,
+                   p99_s=row.p99_ns / 1e9, last_share=row.n_last / row.count)
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank and its machine's node have done so far.
+
+    `steps` counts those that are over, without the first; `mean` is over them. `pushed_bytes` of this rank's inputs and
+    `pulled_bytes` of results on this machine, in shared memory; `sent_bytes` and `received_bytes` of the node over its
+    wires (none between nodes that share memory). `queued` partitions wait for the card, `peak_queued` were the most.
+    `local_lags` by rank of this machine; `job_lags` of all ranks if they were asked for, without those of
+    `silent_nodes`. `counters`: see `counters`.
+    """
+
+    rank: int
+    node: int
+    steps: int
+    mean: StepTimes
+    last: StepTimes
+    pushed_bytes: int
+    pulled_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    queued: int
+    peak_queued: int
+    partition_bytes: int
+    credit_bytes: int
+    local_lags: tuple[LocalLag, ...]
+    job_lags: tuple[RankLag, ...]
+    silent_nodes: tuple[int, ...]
+    stalls: tuple[Stall, ...]
+    counters: dict[str, int]
+
+    def json(self) -> str:
+        """Return everything as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+
+def stats(job: bool = False) -> Stats:
+    """Return where the time of this rank's steps went, and what its machine moved. Takes a message to the node.
+
+    Parameters
+    ----------
+    job
+        Ask all nodes who is late in the whole job, too: `Stats.job_lags`. Any rank may ask by itself.
+
+    Raises
+    ------
+    StallError, PeerLostError
+        If node or scheduler do not answer, or are lost.
+    """
+    session = process.current()
+    told = session.ask_node()
+    answer = session.ask_lags() if job else None
+    counters = told.counters
+    steps, mean, last = session.clock.read()
+    moved = {way: sum(value for name, value in counters.items() if name.startswith("wire_") and name.endswith(way))
+             for way in ("_bytes_sent", "_bytes_received")}
+    return Stats(
+        rank=session.rank, node=session.node, steps=steps, mean=mean, last=last,
+        pushed_bytes=counters[f"rank_{session.rank}_pushed_bytes"], pulled_bytes=counters["engine_published_bytes"],
+        sent_bytes=moved["_bytes_sent"], received_bytes=moved["_bytes_received"], queued=counters["dispatch_queued"],
+        peak_queued=counters["dispatch_peak_queued"], partition_bytes=session.settings.partition_bytes,
+        credit_bytes=session.settings.credit_bytes, local_lags=tuple(LocalLag.of(row) for row in told.lags),
+        job_lags=answer.ranks if answer else (), silent_nodes=answer.silent_nodes if answer else (),
+        stalls=session.inspector.stalls(), counters=counters)
+
+
+def counters() -> dict[str, int]:
+    """Return the counters of this machine's node: bytes moved and summed, messages, registrations."""
+    return process.current().ask_node().counters
+
+
+def stalls() -> tuple[Stall, ...]:
+    """Return the waits of this rank that took longer than the setting stall_warn_s: those that go on first."""
+    return process.current().inspector.stalls()
+
+
+def get_pushpull_speed() -> tuple[int, float]:
+    """Return (milliseconds since 1970, MB/s pushed by this rank): BytePS's call, for programs that plot it.
+
+    There is a point for every ten seconds or more in which something was pushed; each call takes the oldest one, of
+    1024 at most. Without any: (0, -5.0), as BytePS. Unlike there, the bytes are divided by the time that has passed.
+    """
+    return process.current().clock.speed()
