@@ -76,8 +76,8 @@ class Job:
         self._barriers: Barriers
         self._stalls: Stalls
         self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Measured: self._measured, m.Declare: self._declare, m.Ready: self._ready,
-            m.PrepareFailed: self._prepare_failed,
+            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
+            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
             m.StallReport: self._stall_report,
         }
@@ -251,6 +251,22 @@ class Job:
     def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
         message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
         return [(sender, message) for sender in senders]
+
+    # -- retiring -----------------------------------------------------------------------------------------
+
+    def _retire(self, now: float, sender: bytes, message: m.Retire) -> Outgoing:
+        """Once all ranks have no more use for units, let all nodes give back what they use, before any later plan."""
+        over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
+        if unknown:
+            return self.abort(ProtocolError(f"{self._roster.describe(f'rank {message.rank}')} retires units {unknown}, "
+                                            "which are not committed, or were retired before"))
+        if not over:
+            return []
+        self._declarations.forget([member.name for unit in over for member in unit.members])
+        return self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
+
+    def _credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
+        return self._to_all(m.CreditChanged(nbytes=message.nbytes))
 
     # -- waiting and leaving ------------------------------------------------------------------------------
 

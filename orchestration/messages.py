@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 3
+VERSION = 4
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,7 +34,9 @@ class TensorSpec(Record):
 
     `group` fuses small tensors: members of one group are listed in one order on all ranks, and packed by urgency into
     units of one round, which share dtype and `average`. `priority`: higher is sent first, and rank 0's counts; None:
-    minus the order of declaration. `partition_nbytes`: 0 means the job's setting.
+    minus the order of declaration. `partition_nbytes` (at most so many in a partition) and `fusion_nbytes` (of a group,
+    for all its members alike): 0 means the job's setting. Tensors with the same `edition_of`, if it is not empty, take
+    turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     """
 
     name: str
@@ -44,6 +46,8 @@ class TensorSpec(Record):
     group: str | None = None
     priority: int | None = None
     partition_nbytes: int = 0
+    fusion_nbytes: int = 0
+    edition_of: str = ""
 
 
 class MemberPlan(Record):
@@ -120,6 +124,20 @@ class Declare(Message):
 
     rank: int
     tensors: tuple[TensorSpec, ...]
+
+
+class Retire(Message):
+    """Rank `rank` will never push or read `units`, by number, again, and has seen their last rounds complete."""
+
+    rank: int
+    units: tuple[int, ...]
+
+
+class Credit(Message):
+    """Let every node have `nbytes` under way to one peer from now on; 0: what its own setting says. From rank 0."""
+
+    rank: int
+    nbytes: int
 
 
 class Ready(Message):
@@ -251,6 +269,18 @@ class Commit(Message):
 
     generation: int
     order: tuple[int, ...]
+
+
+class Retired(Message):
+    """All ranks have retired these units: give back what they use. Their partitions' numbers will be used again."""
+
+    units: tuple[int, ...]
+
+
+class CreditChanged(Message):
+    """From now on `nbytes` may be under way to one peer; 0: what this node's setting says."""
+
+    nbytes: int
 
 
 class DeclareFailed(Message):
@@ -412,16 +442,17 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled
-    | StallReport
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft
+    | Stalled | StallReport
 )
 SchedulerMessage = (
-    Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | StallAsk | StallAnswer
-    | Departed | Abort | Finish
+    Welcome | Rates | Refuse | Plan | Commit | Retired | CreditChanged | DeclareFailed | BarrierDone | Heartbeat
+    | StallAsk | StallAnswer | Departed | Abort | Finish
 )
 LocalMessage = (
-    Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared
-    | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask | Told
+    Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
+    | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
+    | Told
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

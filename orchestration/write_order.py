@@ -36,6 +36,10 @@ class WriteOrder:
         self._newest = max(self._newest, joined)
         return joined << _RANK_BITS | rank << 1 | is_result
 
+    def forget(self, part: int) -> None:
+        """Know nothing more of *part*: its number is to be another's."""
+        self._last.pop(part, None)
+
 
 def urgency(order: int) -> int:
     """Return what writes of the same pass and unit have in common: lower is more urgent."""

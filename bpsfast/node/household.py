@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("bpsfast.node")
 
 #: What a rank says to the scheduler; the node only checks whose it is.
-_PASSED_ON = (messages.Declare, messages.BarrierEnter, messages.Stalled)
+_PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.Stalled)
 #: A killed process closes its channel just before its pidfd fires, which is the better reason.
 _DYING_S = 0.1
 

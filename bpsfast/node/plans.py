@@ -76,6 +76,10 @@ class Plans:
             log.warning("%s", remark)
         self._home.declare(generation, self._vertex.wiring)
 
+    def retired(self, message: messages.Retired) -> None:
+        """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
+        self._vertex.retire(message.units)
+
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):

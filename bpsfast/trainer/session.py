@@ -7,21 +7,32 @@ A session knows the segments that were shared; `Tensors` knows the names and uni
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, CapacityError, ClosedError, PeerLostError, ProtocolError, StallError
+from ..holes import Holes
+from ..orchestration.errors import (
+    BpsError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+)
 from ..orchestration.messages import (
     Allocate,
     Allocated,
     Ask,
     BarrierDone,
     BarrierEnter,
+    Credit,
     Declared,
     DeclareFailed,
     Departed,
@@ -29,6 +40,7 @@ from ..orchestration.messages import (
     Detached,
     Message,
     Refuse,
+    Retire,
     SegmentShared,
     StallAnswer,
     Told,
@@ -83,6 +95,7 @@ class Session:
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
+        self._free: dict[int, Holes] = {}  # by input segment: what was released
         self.repeats: dict[str, Repeat] = {}
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
@@ -100,7 +113,9 @@ class Session:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Return *nbytes* of zeroed, page-aligned input memory. It stays this rank's until the session ends.
+        """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
+
+        It stays this rank's until the session ends, or until it is released.
 
         Raises
         ------
@@ -109,6 +124,10 @@ class Session:
         """
         self.require_open()
         with self._lock:
+            for number, holes in self._free.items():
+                offset = holes.take(_rounded(nbytes))
+                if offset is not None:
+                    return self._region(number, offset, nbytes)
             self._requests += 1
             request = self._requests
             self._asked.append(request)
@@ -123,8 +142,17 @@ class Session:
         if segment is None:
             raise self._unmapped or ProtocolError(f"the node answered with segment {answer.segment}, which it has not "
                                                   "shared")
-        array = np.frombuffer(segment, np.uint8, nbytes, answer.offset)  # type: ignore[call-overload]
-        return Region(array, answer.segment, answer.offset, segment.address + answer.offset)
+        return self._region(answer.segment, answer.offset, nbytes)
+
+    def _region(self, number: int, offset: int, nbytes: int) -> Region:
+        segment = self._segments["rank", number]
+        array = np.frombuffer(segment, np.uint8, nbytes, offset)  # type: ignore[call-overload]
+        return Region(array, number, offset, segment.address + offset)
+
+    def release(self, region: Region) -> None:
+        """Take back what `allocate` returned: nobody writes there any more, and all rounds pushed from it are over."""
+        with self._lock:
+            self._free.setdefault(region.segment, Holes()).give(region.offset, _rounded(region.array.nbytes))
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Return (segment, offset) if these bytes lie in one of this rank's input segments."""
@@ -160,6 +188,26 @@ class Session:
             if self._broadcaster is None:
                 self._broadcaster = Broadcaster(self)
             return self._broadcaster
+
+    def retire(self, units: Sequence[Unit]) -> None:
+        """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
+
+        All their rounds are complete, and nobody reads their results any more. Their input memory is the caller's to
+        release. Whole declarations only; names cannot be declared again before all ranks have retired them.
+        """
+        self.require_open()
+        if any(unit.in_flight for unit in units):
+            raise BusyError("a tensor is retired whose last round was not waited for")
+        self.tensors.retire([name for unit in units for name in unit.members])
+        for unit in units:
+            unit.forget()
+        self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
+
+    def set_credit(self, nbytes: int) -> None:
+        """Let every node of the job have *nbytes* under way to one peer; 0: what its own setting says. Not waited for.
+        """
+        self.require_open()
+        self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
@@ -254,6 +302,7 @@ class Session:
         self.tensors.forget()
         self.repeats.clear()
         self._inputs = []
+        self._free.clear()
         segments, self._segments = list(self._segments.values()), {}
         if not self.port.close(_GOODBYE_S):
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
@@ -268,3 +317,8 @@ class Session:
 
             names = {unit.first_part + i: unit.name for unit in self.tensors.units() for i in range(unit.n_parts)}
             trace.write(self.settings.trace_dir, f"rank {self.rank}", self.port.trace(), names)
+
+
+def _rounded(nbytes: int) -> int:
+    """Return *nbytes* as whole pages, which is what the node gives."""
+    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -60,6 +60,7 @@ class Unit:
     def __init__(self, session: Session, ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> None:
         plan = ready.plan
         self.session = session
+        self.number = plan.unit
         self.name = plan.name
         self.nbytes = plan.nbytes
         self.stride = plan.stride
