@@ -356,7 +356,10 @@ class AttachServer(Message):
 
 
 class Attached(Message):
-    """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd."""
+    """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd.
+
+    `machines`: of each node, in node order, its number of ranks and what is known of its rate (bytes/s, 0: nothing).
+    """
 
     rank: int
     size: int
@@ -368,6 +371,7 @@ class Attached(Message):
     n_helpers: int
     transports: dict[str, str]
     settings: dict[str, str]
+    machines: tuple[tuple[int, float], ...] = ()
 
 
 class SegmentShared(Message):

@@ -103,12 +103,14 @@ class Household:
         n_ranks = sum(len(node.ranks) for node in welcome.nodes)
         n_helpers = sum(not node.ranks for node in welcome.nodes)
         vertex = self._node.vertex
+        machines = tuple((len(node.ranks), min((rate for rate in (node.nic_rate_bytes, node.nic_limit_bytes) if rate),
+                                               default=0.0)) for node in welcome.nodes)
         self._attached = True
         for rank in self.ranks:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint), vertex.fds_for(rank))
+                settings=self._fingerprint, machines=machines), vertex.fds_for(rank))
         if self._departed is not None:
             self.tell_all(self._departed)
 

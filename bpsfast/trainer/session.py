@@ -79,6 +79,8 @@ class Session:
         self.local_rank, self.local_size = attached.local_rank, attached.local_size
         self.node, self.n_nodes, self.n_helpers = attached.node, attached.n_nodes, attached.n_helpers
         self.transports = dict(attached.transports)
+        self.machines = attached.machines
+        self.tunes = False  # whether the gradients of some model are tuned: those that come first
         self.settings = settings
         self.pid = os.getpid()
         self.closed = False

@@ -70,6 +70,7 @@ class Unit:
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.round = 0
         self.in_flight = False
+        self.n_users = 0  # objects that push it as a part of something larger
         self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
         self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
