@@ -15,7 +15,7 @@ from .search import Search
 
 #: Steps that a trial measures, and the first ones of a job, in which memory is found and threads settle.
 N_MEASURED, N_COLD = 3, 3
-#: A step this many times the best one's median ends its trial.
+#: A step this many times the best one's median ends its trial, if the one before it was no better.
 HOPELESS = 1.25
 
 
@@ -65,6 +65,7 @@ class Pilot:
         self._stored = stored
         self._trying, self._reason = present, "present"
         self._used: Point | None = None
+        self._before_s = 0.0
         self._samples: list[float] = []
 
     @property
@@ -84,10 +85,12 @@ class Pilot:
                 self._decide(point, None, is_last=True)
             return self.decision
         if point != self._used:
-            self._used, self._samples = point, []
+            self._used, self._samples, self._before_s = point, [], step_s
         elif point == self._trying and self.n_steps > N_COLD:
             self._samples.append(step_s)
-            hopeless = self._search.measured and step_s > HOPELESS * self._search.measured[self._search.best]
+            hopeless = (self._search.measured and min(step_s, self._before_s)
+                        > HOPELESS * self._search.measured[self._search.best])
+            self._before_s = step_s
             if len(self._samples) >= N_MEASURED or hopeless:
                 self._conclude()
         if self.n_steps >= self._max_steps and not self.decision.is_last:

@@ -4,6 +4,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+#: Partitions under way to one peer from which on more make no difference.
+_MOST = 256.0
+
 
 class Point(NamedTuple):
     """Bytes: of a partition at most, of a fused group at most, under way to one peer."""
@@ -21,7 +24,7 @@ class Point(NamedTuple):
     def place(self) -> tuple[float, float, float]:
         """Where it lies for the search: log2 of partition, of fusion, and of credit in partitions."""
         return (math.log2(self.partition_nbytes), math.log2(max(1, self.fusion_nbytes)),
-                math.log2(max(1.0, self.credit_nbytes / self.partition_nbytes)))
+                math.log2(min(max(1.0, self.credit_nbytes / self.partition_nbytes), _MOST)))
 
     def __str__(self) -> str:
         return (f"partitions of {_short(self.partition_nbytes)}, fusion {_short(self.fusion_nbytes)}, credit "

@@ -18,9 +18,11 @@ from .point import Point
 #: Powers of two around the settings' defaults.
 PARTITIONS = tuple(64_000 << i for i in range(11))
 FUSIONS = tuple(64_000 << 2 * i for i in range(5))
-CREDITS = (1, 2, 4, 8, 16)
-#: Spread of ln(step time) over the grid, and of one measurement; how far (factors of two) points know of each other.
-_SIGNAL, _NOISE, _LENGTH = 0.3, 0.02, 2.0
+CREDITS = tuple(1 << i for i in range(9))
+#: Spread of ln(step time) of one measurement; how far (factors of two) points know of each other.
+_NOISE, _LENGTH = 0.02, 2.0
+#: Spread of ln(step time) over the grid: the least, the most; from so many measurements on, twice what they show.
+_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 6
 #: Steps that are expected to take longer than this many times the best are not tried.
 DARING = 1.5
 #: Expected improvement, as a share of the best step time, below which there is nothing left to look for.
@@ -87,18 +89,21 @@ class Search:
         here = np.log([self._expect(point) for point in tried])
         residual = np.log([self.measured[point] for point in tried]) - here
         level = float(np.median(residual))
-        known = _covariance(tried, tried) + _NOISE**2 * np.eye(len(tried))
-        cross = _covariance(asked, tried)
+        spread = _MOST_SPREAD
+        if len(tried) >= _ENOUGH:
+            spread = float(np.clip(2 * np.std(residual), _LEAST_SPREAD, _MOST_SPREAD))
+        known = spread**2 * _likeness(tried, tried) + _NOISE**2 * np.eye(len(tried))
+        cross = spread**2 * _likeness(asked, tried)
         weights = np.linalg.solve(known, residual - level)
         mean = np.log([self._expect(point) for point in asked]) + level + cross @ weights
-        variance = _SIGNAL**2 - np.einsum("ij,ji->i", cross, np.linalg.solve(known, cross.T))
+        variance = spread**2 - np.einsum("ij,ji->i", cross, np.linalg.solve(known, cross.T))
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
 
-def _covariance(a: list[Point], b: list[Point]) -> np.ndarray:
+def _likeness(a: list[Point], b: list[Point]) -> np.ndarray:
     x, y = np.array([point.place for point in a]), np.array([point.place for point in b])
     squares = ((x[:, None, :] - y[None, :, :]) ** 2).sum(axis=2)
-    return _SIGNAL**2 * np.exp(-squares / (2 * _LENGTH**2))
+    return np.exp(-squares / (2 * _LENGTH**2))
 
 
 def _expected_improvement(gain: np.ndarray, deviation: np.ndarray) -> np.ndarray:

@@ -65,3 +65,11 @@ def write(path: Path, result: Result) -> None:
                 raise
     except OSError as exc:
         log.warning("the result of tuning cannot be written to %s: %s", path, exc)
+
+
+def plain(result: Result) -> dict[str, Any]:
+    """Return *result* as JSON has it, with names instead of places."""
+    return {
+        "chosen": result.chosen._asdict(), "n_steps": result.n_steps, "is_over": result.is_over,
+        "trials": [{**trial._asdict(), "point": trial.point._asdict()} for trial in result.trials],
+    }
