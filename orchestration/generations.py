@@ -1,7 +1,7 @@
 """Placement, partitions and order change in generations only: planned, prepared by all, committed by all. Pure."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
@@ -123,6 +123,11 @@ class Generations:
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
         return [known[number] for number in over], [number for number in numbers if number not in known]
+
+    def is_retiring(self, rank: int, names: Container[str]) -> bool:
+        """Whether *rank* has retired a unit with one of *names*, and others have not yet."""
+        return any(rank in self._retiring.get(unit.unit, ()) and any(member.name in names for member in unit.members)
+                   for unit in self.units)
 
     def _give_back(self, parts: Sequence[int]) -> None:
         if not parts:

@@ -69,6 +69,7 @@ class Job:
         self._left: set[int] = set()
         self._unmeasured: set[int] = set()
         self._rates: list[float] = []
+        self._held: list[tuple[bytes, m.Declare]] = []
         self._roster = Roster(())
         self._admitted = False
         self._declarations: Declarations
@@ -213,6 +214,9 @@ class Job:
 
     def _declare(self, now: float, sender: bytes, message: m.Declare) -> Outgoing:
         out: Outgoing = []
+        if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
+            self._held.append((sender, message))  # the names are free once all ranks have retired them
+            return []
         for failed in self._declarations.add(message.rank, message.tensors):
             out += self._declare_failed(failed, self._roster.senders_of(failed.ranks))
         return out + self._plan()
@@ -263,7 +267,11 @@ class Job:
         if not over:
             return []
         self._declarations.forget([member.name for unit in over for member in unit.members])
-        return self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
+        out = self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
+        held, self._held = self._held, []
+        for declarer, declaration in held:
+            out += self._declare(now, declarer, declaration)
+        return out
 
     def _credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
         return self._to_all(m.CreditChanged(nbytes=message.nbytes))

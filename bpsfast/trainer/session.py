@@ -195,7 +195,7 @@ class Session:
         """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
 
         All their rounds are complete, and nobody reads their results any more. Their input memory is the caller's to
-        release. Whole declarations only; names cannot be declared again before all ranks have retired them.
+        release. Their names may be declared again.
         """
         self.require_open()
         if any(unit.in_flight for unit in units):

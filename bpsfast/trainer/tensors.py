@@ -84,7 +84,7 @@ class Tensors:
             self._mailbox().send(Declare(rank=self._rank, tensors=tuple(new)))
 
     def retire(self, names: Sequence[str]) -> None:
-        """Forget *names*, whose units are retired. A later declaration needs other names."""
+        """Forget *names*, whose units are retired."""
         with self._lock:
             for name in names:
                 del self._specs[name], self._units[name]
