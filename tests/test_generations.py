@@ -1,4 +1,4 @@
-"""Generations: planned by the scheduler, committed when every node is ready, numbers used once."""
+"""Generations: planned by the scheduler, committed when every node is ready; numbers, and what is retired."""
 from __future__ import annotations
 
 import pytest
