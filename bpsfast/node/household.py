@@ -11,9 +11,10 @@ from ..orchestration import messages
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError
 from ..settings import Settings
 from .event_loop import EventLoop
+from .generation import Generation
 from .local_rank import LocalRank, check_attach
 from .reception import refuse
-from .wiring import Generation, Wiring
+from .wiring import Wiring
 
 if TYPE_CHECKING:
     from .control import Node

@@ -9,9 +9,9 @@ from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
 from ..transport import TalkingLink
 from .event_loop import EventLoop
+from .generation import Generation
 from .household import Household
 from .vertex import Vertex
-from .wiring import Generation
 
 if TYPE_CHECKING:
     from .control import Node

@@ -19,9 +19,10 @@ from ..settings import Settings
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
 from .dispatch import Dispatcher
+from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
-from .wiring import Generation, Wiring
+from .wiring import Wiring
 
 log = logging.getLogger("bpsfast.node")
 
