@@ -87,14 +87,17 @@ def test_from_a_bad_start_to_the_best_of_a_grid(tmp_path: Path, start: int) -> N
 
     default_s = median_s()
     grid = {(partition, credit): median_s(partition_bytes=partition, credit_bytes=credit)
-            for partition in (64_000, 256_000, 1_024_000, 2_048_000, 16_384_000, 65_536_000)
-            for credit in ((4_096_000, 16_777_216) if partition == 1_024_000 else (16_777_216,))}
-    chosen = {f"{name.removesuffix('_nbytes')}_bytes": value for name, value in found["chosen"].items()}
-    chosen_s = min(median_s(**chosen) for _ in range(2))
-    best_s = min(*grid.values(), default_s)
-    print(f"start {start}: chosen {found['chosen']} {chosen_s:.4f} s, best of the grid {best_s:.4f} s, default "
-          f"{default_s:.4f} s, slowest step {max(times[7:]):.4f} s")
-    assert chosen_s <= 1.05 * best_s
+            for partition in (64_000, 256_000, 1_024_000, 16_384_000, 65_536_000)
+            for credit in ((4_096_000, 16_777_216) if partition < 1_024_000 else (16_777_216,))}
+    least = min(grid, key=lambda each: grid[each])
+    rivals = {"chosen": {f"{name.removesuffix('_nbytes')}_bytes": value for name, value in found["chosen"].items()},
+              "least": dict(zip(("partition_bytes", "credit_bytes"), least))}
+    # anew and in turns: the least of many noisy medians is less than it is
+    again = [{name: median_s(**settings) for name, settings in rivals.items()} for _ in range(3)]
+    chosen_s, best_s = (statistics.median(each[name] for each in again) for name in rivals)
+    print(f"start {start}: chosen {found['chosen']} {chosen_s:.4f} s, best of the grid {least} {best_s:.4f} s, default "
+          f"{default_s:.4f} s, slowest step {max(times[9:]):.4f} s; {again}")
+    assert chosen_s <= 1.05 * min(best_s, default_s)
     # the start, and the step after it, are the user's own doing
     after = next(i for i, trial in enumerate(found["trials"]) if trial["point"]["partition_nbytes"] != start)
     assert after == 1 and max(times[9:]) <= 2 * default_s
