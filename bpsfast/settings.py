@@ -104,6 +104,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
 
+    # tuning while the job trains
+    autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion and credit "
+                                     "while it trains", agree=True)] = False
+    tuned_dir: Annotated[str, _about("folder for what was found, by model and cluster; empty: bpsfast/tuned in the "
+                                     "user's cache", "path")] = ""
+    autotune_report: Annotated[str, _about("file for what is tried, written by rank 0 after every trial; the search is "
+                                           "then made, whatever was found before", "path")] = ""
+
     # what a node may take of a machine that others use
     cores: Annotated[int, _about("CPUs of the node, and summing threads; 0: all", ge=0, le=64)] = 0
     cpus: Annotated[str, _about("the CPUs to take them from: 3 or 4-7; empty: the idlest of one NUMA node")] = ""

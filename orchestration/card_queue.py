@@ -63,6 +63,12 @@ class CardQueue(Generic[Item]):
         planned = [peer.share_nbytes for peer in self._peers.values() if peer.share_nbytes]
         self.breadth = max(_LEAST_BREADTH, round(sum(planned) / max(planned))) if planned else len(self._peers)
 
+    def set_credit(self, nbytes: int) -> None:
+        """Let *nbytes* be under way to one peer from now on; what is under way already counts."""
+        self._credit_nbytes = nbytes
+        for peer in self._peers.values():
+            peer.queue.credit_nbytes = nbytes
+
     @property
     def queued(self) -> int:
         """Count the items that wait."""

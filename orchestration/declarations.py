@@ -16,7 +16,7 @@ from .messages import TensorSpec
 from .partition import nbytes_of
 
 #: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
-_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes")
+_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "edition_of")
 
 
 class Failed(NamedTuple):
@@ -46,6 +46,7 @@ class Declarations:
         self._complete: list[tuple[str, str]] = []  # and not taken yet; may have failed since, or be said again
         self._failed: dict[str, BpsError] = {}
         self._position: dict[str, int] = {}  # of a name in rank 0's order
+        self._n_positions = 0
 
     def add(self, rank: int, tensors: Sequence[TensorSpec]) -> list[Failed]:
         """Note what *rank* declares; return what fails by it. The same declaration said twice counts once."""
@@ -53,7 +54,9 @@ class Declarations:
         for key, members in _bundles(tensors):
             if rank == 0:
                 for spec in members:
-                    self._position.setdefault(spec.name, len(self._position))
+                    if spec.name not in self._position:
+                        self._position[spec.name] = self._n_positions
+                        self._n_positions += 1
             failure = self._add_bundle(rank, key, members)
             if failure is not None:
                 failures.append(failure)
@@ -144,6 +147,15 @@ class Declarations:
             if key is not None:
                 self._bundles.pop(key, None)
             self._failed[name] = error
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Know nothing more of *names*, whose units are retired: whoever declares one again begins anew."""
+        for name in names:
+            key = self._key_of.pop(name, None)
+            self._position.pop(name, None)
+            bundle = self._bundles.get(key) if key is not None else None
+            if bundle is not None and key is not None and not any(each in self._key_of for each in bundle.names):
+                del self._bundles[key]
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that have not declared *name*."""

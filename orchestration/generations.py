@@ -1,11 +1,14 @@
 """Placement, partitions and order change in generations only: planned, prepared by all, committed by all. Pure."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+
+import msgspec
 
 from .credit_queue import rank_parts
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
+from .partition import MAX_PARTS
 from .placement import assign
 from .rates import bound_remark, bounded, machines_of, ownable
 
@@ -13,8 +16,9 @@ from .rates import bound_remark, bounded, machines_of, ownable
 class Generations:
     """The committed units and at most one generation in flight.
 
-    Generation, unit and partition numbers are used once: those of a generation that failed stay unused, so that a late
-    word about it cannot be taken for another's.
+    Generation and unit numbers are used once; those of partitions again once their unit is retired, for the board has
+    only so many words. Those of a generation that failed stay unused, so that a late word about it cannot be taken for
+    another's.
 
     Raises ConfigError if *policy* cannot place anything on *nodes*.
     """
@@ -30,6 +34,9 @@ class Generations:
         self._more = ownable(nodes)
         self._next_unit = 0
         self._next_part = 0
+        self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
+        self._edition_of: dict[int, str] = {}  # of units that take turns with others
+        self._retiring: dict[int, set[int]] = {}
         self._ready: set[int] = set()
         self.number = 0
         self.units: list[UnitPlan] = []
@@ -46,21 +53,92 @@ class Generations:
         Raises CapacityError or UnsupportedError, and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
-        units = lay_out(
-            specs, self._machines, policy=self._policy, partition_nbytes=self._partition_nbytes,
-            fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes, owned=self._owned, more=self._more,
-            first_unit=self._next_unit, first_part=self._next_part)
-        nbytes = sum(self._owned) + sum(unit.nbytes for unit in units)
+        units: list[UnitPlan] = []
+        edition_of: dict[int, str] = {}
+        most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
+        owned = self._owned
+        for family in dict.fromkeys(spec.edition_of for spec in specs):
+            owned = self._owned_beside(family)
+            found = lay_out(
+                [spec for spec in specs if spec.edition_of == family], self._machines, policy=self._policy,
+                partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes,
+                page_nbytes=self._page_nbytes, owned=_and(owned, units), more=self._more,
+                first_unit=self._next_unit + len(units),
+                first_part=MAX_PARTS - most + sum(len(unit.parts) for unit in units))
+            if family:
+                edition_of |= {unit.unit: family for unit in found}
+            units += found
+        units = self._numbered(units)
+        nbytes = sum(owned) + sum(unit.nbytes for unit in units)
         remark = ""
         if self._policy == "optimal":
-            machines = bounded(self._machines, self._owned, self._more)
+            machines = bounded(self._machines, owned, self._more)
             remark = bound_remark(self._nodes, self._machines, machines, nbytes)
         self.number += 1
         self._next_unit += len(units)
-        self._next_part += sum(len(unit.parts) for unit in units)
+        self._edition_of |= edition_of
         self._ready = set()
         self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark)
         return self.in_flight
+
+    def _owned_beside(self, family: str) -> list[int]:
+        """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
+        others = [unit for unit in self.units if family and self._edition_of.get(unit.unit) == family]
+        return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
+
+    def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
+        """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
+        n_parts = sum(len(unit.parts) for unit in units)
+        place = next((place for place, (_, number) in enumerate(self._free) if number >= n_parts), None)
+        if place is None:
+            first = self._next_part
+            self._next_part += n_parts
+        else:
+            first, number = self._free[place]
+            self._free[place:place + 1] = [(first + n_parts, number - n_parts)] if number > n_parts else []
+        numbered = []
+        for unit in units:
+            parts = tuple(msgspec.structs.replace(part, part=first + i) for i, part in enumerate(unit.parts))
+            first += len(parts)
+            numbered.append(msgspec.structs.replace(unit, parts=parts))
+        return numbered
+
+    def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:
+        """Note that *rank* has no more use for the committed units *numbers*.
+
+        Returns the units that none of *size* ranks has use for now, which are forgotten, and the numbers that are no
+        committed unit's.
+        """
+        known = {unit.unit: unit for unit in self.units}
+        for number in numbers:
+            if number in known:
+                self._retiring.setdefault(number, set()).add(rank)
+        over = [number for number in numbers if len(self._retiring.get(number, ())) == size]
+        for number in over:
+            del self._retiring[number]
+            self._edition_of.pop(number, None)
+            for part in known[number].parts:
+                self._owned[part.owner] -= part.nbytes
+            self._give_back([part.part for part in known[number].parts])
+        gone = set(over)
+        self.units = [unit for unit in self.units if unit.unit not in gone]
+        return [known[number] for number in over], [number for number in numbers if number not in known]
+
+    def is_retiring(self, rank: int, names: Container[str]) -> bool:
+        """Whether *rank* has retired a unit with one of *names*, and others have not yet."""
+        return any(rank in self._retiring.get(unit.unit, ()) and any(member.name in names for member in unit.members)
+                   for unit in self.units)
+
+    def _give_back(self, parts: Sequence[int]) -> None:
+        if not parts:
+            return
+        joined: list[tuple[int, int]] = []
+        for first, number in sorted([*self._free, (parts[0], len(parts))]):
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = joined[-1][0], joined[-1][1] + number
+            else:
+                joined.append((first, number))
+        self._free = joined
 
     def can_own(self, node: int, more_nbytes: int) -> None:
         """Note how many bytes of later generations *node* can own, -1 if its memory is not bounded."""
@@ -94,3 +172,12 @@ class Generations:
         if not any(member.name == name for unit in units for member in unit.members):
             return []
         return [node for node in range(len(self._machines)) if node not in self._ready]
+
+
+def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
+    """Return *owned*, bytes by node, with those of *units* added."""
+    total = list(owned)
+    for unit in units:
+        for part in unit.parts:
+            total[part.owner] += part.nbytes
+    return total

@@ -70,6 +70,7 @@ class Job:
         self._left: set[int] = set()
         self._unmeasured: set[int] = set()
         self._rates: list[float] = []
+        self._held: list[tuple[bytes, m.Declare]] = []
         self._roster = Roster(())
         self._admitted = False
         self._declarations: Declarations
@@ -78,8 +79,8 @@ class Job:
         self._stalls: Stalls
         self._lags: Lags
         self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Measured: self._measured, m.Declare: self._declare, m.Ready: self._ready,
-            m.PrepareFailed: self._prepare_failed,
+            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
+            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
             m.StallReport: self._stall_report, m.LagQuestion: self._lag_question, m.LagReport: self._lag_report,
         }
@@ -216,6 +217,9 @@ class Job:
 
     def _declare(self, now: float, sender: bytes, message: m.Declare) -> Outgoing:
         out: Outgoing = []
+        if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
+            self._held.append((sender, message))  # the names are free once all ranks have retired them
+            return []
         for failed in self._declarations.add(message.rank, message.tensors):
             out += self._declare_failed(failed, self._roster.senders_of(failed.ranks))
         return out + self._plan()
@@ -254,6 +258,26 @@ class Job:
     def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
         message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
         return [(sender, message) for sender in senders]
+
+    # -- retiring -----------------------------------------------------------------------------------------
+
+    def _retire(self, now: float, sender: bytes, message: m.Retire) -> Outgoing:
+        """Once all ranks have no more use for units, let all nodes give back what they use, before any later plan."""
+        over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
+        if unknown:
+            return self.abort(ProtocolError(f"{self._roster.describe(f'rank {message.rank}')} retires units {unknown}, "
+                                            "which are not committed, or were retired before"))
+        if not over:
+            return []
+        self._declarations.forget([member.name for unit in over for member in unit.members])
+        out = self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
+        held, self._held = self._held, []
+        for declarer, declaration in held:
+            out += self._declare(now, declarer, declaration)
+        return out
+
+    def _credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
+        return self._to_all(m.CreditChanged(nbytes=message.nbytes))
 
     # -- waiting and leaving ------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
         more = [rest if rest < 0 else max(0, rest - waste) for rest in more]
         machines = bounded(machines, owned if owned is not None else [0] * len(machines), more)
     if policy == "optimal":
-        asked = {spec.name for spec in specs if spec.partition_nbytes}
+        asked = {spec.name for spec in specs if spec.partition_nbytes and not spec.edition_of}
         fixed = {unit.unit for unit in units if any(member.name in asked for member in unit.members)}
         units = refine(units, machines, owned, page_nbytes, fixed=fixed)
     parts = [part for unit in units for part in unit.parts]

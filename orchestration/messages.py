@@ -41,7 +41,9 @@ class TensorSpec(Record):
 
     `group` fuses small tensors: members of one group are listed in one order on all ranks, and packed by urgency into
     units of one round, which share dtype and `average`. `priority`: higher is sent first, and rank 0's counts; None:
-    minus the order of declaration. `partition_nbytes`: 0 means the job's setting.
+    minus the order of declaration. `partition_nbytes` (at most so many in a partition) and `fusion_nbytes` (of a group,
+    for all its members alike): 0 means the job's setting. Tensors with the same `edition_of`, if it is not empty, take
+    turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     """
 
     name: str
@@ -51,6 +53,8 @@ class TensorSpec(Record):
     group: str | None = None
     priority: int | None = None
     partition_nbytes: int = 0
+    fusion_nbytes: int = 0
+    edition_of: str = ""
 
 
 class MemberPlan(Record):
@@ -152,6 +156,20 @@ class Declare(Message):
 
     rank: int
     tensors: tuple[TensorSpec, ...]
+
+
+class Retire(Message):
+    """Rank `rank` will never push or read `units`, by number, again, and has seen their last rounds complete."""
+
+    rank: int
+    units: tuple[int, ...]
+
+
+class Credit(Message):
+    """Let every node have `nbytes` under way to one peer from now on; 0: what its own setting says. From rank 0."""
+
+    rank: int
+    nbytes: int
 
 
 class Ready(Message):
@@ -303,6 +321,18 @@ class Commit(Message):
     order: tuple[int, ...]
 
 
+class Retired(Message):
+    """All ranks have retired these units: give back what they use. Their partitions' numbers will be used again."""
+
+    units: tuple[int, ...]
+
+
+class CreditChanged(Message):
+    """From now on `nbytes` may be under way to one peer; 0: what this node's setting says."""
+
+    nbytes: int
+
+
 class DeclareFailed(Message):
     """These names cannot be committed; every rank that declared one of them is told."""
 
@@ -405,7 +435,10 @@ class AttachServer(Message):
 
 
 class Attached(Message):
-    """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd."""
+    """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd.
+
+    `machines`: of each node, in node order, its number of ranks and what is known of its rate (bytes/s, 0: nothing).
+    """
 
     rank: int
     size: int
@@ -417,6 +450,7 @@ class Attached(Message):
     n_helpers: int
     transports: dict[str, str]
     settings: dict[str, str]
+    machines: tuple[tuple[int, float], ...] = ()
 
 
 class SegmentShared(Message):
@@ -492,17 +526,17 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft | Stalled
-    | StallReport | LagQuestion | LagReport
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft
+    | Stalled | StallReport | LagQuestion | LagReport
 )
 SchedulerMessage = (
-    Welcome | Rates | Refuse | Plan | Commit | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk
-    | StallAnswer | LagAsk | LagAnswer | Departed | Abort | Finish
+    Welcome | Rates | Refuse | Plan | Commit | Retired | CreditChanged | DeclareFailed | BarrierDone | Heartbeat | Echo
+    | StallAsk | StallAnswer | LagAsk | LagAnswer | Departed | Abort | Finish
 )
 LocalMessage = (
-    Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared
-    | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask | Told
-    | LagQuestion | LagAnswer
+    Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
+    | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
+    | Told | LagQuestion | LagAnswer
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

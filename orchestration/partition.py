@@ -54,8 +54,9 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
 
     Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
     called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes and
-    `average` never mix in a unit. A unit's priority is its most urgent member's; a priority of None means minus the
-    position in *specs*. Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
+    `average` never mix in a unit. What a tensor says itself of partitions and fusion counts before the two arguments. A
+    unit's priority is its most urgent member's; a priority of None means minus the position in *specs*. Units come most
+    urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
     *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side by side.
@@ -85,18 +86,19 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
 def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], int]]:
     """Yield (unit name, members, priority), the most urgent first, both units and members."""
     bundles: list[tuple[str, list[TensorSpec], int]] = []
-    filling: dict[tuple[str, str, bool, int], tuple[list[TensorSpec], int]] = {}
+    filling: dict[tuple[str, str, bool, int, int], tuple[list[TensorSpec], int]] = {}
     n_units: dict[str, int] = {}
     urgency = [-position if spec.priority is None else spec.priority for position, spec in enumerate(specs)]
     for position in sorted(range(len(specs)), key=lambda position: (-urgency[position], position)):
         spec = specs[position]
         nbytes = round_up(nbytes_of(spec), MEMBER_ALIGNMENT)
-        if spec.group is None or nbytes >= fusion_nbytes:
+        most = spec.fusion_nbytes or fusion_nbytes
+        if spec.group is None or nbytes >= most:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
-        kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes)
+        kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes, most)
         members, filled = filling.get(kind, ([], 0))
-        if not members or filled + nbytes > fusion_nbytes:
+        if not members or filled + nbytes > most:
             members, filled = [], 0
             number = n_units.get(spec.group, 0)
             n_units[spec.group] = number + 1

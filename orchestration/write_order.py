@@ -47,6 +47,10 @@ class WriteOrder:
         self._newest = max(self._newest, joined)
         return Place(joined << _RANK_BITS | rank << 1 | is_result, part)
 
+    def forget(self, part: int) -> None:
+        """Know nothing more of *part*: its number is to be another's."""
+        self._last.pop(part, None)
+
 
 class ArrivalOrder:
     """The same without urgency: to each machine, what was there first. Owner thread only."""
@@ -58,6 +62,9 @@ class ArrivalOrder:
         """Return the place of what comes after all that came before."""
         self._n_entered += 1
         return Place(0, self._n_entered)
+
+    def forget(self, part: int) -> None:
+        """Know nothing of *part*, as ever."""
 
 
 def urgency(order: int) -> int:

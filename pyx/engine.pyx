@@ -31,7 +31,7 @@ from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, bps_arrived_fn,
     bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_ring_doorbell,
-    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    bps_store, bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
 
@@ -235,6 +235,44 @@ cdef class Engine:
         while core.n_parts and core.parts[core.n_parts - 1].inputs == NULL:  # no commit has ranks for these
             core.n_parts -= 1
         pthread_mutex_unlock(&core.lock)
+
+    def retire(self, parts):
+        """Forget committed *parts* that nobody pushes or waits for any more, and clear their words for others.
+
+        Raises
+        ------
+        ValueError
+            If one is not there, or something of it is under way: an input has come, or its result has not. None is
+            then forgotten.
+        """
+        cdef bps_core *core = self._open()
+        cdef bps_part *found
+        numbers = _array("I", parts)
+        cdef uint32_t[::1] index = numbers if numbers else _array("I", [0])
+        cdef uint32_t i = 0, n = len(numbers)
+        cdef bint is_there = True, is_quiet = True
+        pthread_mutex_lock(&core.lock)
+        bps_drain(core)
+        while i < n:
+            found = &core.parts[min(index[i], <uint32_t>(BPS_MAX_PARTS - 1))]
+            is_there = index[i] < core.n_parts and found.inputs != NULL and found.generation <= core.generation
+            is_quiet = (is_there and found.n_missing == found.n_inputs
+                        and bps_load(bps_board_word(core.board, index[i])) == found.round)
+            if not is_quiet:
+                break
+            i += 1
+        if i == n:
+            for i in range(n):
+                bps_part_free(&core.parts[index[i]])
+                bps_store(bps_board_word(core.board, index[i]), 0)
+            while core.n_parts and core.parts[core.n_parts - 1].inputs == NULL:  # no commit has ranks for these
+                core.n_parts -= 1
+        pthread_mutex_unlock(&core.lock)
+        bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
+        if not is_there:
+            raise ValueError(f"part {numbers[i]} is to be retired, but there is none")
+        if not is_quiet:
+            raise ValueError(f"part {numbers[i]} is to be retired while something of it is under way")
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.

@@ -245,6 +245,13 @@ cdef class Stream:
         link.slots[slot].addresses[1] = address_odd
         link.slots[slot].addresses[0] = address_even
 
+    def unbind(self, uint32_t slot):
+        """Take no more writes to *slot*: the peer has none under way. No matter if it is not bound."""
+        cdef Link *link = self._open()
+        if slot >= link.n_slots:
+            raise ValueError(f"slot {slot} of {link.n_slots}")
+        link.slots[slot].addresses[0] = link.slots[slot].addresses[1] = 0
+
     def start(self):
         """Start both threads."""
         cdef Link *link = self._open()

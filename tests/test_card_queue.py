@@ -128,3 +128,17 @@ def test_everything_put_is_sent_once_within_credit(data):
                 peer, i = waiting.pop()
                 queue.put(peer, i, order=0, key=i, nbytes=PART)
     assert queue.pop() is None and not queue.queued
+
+
+def test_credit_may_change_with_bytes_under_way():
+    queue = card({1: PART, 2: PART}, credit_nbytes=2 * PART)
+    put(queue, 1, 6)
+    assert [queue.pop() is not None for _ in range(3)] == [True, True, False]
+    queue.set_credit(4 * PART)
+    assert [queue.pop() is not None for _ in range(3)] == [True, True, False]
+    queue.set_credit(PART)
+    for _ in range(3):
+        queue.release(1, PART)
+        assert queue.pop() is None, "what is under way already counts"
+    queue.release(1, PART)
+    assert queue.pop() is not None

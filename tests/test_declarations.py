@@ -148,3 +148,27 @@ def test_explicit_priorities_are_kept():
     ours.add(0, [spec("a", priority=-50), spec("b")])
     taken = ours.take_complete()
     assert taken == [spec("a", priority=-50), msgspec.structs.replace(spec("b"), priority=-1)]
+
+
+def test_what_is_forgotten_may_be_declared_otherwise():
+    ours = Declarations(2)
+    group = [spec("a", group="g"), spec("b", group="g")]
+    for rank in (0, 1):
+        assert ours.add(rank, [*group, spec("c")]) == []
+    assert names(ours.take_complete()) == ["a", "b", "c"]
+    ours.forget(["a"])
+    ours.forget(["b", "unknown"])
+    assert ours.missing("a") == [0, 1] and ours.missing("c") == []
+    for rank in (1, 0):
+        assert ours.add(rank, [spec("b", shape=(9,)), spec("a", group="g")]) == []
+    complete = ours.take_complete()
+    assert names(complete) == ["b", "a"] and complete[0].priority > complete[1].priority
+    assert complete[0].shape == (9,)
+
+
+@pytest.mark.parametrize("field", [{"fusion_nbytes": 5}, {"edition_of": "x"}, {"partition_nbytes": 5}])
+def test_ranks_must_agree_on_how_it_is_cut(field):
+    ours = Declarations(2)
+    ours.add(0, [spec("a", group="g")])
+    (failed,) = ours.add(1, [spec("a", group="g", **field)])
+    assert isinstance(failed.error, MismatchError) and next(iter(field)) in str(failed.error)

@@ -12,7 +12,7 @@ from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.trainer.attachment import error_of
 from tests import threads
-from tests.vertex import Vertex
+from tests.vertex import PART, Vertex
 
 
 @pytest.mark.parametrize("arguments", [dict(n_threads=0), dict(n_threads=65)])
@@ -130,3 +130,52 @@ def test_a_report_lets_other_threads_in_while_it_makes_objects(vertex):
         gc.set_threshold(*before)
         helper.join(30)
     assert helped.is_set()
+
+
+def push(v, part, round):
+    for rank, port in enumerate(v.ports):
+        v.input(rank)[part] = round
+        port.submit(part, 1, round, 0, part * PART)
+    assert v.ports[0].wait(part, 1, round, 10) == 0
+    return v.output(round)[part]
+
+
+def test_a_retired_part_begins_anew(vertex):
+    v = vertex()
+    for generation in range(3):
+        for part in range(4):
+            v.own(part)
+        v.commit()
+        for round in (1, 2, 3):
+            for part in range(4):
+                assert (push(v, part, round) == 2 * round).all(), generation
+        v.engine.retire([3, 0, 2, 1])
+        assert v.engine.report() == [] and not v.ports[0].done(0, 1, 1)
+    with pytest.raises(ValueError, match="part 2 is to be retired, but there is none"):
+        v.engine.retire([2])
+    v.engine.retire([])
+
+
+def test_a_part_with_something_under_way_is_not_retired(vertex):
+    v = vertex(n_parts=2)
+    v.own(0)
+    v.own(1)
+    v.commit()
+    push(v, 0, 1)
+    v.ports[0].submit(1, 1, 1, 0, PART)
+    with pytest.raises(ValueError, match="part 1 is to be retired while something of it is under way"):
+        v.engine.retire([0, 1])
+    assert [part for part, *_ in v.engine.report()] == [0, 1], "all or nothing"
+    v.ports[1].submit(1, 1, 1, 0, PART)
+    assert v.ports[0].wait(1, 1, 1, 10) == 0
+    v.engine.retire([0, 1])
+
+
+def test_a_part_that_is_not_committed_is_removed_and_not_retired(vertex):
+    v = vertex(n_parts=2)
+    v.own(0)
+    with pytest.raises(ValueError, match="there is none"):
+        v.engine.retire([0])
+    with pytest.raises(ValueError, match="there is none"):
+        v.engine.retire([65536])
+    v.engine.remove(0)

@@ -1,4 +1,4 @@
-"""Generations: planned by the scheduler, committed when every node is ready, numbers used once."""
+"""Generations: planned by the scheduler, committed when every node is ready; numbers, and what is retired."""
 from __future__ import annotations
 
 import pytest
@@ -118,3 +118,40 @@ def test_hash_placement_uses_byteps_keys():
 def test_a_policy_that_cannot_place_is_refused_at_once():
     with pytest.raises(ConfigError, match="has none"):
         generations(k=0, policy="ps")
+
+
+def test_numbers_of_retired_partitions_are_used_again():
+    ours = generations()
+    first, _ = commit(ours, spec("a", 3), spec("b", 2))
+    commit(ours, spec("c"))
+    numbers = {unit.members[0].name: unit.unit for unit in ours.units}
+    assert ours.retire(0, [numbers["a"]], 2) == ([], []) and ours.is_retiring(0, ["a"])
+    assert not ours.is_retiring(1, ["a"]) and not ours.is_retiring(0, ["b"])
+    over, unknown = ours.retire(1, [numbers["a"]], 2)
+    assert [unit.members[0].name for unit in over] == ["a"] and not unknown
+    assert ours.retire(1, [numbers["a"]], 2) == ([], [numbers["a"]]), "it is retired already"
+    plan, order = commit(ours, spec("d", 2), spec("e"))
+    used = [part.part for unit in plan.units for part in unit.parts]
+    retired = [part.part for unit in first.units if unit.members[0].name == "a" for part in unit.parts]
+    assert used == retired, "those of a, and no new ones"
+    assert sorted(order.order) == list(range(6)) and {unit.unit for unit in plan.units} == {3, 4}
+    plan, _ = commit(ours, spec("f"))
+    assert [part.part for part in plan.units[0].parts] == [6]
+
+
+def test_bytes_of_what_is_retired_count_no_more():
+    ours = generations()
+    first, _ = commit(ours, spec("a", 2))
+    owners = [part.owner for part in first.units[0].parts]
+    ours.retire(0, [0], 1)
+    again, _ = commit(ours, spec("b", 2))
+    assert [part.owner for part in again.units[0].parts] == owners
+
+
+def test_an_edition_is_placed_as_if_the_others_were_not_there():
+    ours = generations(n=3, k=0)
+    first, _ = commit(ours, spec("a", 4, edition_of="a"), spec("other", 1))
+    ours.propose([spec("a~1", 4, edition_of="a", partition_nbytes=4096)])
+    second = ours.in_flight
+    assert [part.owner for part in second.units[0].parts] == [
+        part.owner for unit in first.units if unit.name == "a" for part in unit.parts]

@@ -236,3 +236,38 @@ def test_a_heartbeat_that_asks_for_the_time_gets_it():
     table.say(b"B", m.Heartbeat(sequence=1))
     assert table.got(b"A", m.Echo) == [m.Echo(sent_ns=123, there_ns=7_500_000_000)]
     assert table.got(b"B", m.Echo) == []
+
+
+def retire(table, *ranks, units=(0,)):
+    for rank in ranks:
+        table.say(b"A" if rank < 2 else b"B", m.Retire(rank=rank, units=units))
+
+
+def test_units_are_retired_once_all_ranks_have_retired_them():
+    table = committed("a", "b")
+    retire(table, 0, 1, 2)
+    assert not table.got(b"H", m.Retired)
+    retire(table, 3)
+    for sender in ALL:
+        assert table.got(sender, m.Retired) == [m.Retired(units=(0,))]
+    retire(table, 0)
+    assert table.job.aborted.error == "ProtocolError" and "rank 0" in table.job.aborted.reason
+
+
+def test_a_name_that_not_all_have_retired_waits_to_be_declared_again():
+    table = committed("a")
+    retire(table, 0)
+    table.say(b"A", m.Declare(rank=0, tensors=(spec("a", shape=(7,)),)))
+    retire(table, 1, 2, 3)
+    for sender, rank in ((b"A", 1), (b"B", 2), (b"B", 3)):
+        assert not table.got(b"A", m.Plan)
+        table.say(sender, m.Declare(rank=rank, tensors=(spec("a", shape=(7,)),)))
+    (plan,) = table.got(b"A", m.Plan)
+    assert plan.units[0].members[0].shape == (7,) and not table.got(b"A", m.DeclareFailed)
+
+
+def test_credit_reaches_helpers_too():
+    table = committed("a")
+    table.say(b"A", m.Credit(rank=0, nbytes=5000))
+    for sender in ALL:
+        assert table.got(sender, m.CreditChanged) == [m.CreditChanged(nbytes=5000)]

@@ -29,6 +29,8 @@ def _of(info):
         return st.builds(info.cls, **{field.name: _of(field.type) for field in info.fields})
     if isinstance(info, inspect.VarTupleType):
         return st.lists(_of(info.item_type), max_size=3).map(tuple)
+    if isinstance(info, inspect.TupleType):
+        return st.tuples(*map(_of, info.item_types))
     if isinstance(info, inspect.DictType):
         return st.dictionaries(_of(info.key_type), _of(info.value_type), max_size=3)
     if isinstance(info, inspect.UnionType):

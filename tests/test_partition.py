@@ -162,3 +162,10 @@ def test_every_byte_lies_in_exactly_one_place(drawn, partition_nbytes, fusion_nb
         assert [p.offset for p in unit.parts] == list(range(0, unit.nbytes, unit.stride))
         assert sum(p.nbytes for p in unit.parts) == unit.nbytes
         assert all(p.nbytes % ITEM_NBYTES[unit.dtype] == 0 < p.nbytes <= unit.stride for p in unit.parts)
+
+
+def test_a_group_may_ask_for_its_own_fusion():
+    members = [spec(f"t{i}", 256, group="g", fusion_nbytes=2048) for i in range(5)]
+    units = plan(*members, *(spec(f"u{i}", 256, group="h") for i in range(5)), fusion_nbytes=1024)
+    assert [len(unit.members) for unit in units] == [2, 2, 1] + [1] * 5
+    assert len(plan(*(spec(f"u{i}", 256, group="h", fusion_nbytes=8192) for i in range(5)), fusion_nbytes=1024)) == 1

@@ -1,8 +1,11 @@
-"""`bpsfast tune rdma` as a command: options that contradict, a machine without RDMA, a profile taken back."""
+"""`bpsfast tune` as a command: options that contradict, a machine without RDMA, a profile taken back, a job."""
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -81,3 +84,46 @@ def test_only_what_is_asked_for_is_written(tmp_path):
     change, words = tune._keep(better, origins, file)
     assert change["path"] == file and profile.read(file) == {"rdma_mtu": 1024}
     assert "rdma_mtu is set by BPSFAST_RDMA_MTU, which wins over the profile: take it away there" in words
+
+
+TRAINING = """
+import sys, bpsfast
+bpsfast.init()
+g = bpsfast.Gradients({"a": ((300_000,), "f4"), "b": ((10,), "f4")})
+for step in range(int(sys.argv[1])):
+    for name in g:
+        g.ready(name)
+    g.step()
+bpsfast.shutdown()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def tune_job(tmp_path, n_steps, code=0, *options):
+    (tmp_path / "train.py").write_text(TRAINING)
+    bpsfast = str(Path(sys.executable).with_name("bpsfast"))
+    command = [bpsfast, "tune", *options, "--", bpsfast, "run", "-n", "2", "--nodes", "2", "--set", "transport=tcp"]
+    return subprocess.run(
+        [*command, "--", sys.executable, "train.py", str(n_steps), str(code)], cwd=tmp_path, capture_output=True,
+        text=True, timeout=100, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, check=False)
+
+
+def test_a_job_is_tuned_and_the_result_kept(tmp_path):
+    done = tune_job(tmp_path, 70)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "present" in done.stdout and "<- chosen" in done.stdout and "chosen after" in done.stdout
+    assert len(list((tmp_path / "bpsfast" / "tuned").iterdir())) == 1
+
+
+def test_a_job_that_ends_early_is_said_to(tmp_path):
+    done = tune_job(tmp_path, 9, 3, "--json", "-o", "found.json")
+    assert done.returncode != 0, "the program's own"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not found["is_over"] and found["trials"][0]["reason"] == "present"
+    assert not (tmp_path / "bpsfast").exists()
+
+
+@pytest.mark.parametrize("program", [["true"], ["no such program"]])
+def test_a_program_that_trains_nothing(program):
+    found = CliRunner().invoke(cli, ["tune", "--", *program])
+    assert found.exit_code in (1, 2) and ("nothing was measured" in found.output or "cannot be started" in found.output)

@@ -90,3 +90,12 @@ def test_a_partition_never_overtakes_itself_and_nothing_waits_for_ever(events):
     popped += queue.drained()
     assert len(popped) == put
     assert all(orders == sorted(set(orders)) for orders in serial.values())
+
+
+def test_what_is_forgotten_begins_anew():
+    fresh, used = WriteOrder(), WriteOrder()
+    for _ in range(3):
+        used.enter(7, 0, False, None)
+    used.forget(7)
+    used.forget(8)
+    assert used.enter(7, 0, False, fresh.enter(7, 0, False, None).order).order == fresh.enter(9, 0, False, None).order

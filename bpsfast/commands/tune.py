@@ -1,8 +1,12 @@
-"""``bpsfast tune rdma``: find settings that move more bytes between these machines, and keep them if asked to."""
+"""``bpsfast tune rdma``: find settings that move more bytes between these machines, and keep them if asked to.
+``bpsfast tune -- COMMAND``: let a job find better settings of its own while it trains."""
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,64 @@ from .assignments import overrides, set_option
 _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
 
-@click.group()
+class _Group(click.Group):
+    """What stands behind ``--`` is a job to be tuned, not a command of ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args and args[0] not in self.commands:
+            args = ["job", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Group)
 def command() -> None:
-    """Find better settings by measuring, within a budget of time."""
+    """Find better settings by measuring, within a budget of time: of RDMA, or (tune -- COMMAND) of a job that trains.
+    """
+
+
+@command.command("job", context_settings={"allow_interspersed_args": False})
+@output.options()
+@click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
+@exits.errors_in_words
+def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+    """Run PROGRAM, which starts a job, and let it find partition, fusion and credit while it trains.
+
+    As long as every step of the job is of use: the weights are the same bits as without. What was found is used by
+    every later job with the same model and cluster that has the setting autotune.
+
+    \b
+    bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
+    bpsfast tune --json -o found.json -- torchrun ... train.py          on the machine of rank 0; on the others with
+                                                                        BPSFAST_AUTOTUNE=1
+    """
+    from ..autotune import store
+
+    form = output.form(as_json, path, no_color)
+    with tempfile.TemporaryDirectory(prefix="bpsfast-tune-") as folder:
+        report = Path(folder) / "report.json"
+        variables = {"BPSFAST_AUTOTUNE": "1", "BPSFAST_AUTOTUNE_REPORT": str(report)}
+        try:
+            code = subprocess.run(program, env={**os.environ, **variables}, check=False).returncode
+        except OSError as exc:
+            raise click.UsageError(f"{program[0]} cannot be started: {exc.strerror}") from exc
+        result = store.read(report)
+    if result is None:
+        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks, or "
+                   "for less than a dozen steps", err=True)
+        sys.exit(code or 1)
+    output.show(form, lambda: _table(result), store.plain(result))
+    sys.exit(code)
+
+
+def _table(result: Any) -> str:
+    """Return what was tried and chosen, for people."""
+    rows = [["partition", "fusion", "credit", "step [ms]", "steps", "why"]]
+    for point, step_s, n_steps, reason in result.trials:
+        shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
+        rows.append([*(f"{nbytes:,}" for nbytes in point), shown, str(n_steps),
+                     reason + (" <- chosen" if point == result.chosen else "")])
+    end = "" if result.is_over else "\nthe program ended before the search: train for 60 steps or more"
+    return output.columns(rows, right=(0, 1, 2, 3, 4)) + f"\nchosen after {result.n_steps} steps: {result.chosen}" + end
 
 
 class _Duration(click.ParamType):

@@ -95,6 +95,8 @@ class Node:
             messages.Welcome: self._on_welcome, messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
+            messages.Retired: self._plans.retired,
+            messages.CreditChanged: lambda message: self._vertex.set_credit(message.nbytes),
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
             messages.StallAnswer: self._on_answer, messages.LagAsk: self._on_lag_ask,
             messages.LagAnswer: self._on_answer, messages.Departed: self._home.departed,

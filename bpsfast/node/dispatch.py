@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..orchestration.card_queue import CardQueue
@@ -91,6 +91,8 @@ class Dispatcher:
         self._shares: dict[int, int] = {}
         self._planned = self._shares
         self._detours: deque[Detour] = deque()
+        self._retired: deque[Sequence[int]] = deque()
+        self._credit_nbytes = self._wanted_nbytes = credit_nbytes
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
@@ -117,6 +119,20 @@ class Dispatcher:
     def order(self) -> tuple[int, ...]:
         """The integer rank of each part; 0 is most urgent."""
         return self._order
+
+    def retire(self, parts: Sequence[int], shares: Mapping[int, int]) -> None:
+        """Forget *parts*, of which nothing waits or is under way: their numbers will be used again. Any thread.
+
+        *shares* as in `commit`, without them.
+        """
+        self._retired.append(parts)
+        self._shares = dict(shares)
+        self._engine.wake()
+
+    def set_credit(self, nbytes: int) -> None:
+        """Let *nbytes* be under way to one node from now on. Any thread."""
+        self._wanted_nbytes = nbytes
+        self._engine.wake()
 
     def hold(self, source: int) -> None:
         """Post nothing more to *source* until `detour`: its link is about to be closed. Any thread."""
@@ -165,6 +181,7 @@ class Dispatcher:
             "cpu_ns": self._cpu_ns,
             "queued": self._card.queued,
             "peak_queued": self._peak_queued,
+            "credit_nbytes": self._credit_nbytes,
             "in_flight_nbytes": self._card.in_flight_nbytes,
             "peak_in_flight_nbytes": self._card.peak_nbytes,
         }
@@ -175,6 +192,7 @@ class Dispatcher:
         try:
             while not self._stopping:
                 batch = self._engine.events(_SLEEP_S)
+                self._keep_up()
                 if batch:
                     self.handle(batch)
                     self._cpu_ns = time.thread_time_ns()
@@ -214,6 +232,17 @@ class Dispatcher:
         self._n_batches += 1
         self._peak_queued = max(self._peak_queued, self._card.queued)
         self._pump()
+
+    def _keep_up(self) -> None:
+        """Take over what other threads have told, before any event that may come of it."""
+        while self._retired:
+            for part in self._retired.popleft():
+                self._write_order.forget(part)
+                for destination in self._destinations.values():
+                    destination.posted.pop(part, None)
+        if self._wanted_nbytes != self._credit_nbytes:
+            self._credit_nbytes = self._wanted_nbytes
+            self._card.set_credit(self._credit_nbytes)
 
     def _place_of(self, part: int, is_result: bool) -> Place:
         rank = self._order[self._first_parts[part]]

@@ -11,9 +11,10 @@ from ..orchestration import messages
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError
 from ..settings import Settings
 from .event_loop import EventLoop
+from .generation import Generation
 from .local_rank import LocalRank, check_attach
 from .reception import refuse
-from .wiring import Generation, Wiring
+from .wiring import Wiring
 
 if TYPE_CHECKING:
     from .control import Node
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("bpsfast.node")
 
 #: What a rank says to the scheduler; the node only checks whose it is.
-_PASSED_ON = (messages.Declare, messages.BarrierEnter, messages.Stalled, messages.LagQuestion)
+_PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.Stalled,
+              messages.LagQuestion)
 #: A killed process closes its channel just before its pidfd fires, which is the better reason.
 _DYING_S = 0.1
 
@@ -103,12 +105,14 @@ class Household:
         n_ranks = sum(len(node.ranks) for node in welcome.nodes)
         n_helpers = sum(not node.ranks for node in welcome.nodes)
         vertex = self._node.vertex
+        machines = tuple((len(node.ranks), min((rate for rate in (node.nic_rate_bytes, node.nic_limit_bytes) if rate),
+                                               default=0.0)) for node in welcome.nodes)
         self._attached = True
         for rank in self.ranks:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint), vertex.fds_for(rank))
+                settings=self._fingerprint, machines=machines), vertex.fds_for(rank))
         if self._departed is not None:
             self.tell_all(self._departed)
 

@@ -9,9 +9,9 @@ from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
 from ..transport import TalkingLink
 from .event_loop import EventLoop
+from .generation import Generation
 from .household import Household
 from .vertex import Vertex
-from .wiring import Generation
 
 if TYPE_CHECKING:
     from .control import Node
@@ -75,6 +75,10 @@ class Plans:
             self._remarked = True  # one voice, and once
             log.warning("%s", remark)
         self._home.declare(generation, self._vertex.wiring)
+
+    def retired(self, message: messages.Retired) -> None:
+        """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
+        self._vertex.retire(message.units)
 
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""

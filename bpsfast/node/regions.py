@@ -5,9 +5,9 @@
     slots      where other nodes' partials land (tcp, rdma), of parts that this node owns
     results    both parities of every part that appears here: owned, or sent back to us (tcp, rdma)
 
-An arena is a list of segments filled from their start: nothing is ever given back before the job ends, so
-nothing fragments, and an address stays good for as long as a NIC or another process may use it. Segment numbers
-are unique on the node over all kinds: an entry (segment, offset) means the same to everyone who got the segment.
+An arena is a list of segments, filled first fit. What retired units used is given back to its segment, which stays
+until the job ends: whoever mapped or registered it is never asked, and the next units need no new one. Segment
+numbers are unique on the node over all kinds: an entry (segment, offset) means the same to whoever got the segment.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ..holes import Holes
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment
 from . import headroom
@@ -48,19 +49,14 @@ class Registrar(Protocol):
 
 
 class Chunk:
-    """One segment of an arena, filled from its start."""
+    """One segment of an arena, and what of it is free."""
 
-    __slots__ = ("index", "segment", "used")
+    __slots__ = ("holes", "index", "segment")
 
     def __init__(self, index: int, segment: Segment) -> None:
         self.index = index
         self.segment = segment
-        self.used = 0
-
-    @property
-    def room(self) -> int:
-        """Bytes that are left."""
-        return self.segment.nbytes - self.used
+        self.holes = Holes(segment.nbytes)
 
 
 class Arena:
@@ -77,8 +73,18 @@ class Arena:
         """Bytes of all segments."""
         return sum(chunk.segment.nbytes for chunk in self.chunks)
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of its segments that nobody has, in whatever pieces."""
+        return sum(chunk.holes.nbytes for chunk in self.chunks)
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest piece that nobody has."""
+        return max((chunk.holes.largest_nbytes for chunk in self.chunks), default=0)
+
     def allocate(self, nbytes: int, coming_nbytes: int = 0) -> tuple[Place, Chunk | None]:
-        """Return *nbytes* of zeroed, page-aligned memory, and the chunk that was made for it, if one was.
+        """Return *nbytes* of page-aligned memory, zeros unless released before, and the chunk made for it, if one was.
 
         *coming_nbytes* is what the caller will ask for next, this request included: a new segment is made large
         enough for all of it.
@@ -90,17 +96,24 @@ class Arena:
         """
         rounded = page_round(max(1, nbytes))
         for chunk in self.chunks:
-            if chunk.room >= rounded:
-                return self._take(chunk, rounded), None
+            place = self._take(chunk, rounded)
+            if place is not None:
+                return place, None
         chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._pool)
         self.chunks.append(chunk)
-        return self._take(chunk, rounded), chunk
+        place = self._take(chunk, rounded)
+        assert place is not None, "the chunk was made for it"
+        return place, chunk
+
+    def release(self, place: Place, nbytes: int) -> None:
+        """Take back what `allocate` returned for *nbytes*: nobody reads or writes there any more."""
+        chunk = next(chunk for chunk in self.chunks if chunk.index == place.segment)
+        chunk.holes.give(place.offset, page_round(max(1, nbytes)))
 
     @staticmethod
-    def _take(chunk: Chunk, rounded: int) -> Place:
-        place = Place(chunk.index, chunk.used, chunk.segment.address + chunk.used)
-        chunk.used += rounded
-        return place
+    def _take(chunk: Chunk, rounded: int) -> Place | None:
+        offset = chunk.holes.take(rounded)
+        return None if offset is None else Place(chunk.index, offset, chunk.segment.address + offset)
 
 
 class Regions:
@@ -150,8 +163,8 @@ class Regions:
         if not self._max_nbytes:
             return -1
         by_new = self.room_nbytes // (n_writers + 2)
-        last = [arena.chunks[-1].room if arena.chunks else 0 for arena in (self.slots, self.results)]
-        return max(by_new, min(last[0] // n_writers if n_writers else last[1], last[1] // 2))
+        left = [arena.largest_nbytes for arena in (self.slots, self.results)]
+        return max(by_new, min(left[0] // n_writers if n_writers else left[1], left[1] // 2))
 
     @property
     def n_segments(self) -> int:
@@ -182,11 +195,10 @@ class Regions:
         """
         needed = 0
         for arena, nbytes in wanted:
-            # Room in chunks is no promise for a list of pieces; counting on the last one alone is never too hopeful
-            # by more than a piece, and the machine's reserve covers that.
-            room = arena.chunks[-1].room if arena.chunks else 0
-            if nbytes > room:
-                needed += max(nbytes - room, MIN_SEGMENT_NBYTES)
+            # Free bytes are no promise for a list of pieces: `grow` looks again, should they not fit.
+            free = arena.free_nbytes
+            if nbytes > free:
+                needed += max(nbytes - free, MIN_SEGMENT_NBYTES)
         if needed:
             self._require(needed, purpose)
 

@@ -22,9 +22,10 @@ from ..trace.records import RECORD
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
 from .dispatch import Dispatcher
+from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
-from .wiring import Generation, Wiring
+from .wiring import Wiring
 
 log = logging.getLogger("bpsfast.node")
 
@@ -211,11 +212,22 @@ class Vertex:
         if log.isEnabledFor(logging.DEBUG):
             under_way = sum(1 for part in engine.report() if part[1])
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
-                      len(generation.engine_parts), under_way)
+                      sum(len(holding.parts) for holding in generation.holdings.values()), under_way)
         self.wiring.committed(generation)
         self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
+
+    def retire(self, units: Sequence[int]) -> None:
+        """Give back all that *units* use, which all ranks have retired."""
+        assert self._dispatcher is not None
+        parts = self.wiring.retire(units)
+        self._dispatcher.retire(parts, self.wiring.shares)
+
+    def set_credit(self, nbytes: int) -> None:
+        """Let *nbytes* be under way to one peer from now on; 0: what the setting says."""
+        assert self._dispatcher is not None
+        self._dispatcher.set_credit(nbytes or self._settings.credit_bytes)
 
     def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
         """Return (stage, ranks, nodes): how far *round_* of *part* has come here, and who it waits for."""

@@ -12,9 +12,9 @@ another node cannot, `drop` forgets it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan, UnitReady
+from ..orchestration.errors import ProtocolError
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.partition import ITEM_NBYTES
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -22,31 +22,8 @@ from ..trace import Part
 from ..transport import Link, WireLink, wire
 from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
+from .generation import Generation, Holding
 from .regions import Arena, Chunk, Place, Regions, page_round
-
-
-@dataclass
-class Generation:
-    """A prepared plan: where results of its parts appear, and which peers have not said where theirs do, or where this
-    node writes to."""
-
-    plan: Plan
-    engine_parts: list[int] = field(default_factory=list)
-    bound: list[tuple[WireLink, int]] = field(default_factory=list)
-    extents: dict[int, Extent] = field(default_factory=dict)
-    awaited: set[int] = field(default_factory=set)
-    announced: bool = False
-    marks: list[tuple[Arena, list[int]]] = field(default_factory=list)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors in it."""
-        return {member.name for unit in self.plan.units for member in unit.members}
-
-    def ready_units(self) -> tuple[UnitReady, ...]:
-        """Return what ranks are told once it is committed."""
-        return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts))
-                     for unit in self.plan.units)
 
 
 class Wiring:
@@ -79,6 +56,7 @@ class Wiring:
         self._n_ranks = sum(len(node.ranks) for node in nodes)
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
+        self._holdings: dict[int, Holding] = {}  # of committed units
         self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
@@ -106,12 +84,11 @@ class Wiring:
             If the machine cannot hold it; nothing of it was kept.
         """
         self._check_room(plan)
-        regions = self._regions
-        generation = Generation(plan, marks=[(arena, [chunk.used for chunk in arena.chunks])
-                                             for arena in (regions.partials, regions.slots, regions.results)])
+        generation = Generation(plan)
         try:
             for unit in plan.units:
-                self._prepare_unit(unit, generation)
+                holding = generation.holdings[unit.unit] = Holding()
+                self._prepare_unit(unit, generation, holding)
         except BaseException:
             self.drop(generation)
             raise
@@ -132,14 +109,11 @@ class Wiring:
             self._early.setdefault(message.generation, []).append((index, message))
 
     def drop(self, generation: Generation) -> None:
-        """Forget a generation that was refused: its parts, and its memory as far as nobody took more since."""
-        for part in generation.engine_parts:
-            self._engine.remove(part)
-        for link, part in generation.bound:
-            link.unbind(part)
-        for arena, used in generation.marks:
-            for position, chunk in enumerate(arena.chunks):
-                chunk.used = used[position] if position < len(used) else 0
+        """Forget a generation that was refused: its parts and its memory."""
+        for holding in generation.holdings.values():
+            for part in holding.parts:
+                self._engine.remove(part.part)
+            self._give_back(holding)
         self._early.pop(generation.plan.generation, None)
 
     def committed(self, generation: Generation) -> None:
@@ -150,6 +124,27 @@ class Wiring:
                 self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
                 for source in self._written_to(part):
                     self.shares[source] = self.shares.get(source, 0) + part.nbytes
+        self._holdings |= generation.holdings
+
+    def retire(self, units: Sequence[int]) -> list[int]:
+        """Give back all that committed *units* use, which every rank of the job has retired; return their parts here.
+
+        Nothing of them can be under way: a rank retires what it has seen complete, so every input was summed and every
+        result has arrived where somebody waits for it. Their memory stays mapped, and registered, for the next units.
+        """
+        retired = [part.part for number in units for part in self._holdings[number].parts]
+        try:
+            self._engine.retire(retired)
+        except ValueError as exc:
+            raise ProtocolError(f"units {list(units)} cannot be retired on node {self._me.index}: {exc}") from exc
+        for number in units:
+            holding = self._holdings.pop(number)
+            for part in holding.parts:
+                self.first_parts.pop(part.part, None)
+                for source in self._written_to(part):
+                    self.shares[source] -= part.nbytes
+            self._give_back(holding)
+        return retired
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
@@ -170,15 +165,24 @@ class Wiring:
 
     # -- innards ------------------------------------------------------------------------------------------
 
+    def _give_back(self, holding: Holding) -> None:
+        for index, part in holding.bound:
+            link = wire(self._links[index])  # maybe another one than was bound: a pair may go over to tcp
+            assert link is not None, "bytes are written over it"
+            link.unbind(part)
+        for arena, place, nbytes in holding.places:
+            arena.release(place, nbytes)
+
     def _shm_links(self) -> list[ShmLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
 
     def _rdma_links(self) -> list[RdmaLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
-    def _bind(self, generation: Generation, link: WireLink, part: PartPlan, even: int, odd: int) -> None:
+    @staticmethod
+    def _bind(holding: Holding, link: WireLink, part: PartPlan, even: int, odd: int) -> None:
         link.bind(part.part, even, odd, part.nbytes)
-        generation.bound.append((link, part.part))
+        holding.bound.append((link.index, part.part))
 
     def _appears_here(self, part: PartPlan) -> bool:
         """Whether the result of *part* is written into this node's memory."""
@@ -213,19 +217,20 @@ class Wiring:
         regions.require(wanted, f"generation {plan.generation} on node {self._me.index} (results {results}, partials "
                                 f"{partials}, slots {slots} bytes)")
 
-    def _allocate(self, arena: Arena, nbytes: int) -> Place:
+    def _allocate(self, holding: Holding, arena: Arena, nbytes: int) -> Place:
         place, _ = arena.allocate(nbytes, self._room[arena.kind])
+        holding.places.append((arena, place, nbytes))
         self._room[arena.kind] -= page_round(nbytes)
         return place
 
-    def _prepare_unit(self, unit: UnitPlan, generation: Generation) -> None:
+    def _prepare_unit(self, unit: UnitPlan, generation: Generation, holding: Holding) -> None:
         from .. import kernels
         from . import no_sum  # compiles: not before somebody needs a sum
 
         here = [part for part in unit.parts if self._appears_here(part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
         # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
-        at = self._allocate(self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
+        at = self._allocate(holding, self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
         for part in unit.parts:
             kernel = kernels.address(unit.dtype) if self._sums else no_sum.address()
             outputs = (at.address, at.address + even_nbytes)
@@ -235,15 +240,14 @@ class Wiring:
                 step = page_round(part.nbytes)
                 at = Place(at.segment, at.offset + step, at.address + step)
             if part.owner == self._me.index:
-                self._own(unit, part, kernel, outputs, generation)
+                self._own(unit, part, kernel, outputs, holding)
             elif self._me.ranks:
-                self._join_in(unit, part, kernel, outputs, generation)
+                self._join_in(unit, part, kernel, outputs, holding)
             else:
                 continue
-            generation.engine_parts.append(part.part)
+            holding.parts.append(part)
 
-    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int],
-             generation: Generation) -> None:
+    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
         for index in self._with_ranks:
@@ -252,8 +256,8 @@ class Wiring:
             link = wire(self._links[index])
             slot = 0
             if link is not None:
-                slot = self._allocate(self._regions.slots, part.nbytes).address
-                self._bind(generation, link, part, slot, slot)
+                slot = self._allocate(holding, self._regions.slots, part.nbytes).address
+                self._bind(holding, link, part, slot, slot)
             (before if index < self._me.index else after).append((self._sources[index], slot))
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
@@ -262,14 +266,13 @@ class Wiring:
             shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in self._with_ranks],
         )
 
-    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int],
-                 generation: Generation) -> None:
+    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
         link = wire(self._links[part.owner])
         if link is not None:
-            self._bind(generation, link, part, *outputs)
+            self._bind(holding, link, part, *outputs)
         partial = Place(0, 0, 0)
         if self._has_partial(part):
-            partial = self._allocate(self._regions.partials, part.nbytes)
+            partial = self._allocate(holding, self._regions.partials, part.nbytes)
         self._engine.add_member(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=kernel, local=self._local, owner=self._sources[part.owner],

@@ -19,12 +19,12 @@ import numpy as np
 
 from ..dtypes import wire_name
 from ..orchestration.errors import BusyError, MismatchError
-from ..orchestration.messages import MemberPlan, TensorSpec
+from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
 from . import current as process
+from .edition import Cut, Edition
+from .tuner import Tuner
 from .unit import Region, Unit
-
-_PAGE_NBYTES = 4096
 
 
 class Gradients:
@@ -59,17 +59,22 @@ class Gradients:
             raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
         self._by_urgency = list(tensors if order is None else order)
         urgency = {name: -place for place, name in enumerate(self._by_urgency)}
-        self._session.tensors.declare([
-            TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average, group=group,
-                       priority=urgency[name])
+        tunes = self._session.settings.autotune and self._session.size > 1 and bool(names)
+        family = f"{names[0]} to {names[-1]}, {len(names)} tensors" if tunes else ""
+        specs = {
+            name: TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average,
+                             group=group, priority=urgency[name], edition_of=family)
             for name, (shape, dtype) in tensors.items()
-        ], lenient=True)
+        }
+        self._edition = Edition(self._session, specs, 0, Cut())
+        self._last = self._edition  # that of the last step
+        self._tuner: Tuner | None = None
+        if tunes and not self._session.tunes:  # of several models the first: tuners would measure each other
+            self._session.tunes = True
+            self._tuner = Tuner(self._session, family, specs, self._edition, self._by_urgency)
         self._lock = threading.Lock()
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
-        self._units: dict[str, Unit] = {}
-        self._regions: dict[str, Region] = {}
-        self._members: dict[str, MemberPlan] = {}
-        self._views: tuple[dict[str, np.ndarray[Any, Any]], ...] = {}, {}
+        self._homes: dict[str, Region] = {}
         self._ready: set[str] = set()
         self._pending: dict[str, int] = {}
 
@@ -87,7 +92,7 @@ class Gradients:
     def region(self, name: str) -> Region:
         """Return where the bytes of *name* lie."""
         self._prepare(name)
-        return self._regions[name]
+        return self._homes[name]
 
     def ready(self, name: str) -> None:
         """Announce that the gradient of *name* is complete for this step; it must not be written until the step ends.
@@ -99,23 +104,30 @@ class Gradients:
         MismatchError
             If there is no such name.
         """
-        if self._enter(name):
-            self._units[name].push_staging()
+        self._prepare(name)
+        self._put(name, self._homes[name].address)
 
     def fill(self, name: str, address: int, nbytes: int) -> None:
         """Copy the gradient of *name* from *address* (natively; nothing if it lies in its place), then as `ready`."""
         self._prepare(name)
-        unit, region = self._units[name], self._regions[name]
-        if nbytes != self._members[name].nbytes:
-            raise MismatchError(f"gradient {name!r} has {self._members[name].nbytes} bytes, {nbytes} came")
-        if len(unit.members) == 1 and address != region.address:
+        if nbytes != self._edition.members[name].nbytes:
+            raise MismatchError(f"gradient {name!r} has {self._edition.members[name].nbytes} bytes, {nbytes} came")
+        self._put(name, address)
+
+    def _put(self, name: str, address: int) -> None:
+        """Take the gradient at *address*, which is the place where its unit wants it, or copied there."""
+        unit, place = self._edition.units[name], self._edition.places[name]
+        if address == place.address:
             if self._enter(name):
-                unit.push(address, nbytes)  # each partition is announced as soon as it is copied
-            return
-        if address != region.address:
+                unit.push_staging()
+        elif len(unit.members) == 1:
+            if self._enter(name):
+                unit.push(address, unit.nbytes)  # each partition is announced as soon as it is copied
+        else:
             self._refuse_twice(name)
-            copy(region.address, address, nbytes)
-        self.ready(name)
+            copy(place.address, address, place.array.nbytes)
+            if self._enter(name):
+                unit.push_staging()
 
     def zero_missing(self) -> list[str]:
         """Let every gradient that is not ready contribute zeros; return their names."""
@@ -147,28 +159,30 @@ class Gradients:
         StallError, PeerLostError
             As `push_pull`.
         """
-        unit, round = self._awaited(name)
+        edition, unit, round = self._awaited(name)
         unit.wait(round, self._timeout(timeout_s))
-        views = self._views[round & 1]
+        views = edition.views[round & 1]
         if name not in views:  # the same memory every other round
-            views[name] = unit.member_view(self._members[name], round)
+            views[name] = unit.member_view(edition.members[name], round)
         return views[name]
 
     def deliver(self, name: str, address: int, nbytes: int, timeout_s: float | None = None) -> None:
         """Wait for the sum (mean) of *name* and copy it natively to *address*; raises as `wait`."""
-        unit, round = self._awaited(name)
-        member = self._members[name]
+        edition, unit, round = self._awaited(name)
+        member = edition.members[name]
         if nbytes != member.nbytes:
             raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {nbytes} are wanted")
         unit.deliver(round, address, member.offset, nbytes, self._timeout(timeout_s))
 
     def finish(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""
-        unit, round = self._awaited(name)
+        _, unit, round = self._awaited(name)
         unit.wait(round, self._timeout(timeout_s))
 
     def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
+
+        With the setting autotune partitions, fusion and credit may be others from here on; arrays stay where they are.
 
         With *wait* False nothing is waited for: an array may be written, and be ready, again once `wait` or `finish`
         has returned for its name and those fused with it. So the next forward pass overlaps the end of this step.
@@ -186,12 +200,20 @@ class Gradients:
             raise MismatchError(
                 f"the step ends, but {len(missing)} of {len(self._names)} gradients are not ready: {shown}"
             )
+        deadline = time.monotonic() + self._timeout(timeout_s)
+        if self._tuner is not None:
+            self._tuner.announce()
         if wait:
-            deadline = time.monotonic() + self._timeout(timeout_s)
             # The least urgent first: it mostly completes last, and then one sleep was enough.
-            for unit in reversed({id(unit): unit for unit in self._units.values()}.values()):
+            for unit in reversed(self._edition.distinct):
                 unit.wait(unit.round, max(0.0, deadline - time.monotonic()))
+        chosen = self._edition
+        if self._tuner is not None:
+            chosen = self._tuner.conclude(max(0.0, deadline - time.monotonic()))
+            if self._tuner.is_over:
+                self._tuner = None
         with self._lock:
+            self._last, self._edition = self._edition, chosen
             self._ready.clear()
             self._pending.clear()
 
@@ -211,22 +233,14 @@ class Gradients:
                 self._lay_out()
 
     def _lay_out(self) -> None:
-        units = {name: self._session.tensors.unit(self._names[name]) for name in self._by_urgency}
-        distinct = list({id(unit): unit for unit in units.values() if not unit.has_staging}.values())
-        rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in distinct]
-        if distinct:  # one request for all: one segment
-            memory, offset = self._session.allocate(sum(rounded)), 0
-            for unit, nbytes in zip(distinct, rounded):
-                unit.adopt_staging(memory.part(offset, nbytes))
-                offset += nbytes
-        arrays = {}
-        for name, wire in self._names.items():
-            unit = units[name]
-            member = unit.members[wire]
-            region = unit.staging.part(member.offset, member.nbytes)
-            self._members[name], self._regions[name] = member, region
-            arrays[name] = region.array.view(unit.dtype).reshape(member.shape)
-        self._units, self._arrays = units, arrays
+        edition = self._edition
+        edition.lay_out(self._by_urgency, {})
+        for unit in edition.distinct:
+            unit.n_users += 1
+        self._homes = dict(edition.places)
+        self._arrays = {
+            name: home.array.view(edition.units[name].dtype).reshape(edition.members[name].shape)
+            for name, home in self._homes.items()}
 
     def _refuse_twice(self, name: str) -> None:
         if name in self._ready:
@@ -235,7 +249,7 @@ class Gradients:
     def _enter(self, name: str) -> bool:
         """Note that *name* is ready; return whether its unit is complete now."""
         self._prepare(name)
-        unit = self._units[name]
+        unit = self._edition.units[name]
         with self._lock:
             self._refuse_twice(name)
             self._ready.add(name)
@@ -243,14 +257,15 @@ class Gradients:
             self._pending[unit.name] = left
         return left == 0
 
-    def _awaited(self, name: str) -> tuple[Unit, int]:
-        """Return the unit of *name* and the round whose result is meant."""
+    def _awaited(self, name: str) -> tuple[Edition, Unit, int]:
+        """Return the edition and the unit of *name*, and the round whose result is meant."""
         self._prepare(name)
-        unit = self._units[name]
+        edition = self._edition if name in self._ready else self._last
+        unit = edition.units[name]
         if name in self._ready and self._pending[unit.name]:
-            wires = {wire: own for own, wire in self._names.items()}
+            wires = {wire: own for own, wire in edition.wires.items()}
             absent = [wires[wire] for wire in unit.members if wires[wire] not in self._ready]
             raise MismatchError(f"gradient {name!r} travels together with {', '.join(absent)}, which are not ready yet")
         if unit.round == 0:
             raise MismatchError(f"gradient {name!r} is waited for, but it was never ready")
-        return unit, unit.round
+        return edition, unit, unit.round

@@ -7,21 +7,32 @@ A session knows the segments that were shared; `Tensors` knows the names and uni
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, CapacityError, ClosedError, PeerLostError, ProtocolError, StallError
+from ..holes import Holes
+from ..orchestration.errors import (
+    BpsError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+)
 from ..orchestration.messages import (
     Allocate,
     Allocated,
     Ask,
     BarrierDone,
     BarrierEnter,
+    Credit,
     Declared,
     DeclareFailed,
     Departed,
@@ -31,6 +42,7 @@ from ..orchestration.messages import (
     LagQuestion,
     Message,
     Refuse,
+    Retire,
     SegmentShared,
     StallAnswer,
     Told,
@@ -72,6 +84,8 @@ class Session:
         self.local_rank, self.local_size = attached.local_rank, attached.local_size
         self.node, self.n_nodes, self.n_helpers = attached.node, attached.n_nodes, attached.n_helpers
         self.transports = dict(attached.transports)
+        self.machines = attached.machines
+        self.tunes = False  # whether the gradients of some model are tuned: those that come first
         self.settings = settings
         self.pid = os.getpid()
         self.closed = False
@@ -90,6 +104,7 @@ class Session:
         self._lock = threading.RLock()
         self._segments: dict[tuple[str, int], Segment] = {}
         self._inputs: list[tuple[int, Segment]] = []
+        self._free: dict[int, Holes] = {}  # by input segment: what was released
         self.repeats: dict[str, Repeat] = {}
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
@@ -107,7 +122,9 @@ class Session:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Return *nbytes* of zeroed, page-aligned input memory. It stays this rank's until the session ends.
+        """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
+
+        It stays this rank's until the session ends, or until it is released.
 
         Raises
         ------
@@ -116,6 +133,10 @@ class Session:
         """
         self.require_open()
         with self._lock:
+            for number, holes in self._free.items():
+                offset = holes.take(_rounded(nbytes))
+                if offset is not None:
+                    return self._region(number, offset, nbytes)
             self._requests += 1
             request = self._requests
             self._asked.append(request)
@@ -130,8 +151,17 @@ class Session:
         if segment is None:
             raise self._unmapped or ProtocolError(f"the node answered with segment {answer.segment}, which it has not "
                                                   "shared")
-        array = np.frombuffer(segment, np.uint8, nbytes, answer.offset)  # type: ignore[call-overload]
-        return Region(array, answer.segment, answer.offset, segment.address + answer.offset)
+        return self._region(answer.segment, answer.offset, nbytes)
+
+    def _region(self, number: int, offset: int, nbytes: int) -> Region:
+        segment = self._segments["rank", number]
+        array = np.frombuffer(segment, np.uint8, nbytes, offset)  # type: ignore[call-overload]
+        return Region(array, number, offset, segment.address + offset)
+
+    def release(self, region: Region) -> None:
+        """Take back what `allocate` returned: nobody writes there any more, and all rounds pushed from it are over."""
+        with self._lock:
+            self._free.setdefault(region.segment, Holes()).give(region.offset, _rounded(region.array.nbytes))
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Return (segment, offset) if these bytes lie in one of this rank's input segments."""
@@ -167,6 +197,26 @@ class Session:
             if self._broadcaster is None:
                 self._broadcaster = Broadcaster(self)
             return self._broadcaster
+
+    def retire(self, units: Sequence[Unit]) -> None:
+        """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
+
+        All their rounds are complete, and nobody reads their results any more. Their input memory is the caller's to
+        release. Their names may be declared again.
+        """
+        self.require_open()
+        if any(unit.in_flight for unit in units):
+            raise BusyError("a tensor is retired whose last round was not waited for")
+        self.tensors.retire([name for unit in units for name in unit.members])
+        for unit in units:
+            unit.forget()
+        self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
+
+    def set_credit(self, nbytes: int) -> None:
+        """Let every node of the job have *nbytes* under way to one peer; 0: what its own setting says. Not waited for.
+        """
+        self.require_open()
+        self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
 
     def ask_node(self) -> Told:
         """Return what this machine's node has counted."""
@@ -275,6 +325,7 @@ class Session:
         self.tensors.forget()
         self.repeats.clear()
         self._inputs = []
+        self._free.clear()
         segments, self._segments = list(self._segments.values()), {}
         if not self.port.close(_GOODBYE_S):
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
@@ -291,3 +342,8 @@ class Session:
             parts = {number: part for unit in self.tensors.units() for number, part in unit.titles().items()}
             trace.write(self.settings.trace_dir, f"rank {self.rank}", records, parts, trace.Origin(
                 node=self.node, rank=self.rank, full=len(records) >= self.settings.trace_capacity * RECORD.size))
+
+
+def _rounded(nbytes: int) -> int:
+    """Return *nbytes* as whole pages, which is what the node gives."""
+    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

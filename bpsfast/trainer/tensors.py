@@ -87,6 +87,12 @@ class Tensors:
         if new:
             self._mailbox().send(Declare(rank=self._rank, tensors=tuple(new)))
 
+    def retire(self, names: Sequence[str]) -> None:
+        """Forget *names*, whose units are retired."""
+        with self._lock:
+            for name in names:
+                del self._specs[name], self._units[name]
+
     def knows(self, spec: TensorSpec) -> bool:
         """Return whether exactly this was declared before: the short way of a repeated push."""
         return self._specs.get(spec.name) == spec
@@ -97,7 +103,8 @@ class Tensors:
         known = self._specs.get(spec.name)
         if known is None:
             return True
-        for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes"):
+        for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes", "fusion_nbytes",
+                      "edition_of"):
             before, now = getattr(known, field), getattr(spec, field)
             if before != now and not (field == "priority" and (lenient or now is None)):
                 raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank "

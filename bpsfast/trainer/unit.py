@@ -61,6 +61,7 @@ class Unit:
     def __init__(self, session: Session, ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> None:
         plan = ready.plan
         self.session = session
+        self.number = plan.unit
         self.name = plan.name
         self.nbytes = plan.nbytes
         self.stride = plan.stride
@@ -72,6 +73,7 @@ class Unit:
         self.round = 0
         self.in_flight = False
         self._step = 0  # of the session's clock, in which it was last pushed
+        self.n_users = 0  # objects that push it as a part of something larger
         self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
         self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ class WireLink(Protocol):
         """Expect *part* from the peer, at addresses by the round's parity; `CapacityError` if that cannot be."""
 
     def unbind(self, part: int) -> None:
-        """Forget a part of a generation that was refused before anything was written."""
+        """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
 
     def lane_of(self, part: int) -> Lane:
         """Return the lane that *part* takes, always the same one, on both sides."""

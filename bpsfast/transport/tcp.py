@@ -132,7 +132,10 @@ class TcpLink:
         self.lane_of(part).bind(part, even, odd, nbytes)
 
     def unbind(self, part: int) -> None:
-        """Forget a part of a refused generation; its memory stays as long as the node, and its number is not used."""
+        """Expect nothing more of *part*: it was refused, or is retired. Writes to it are errors."""
+        self.expected = [each for each in self.expected if each[0] != part]
+        if self.streams:
+            self.lane_of(part).unbind(part)
 
     def why(self, code: int) -> str:
         """Return in words why a stream was lost; *code* is the event's."""

@@ -132,7 +132,7 @@ class RdmaLink:
         self.bound[part] = even, odd, nbytes
 
     def unbind(self, part: int) -> None:
-        """Forget a part of a refused generation; nothing was written."""
+        """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
         self._fresh.pop(part, None)
         self.bound.pop(part, None)
         if not self.fenced:

@@ -1,0 +1,76 @@
+"""Rank 0's tuning of one model: what was stored of it, the pilot, and where its result goes."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..orchestration.messages import TensorSpec
+from ..orchestration.partition import nbytes_of
+from ..orchestration.shares import Machine
+from ..settings import Settings
+from . import store
+from .model import expectation
+from .pilot import Decision, Pilot
+from .point import Point
+from .search import Search
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+
+log = logging.getLogger("bpsfast.tuner")
+
+
+class Plan:
+    """Decides for *specs* of the job of *session*, which begins at *present*. One thread."""
+
+    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: Point) -> None:
+        settings, usual = session.settings, Settings()
+        tensors = [(spec.name, spec.shape, spec.dtype) for spec in specs.values()]
+        self._file = store.folder(settings.tuned_dir) / (store.key(
+            tensors, [session.machines, sorted(session.transports.items()), settings.placement]) + ".json")
+        self._report = Path(settings.autotune_report) if settings.autotune_report else None
+        stored = store.read(self._file) if self._report is None else None  # who wants a report wants a search
+        machines = [Machine(n_ranks > 0, rate) for n_ranks, rate in session.machines]
+        search = Search(expectation(machines, [nbytes_of(spec) for spec in specs.values()]))
+        default = Point(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes)
+        self._pilot = Pilot(search, present, default, stored.chosen if stored is not None else None)
+        self._n_trials = 0
+        if stored is not None:
+            log.info("what was found before for this model and cluster is used: %s (%s)", stored.chosen, self._file)
+
+    @property
+    def decision(self) -> Decision:
+        """What all ranks are to do."""
+        return self._pilot.decision
+
+    def observe(self, point: Point, step_s: float) -> None:
+        """Note that a step at *point* took *step_s*."""
+        self._pilot.observe(point, step_s)
+        self._tell()
+
+    def failed(self, point: Point) -> None:
+        """Note that *point* cannot be had."""
+        self._pilot.failed(point)
+        self._tell()
+
+    def save(self) -> None:
+        """Keep what was found: the search is over."""
+        result = self._result(is_over=True)
+        if not self._pilot.trials:
+            return  # it was stored before
+        store.write(self._file, result)
+        if self._report is not None:
+            store.write(self._report, result)
+        log.info("tuned in %d steps and %d trials: %s (kept in %s)", result.n_steps, len(result.trials), result.chosen,
+                 self._file)
+
+    def _tell(self) -> None:
+        if self._report is not None and len(self._pilot.trials) != self._n_trials:
+            self._n_trials = len(self._pilot.trials)
+            store.write(self._report, self._result(is_over=False))
+
+    def _result(self, is_over: bool) -> store.Result:
+        return store.Result(chosen=self._pilot.best, trials=tuple(self._pilot.trials), n_steps=self._pilot.n_steps,
+                            is_over=is_over)

@@ -1,0 +1,112 @@
+"""Bayesian optimisation of step times on a grid: a Gaussian process, the expected improvement, and caution. Pure.
+
+Logarithms of step times are described by the expectation that was given, plus a Gaussian process (squared exponential,
+one length for all three directions: factors of two of partition, fusion and credit). What is tried next is the
+neighbour of something tried that promises the largest improvement (Mockus 1978; Jones et al. 1998), but nothing that is
+expected to take 1.5 times the best. Own code, forty lines of NumPy: a rank's process should not load SciPy or
+scikit-learn for the thirty points of a search.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from .point import Point
+
+#: Powers of two around the settings' defaults.
+PARTITIONS = tuple(64_000 << i for i in range(11))
+FUSIONS = tuple(64_000 << 2 * i for i in range(5))
+CREDITS = tuple(1 << i for i in range(9))
+#: Spread of ln(step time) of one measurement; how far (factors of two) points know of each other.
+_NOISE, _LENGTH = 0.02, 2.0
+#: Spread of ln(step time) over the grid: the least, the most; from so many measurements on, twice what they show.
+_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 6
+#: Steps that are expected to take longer than this many times the best are not tried.
+DARING = 1.5
+#: Expected improvement, as a share of the best step time, below which there is nothing left to look for.
+WORTHWHILE = 0.01
+
+
+class Search:
+    """What was measured where, and what to try next.
+
+    Parameters
+    ----------
+    expect
+        Relative step time that a model expects at a point; any unit. Measurements overrule it.
+    """
+
+    def __init__(self, expect: Callable[[Point], float] = lambda point: 1.0) -> None:
+        self._expect = expect
+        self._grid = [Point(p, f, p * c) for p in PARTITIONS for f in FUSIONS for c in CREDITS]
+        self._refused: set[Point] = set()
+        self.measured: dict[Point, float] = {}
+
+    def tell(self, point: Point, step_s: float) -> None:
+        """Note that a step takes *step_s* seconds at *point*."""
+        self.measured[point] = step_s
+
+    def refuse(self, point: Point) -> None:
+        """Note that *point* cannot be had: neither it nor the same partitions with other credit are proposed again."""
+        self._refused |= {each for each in self._grid if each.cut == point.cut}
+
+    @property
+    def best(self) -> Point:
+        """The point with the shortest step of those measured. ValueError if there is none."""
+        return min(self.measured, key=lambda point: (self.measured[point], point))
+
+    def propose(self) -> tuple[Point, float] | None:
+        """Return what to try next and the improvement that is expected of it (0.02: 2 %); None: nothing worthwhile."""
+        best_s = self.measured[self.best]
+        candidates = [point for point in self._reachable() if point not in self.measured]
+        if not candidates:
+            return None
+        mean, deviation = self._predict(candidates)
+        gain = math.log(best_s) - mean
+        allowed = gain > -math.log(DARING)
+        improvement = np.where(allowed, _expected_improvement(gain, deviation), 0.0)
+        chosen = int(np.argmax(improvement))
+        if improvement[chosen] < WORTHWHILE:
+            return None
+        return candidates[chosen], float(improvement[chosen])
+
+    def _reachable(self) -> list[Point]:
+        """Points of the grid at most two factors of two (fusion: one of four) beside what did well."""
+        good_s = self.measured[self.best] * 1.15
+        places = np.array([point.place for point, step_s in self.measured.items() if step_s <= good_s])
+        grid = [point for point in self._grid if point not in self._refused]
+        if not grid:
+            return []
+        apart = np.abs(np.array([point.place for point in grid])[:, None, :] - places[None, :, :])
+        near = (apart <= 2.1).all(axis=2) & ((apart > 0.6).sum(axis=2) <= 2)
+        return [point for point, is_near in zip(grid, near.any(axis=1)) if is_near]
+
+    def _predict(self, points: Iterable[Point]) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and deviation of ln(step time) at *points*."""
+        tried, asked = list(self.measured), list(points)
+        here = np.log([self._expect(point) for point in tried])
+        residual = np.log([self.measured[point] for point in tried]) - here
+        level = float(np.median(residual))
+        spread = _MOST_SPREAD
+        if len(tried) >= _ENOUGH:
+            spread = float(np.clip(2 * np.std(residual), _LEAST_SPREAD, _MOST_SPREAD))
+        known = spread**2 * _likeness(tried, tried) + _NOISE**2 * np.eye(len(tried))
+        cross = spread**2 * _likeness(asked, tried)
+        weights = np.linalg.solve(known, residual - level)
+        mean = np.log([self._expect(point) for point in asked]) + level + cross @ weights
+        variance = spread**2 - np.einsum("ij,ji->i", cross, np.linalg.solve(known, cross.T))
+        return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+
+def _likeness(a: list[Point], b: list[Point]) -> np.ndarray:
+    x, y = np.array([point.place for point in a]), np.array([point.place for point in b])
+    squares = ((x[:, None, :] - y[None, :, :]) ** 2).sum(axis=2)
+    return np.exp(-squares / (2 * _LENGTH**2))
+
+
+def _expected_improvement(gain: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    z = gain / deviation
+    below = np.array([0.5 * math.erfc(-each / math.sqrt(2)) for each in z])
+    return gain * below + deviation * np.exp(-z * z / 2) / math.sqrt(2 * math.pi)

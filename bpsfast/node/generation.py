@@ -1,0 +1,38 @@
+"""One plan as a node has prepared it: what it uses for each unit, where results appear, whom it still waits for."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..orchestration.messages import Extent, PartPlan, Plan, UnitReady
+from .regions import Arena, Place
+
+
+@dataclass
+class Holding:
+    """What this node uses for one unit: parts of the engine, expected writes, memory."""
+
+    parts: list[PartPlan] = field(default_factory=list)
+    bound: list[tuple[int, int]] = field(default_factory=list)  # (node, part)
+    places: list[tuple[Arena, Place, int]] = field(default_factory=list)
+
+
+@dataclass
+class Generation:
+    """A prepared plan: where results of its parts appear, and which peers have not said where theirs do, or where this
+    node writes to."""
+
+    plan: Plan
+    holdings: dict[int, Holding] = field(default_factory=dict)
+    extents: dict[int, Extent] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    announced: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors in it."""
+        return {member.name for unit in self.plan.units for member in unit.members}
+
+    def ready_units(self) -> tuple[UnitReady, ...]:
+        """Return what ranks are told once it is committed."""
+        return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts))
+                     for unit in self.plan.units)

@@ -1,0 +1,203 @@
+"""Gradients that change their edition while the job trains: what rank 0 decides, all ranks do after the same step.
+
+A small tensor is summed with every step. Rank 0 writes into it what it has decided, every rank whether the edition that
+comes is ready there; and as all ranks read the same sum after the same step, all declare, switch and retire at the same
+step. Nobody waits for it but for its sum, and no other protocol is needed. Editions are declared in the background,
+while steps go on with another one.
+
+Step times are those of rank 0's clock: a job's ranks take the same time for a step, for each waits for the others.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..autotune.point import Point
+from ..orchestration.errors import BpsError, ProtocolError
+from ..orchestration.messages import TensorSpec
+from .edition import Cut, Edition
+
+if TYPE_CHECKING:
+    from ..autotune.pilot import Decision
+    from .session import Session
+
+log = logging.getLogger("bpsfast.tuner")
+
+#: Words of the small tensor: rank 0's decision (number, is_last, three of the active point, three of the coming one),
+#: and over all ranks, how many have the coming edition and how many cannot.
+_N_WORDS, _READY, _FAILED = 16, 8, 9
+#: Steps after its last for which an edition stays: until then its results may be looked at.
+_N_LINGER = 2
+_FIRST_OF_ALL = 1 << 40
+
+
+class Tuner:
+    """Tunes one model's gradients. One thread at a time: that which ends steps."""
+
+    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: Edition,
+                 by_urgency: Sequence[str]) -> None:
+        from ..autotune import plan
+
+        self._session = session
+        self._name = f"Tuning of {name}"
+        self._specs = specs
+        self._by_urgency = list(by_urgency)
+        self._first = edition
+        settings = session.settings
+        present = Point(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes)
+        self._settings_cut = present.cut
+        self._point = present
+        self._editions = {present.cut: edition}
+        self._leaving: dict[tuple[int, int], int] = {}  # cut -> steps until it is retired
+        self._dropped: list[Edition] = []
+        self._coming: Edition | None = None
+        self._coming_point = present
+        self._coming_state = [0, 0]  # ready, failed
+        self._n_editions = 0
+        self._number = 0  # of the last decision that was obeyed
+        self._ended = 0.0
+        self._is_last = False
+        self._pilot = plan.Plan(session, specs, present) if session.rank == 0 else None
+        session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
+                                            priority=_FIRST_OF_ALL)])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be done."""
+        return self._is_last and not self._leaving and not self._dropped
+
+    def announce(self) -> None:
+        """Say with this step what rank 0 has decided, and what is ready here."""
+        if self._is_last:
+            return
+        unit = self._session.tensors.unit(self._name)
+        if unit.in_flight:
+            return  # the step is ended for the second time: its first end has failed
+        self._look_after_coming()
+        words = unit.staging.array[:8 * _N_WORDS].view(np.float64)
+        words[:] = 0
+        if self._pilot is not None:
+            words[:_READY] = _encoded(self._pilot.decision)
+        words[_READY], words[_FAILED] = self._coming_state
+        unit.push_staging()
+
+    def conclude(self, timeout_s: float) -> Edition:
+        """Wait until all ranks have said theirs; do what follows; return the edition that the next step uses.
+
+        Raises
+        ------
+        StallError, PeerLostError
+            As `push_pull`.
+        """
+        self._retire(timeout_s)
+        if self._is_last:
+            return self._editions[self._point.cut]
+        used = self._point
+        unit = self._session.tensors.unit(self._name)
+        unit.wait(unit.round, timeout_s)
+        words = unit.view(unit.round)[:8 * _N_WORDS].view(np.float64).tolist()
+        number, is_last, active, coming = _decoded(words)
+        if number != self._number:
+            self._number = number
+            self._obey(active, coming)
+        elif self._coming is not None and words[_FAILED]:
+            self._drop()
+        elif self._coming is not None and words[_READY] == self._session.size:
+            self._editions[self._coming_point.cut] = self._coming
+            self._coming = None
+            self._use(self._coming_point)
+        if is_last:
+            self._end()
+        now = time.monotonic()
+        if self._pilot is not None and self._ended and not is_last:
+            self._pilot.observe(used, now - self._ended)
+        self._ended = now
+        return self._editions[self._point.cut]
+
+    # -- what all ranks do alike -----------------------------------------------------------------------------------
+
+    def _obey(self, active: Point, coming: Point | None) -> None:
+        if active.cut not in self._editions:
+            raise ProtocolError(f"rank 0 has decided for {active}, of which this rank has no edition: our bug")
+        kept = {active.cut} | ({coming.cut} if coming is not None else set())
+        for cut in self._editions:
+            if cut in kept:
+                self._leaving.pop(cut, None)
+            else:
+                self._leaving.setdefault(cut, _N_LINGER)
+        self._use(active)
+        if coming is not None and coming.cut in self._editions:
+            self._use(coming)
+        elif coming is not None:
+            self._n_editions += 1
+            self._coming_point, self._coming_state = coming, [0, 0]
+            cut = Cut() if coming.cut == self._settings_cut else Cut(*coming.cut)
+            self._coming = Edition(self._session, self._specs, self._n_editions, cut)
+
+    def _use(self, point: Point) -> None:
+        if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:
+            self._session.set_credit(point.credit_nbytes)
+        self._point = point
+
+    def _drop(self) -> None:
+        """Give the coming edition up, because some rank cannot have it; it is retired once it is there."""
+        assert self._coming is not None
+        self._dropped.append(self._coming)
+        self._coming, self._coming_state = None, [0, 0]
+        if self._pilot is not None:
+            self._pilot.failed(self._coming_point)
+
+    def _end(self) -> None:
+        self._is_last = True
+        unit = self._session.tensors.unit(self._name)
+        staging = unit.staging
+        self._session.retire([unit])
+        self._session.release(staging)
+        if self._pilot is not None:
+            self._pilot.save()
+
+    # -- what each does in its own time ----------------------------------------------------------------------------
+
+    def _look_after_coming(self) -> None:
+        """Lay the coming edition out as soon as it is committed."""
+        if self._coming is None or any(self._coming_state):
+            return
+        try:
+            if self._coming.is_committed:
+                self._coming.lay_out(self._by_urgency, self._first.homes)
+                self._coming_state = [1, 0]
+        except BpsError as exc:
+            self._session.port.check()  # the end of the job is no refusal
+            log.info("rank %d cannot have %s: %s", self._session.rank, self._coming_point, exc)
+            self._coming_state = [0, 1]
+
+    def _retire(self, timeout_s: float) -> None:
+        for cut in list(self._leaving):
+            self._leaving[cut] -= 1
+            if self._leaving[cut] == 0:
+                del self._leaving[cut]
+                edition = self._editions.pop(cut)
+                edition.retire(timeout_s, keeps_input=edition is self._first)
+        for edition in list(self._dropped):
+            try:
+                if edition.is_committed:
+                    self._dropped.remove(edition)
+                    edition.retire(timeout_s, keeps_input=False)
+            except BpsError:
+                self._session.port.check()
+                self._dropped.remove(edition)  # nobody has it
+
+
+def _encoded(decision: Decision) -> list[float]:
+    coming = decision.coming or Point(0, 0, 0)
+    return [float(each) for each in (decision.number, decision.is_last, *decision.active, *coming)]
+
+
+def _decoded(words: Sequence[float]) -> tuple[int, bool, Point, Point | None]:
+    number, is_last, *rest = (int(each) for each in words[:_READY])
+    coming = Point(*rest[3:])
+    return number, bool(is_last), Point(*rest[:3]), coming if coming.partition_nbytes else None

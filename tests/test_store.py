@@ -1,0 +1,52 @@
+"""Results of tuning in the user's cache: whole or not there, and found again by what they are of."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bpsfast.autotune import store
+from bpsfast.autotune.pilot import Trial
+from bpsfast.autotune.point import Point
+
+TRIALS = Trial(Point(1, 2, 3), 0.5, 3, "present"), Trial(Point(4, 5, 6), None, 0, "default")
+RESULT = store.Result(chosen=Point(1, 2, 3), trials=TRIALS, n_steps=9, is_over=True)
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "a" / "b.json"
+    store.write(file, RESULT)
+    store.write(file, RESULT)
+    assert store.read(file) == RESULT and list(file.parent.iterdir()) == [file]
+    assert store.plain(RESULT)["trials"][1] == {
+        "point": {"partition_nbytes": 4, "fusion_nbytes": 5, "credit_nbytes": 6}, "step_s": None, "n_steps": 0,
+        "reason": "default"}
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"chosen": 3}'])
+def test_anything_else_is_as_nothing(tmp_path, caplog, content):
+    file = tmp_path / "x.json"
+    assert store.read(file) is None and not caplog.records
+    file.write_text(content)
+    assert store.read(file) is None and str(file) in caplog.text
+
+
+def test_a_folder_that_cannot_be_had_harms_nobody(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    store.write(tmp_path / "file" / "x.json", RESULT)
+    assert "cannot be written" in caplog.text
+
+
+def test_folders(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    assert store.folder("") == Path("/nowhere/bpsfast/tuned") and store.folder("/else") == Path("/else")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert store.folder("") == Path.home() / ".cache" / "bpsfast" / "tuned"
+
+
+def test_models_and_clusters_have_keys_of_their_own():
+    tensors = [("a", (2, 3), "float32")]
+    keys = {store.key(tensors, [[(1, 0.0)], []]), store.key([("a", (3, 2), "float32")], [[(1, 0.0)], []]),
+            store.key([("a", (2, 3), "float16")], [[(1, 0.0)], []]), store.key(tensors, [[(2, 0.0)], []]),
+            store.key(tensors, [[(1, 1e9)], []])}
+    assert len(keys) == 5 and store.key(tensors, [[(1, 0.0)], []]) in keys
