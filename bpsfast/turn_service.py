@@ -6,6 +6,7 @@ gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ from .orchestration.errors import (
 )
 from .orchestration.turn_line import FollowerLine, LeaderLine
 from .orchestration.turns import Entry, Follower, Leader
+
+log = logging.getLogger("bpsfast")
 
 #: Tells that an operation is done, or why not; once, from any thread.
 Finish = Callable[[BaseException | None], None]
@@ -326,7 +329,14 @@ class TurnService:
             abandoned = list(self._open.values())
             self._unheard = None if abandoned else error
             self._open.clear()
-        with contextlib.suppress(BpsError):  # of others who are gone: who is there has heard it
+        try:
             self._say(says.Failed(type(error).__name__, str(error)))
-        for operation in abandoned:
-            operation.on_done(error)
+        except BpsError:
+            pass  # others are gone: who is there has heard it
+        finally:
+            for operation in abandoned:
+                try:
+                    operation.on_done(error)
+                except Exception:  # one caller's fault must not leave another one waiting
+                    log.exception("rank %d: what was to hear that %s has failed has failed itself", self.rank,
+                                  operation.entry)

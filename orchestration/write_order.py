@@ -45,7 +45,7 @@ class WriteOrder:
         joined = max(oldest, self._last.get(part, 0) + 1)
         self._last[part] = joined
         self._newest = max(self._newest, joined)
-        return Place(joined << _RANK_BITS | rank << 1 | is_result, part)
+        return Place(order_of(joined, rank, is_result), part)
 
     def forget(self, part: int) -> None:
         """Know nothing more of *part*: its number is to be another's."""
@@ -65,6 +65,11 @@ class ArrivalOrder:
 
     def forget(self, part: int) -> None:
         """Know nothing of *part*, as ever."""
+
+
+def order_of(pass_: int, rank: int, is_result: bool) -> int:
+    """Return the order of a write in the pass *pass_* whose unit has *rank*."""
+    return pass_ << _RANK_BITS | rank << 1 | is_result
 
 
 def urgency(order: int) -> int:

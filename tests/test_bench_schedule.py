@@ -56,6 +56,7 @@ def test_the_time_to_compute_follows_from_what_links_move():
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"ways": "fifo|lifo"}, "'lifo' is none of fifo, "), ({"model": "vgg16/x"}, "expected a built-in model and a div"),
+    ({"model": "vgg16/0"}, "expected a built-in model and a div"), ({"model": "vgg17/2"}, "'vgg17' is unknown"),
     ({"n_workers": 1}, "1 worker exchanges nothing"),
 ])
 def test_what_is_refused(options, text):

@@ -134,6 +134,17 @@ def test_a_trace_says_since_when_each_write_could_leave_and_when_it_did(service)
     assert urgent.args["pass"] == other.args["pass"] and urgent.args["order"] < other.args["order"]
 
 
+@pytest.mark.parametrize("service", [(1, NBYTES, [True], True)], indirect=True)
+def test_a_trace_without_urgency_says_how_urgent_each_write_was(service):
+    service.dispatcher.commit((1, 0), alone(2), {})
+    service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part, 3) for part in (0, 1)])
+    assert service.written(0, 1) == [0]
+    service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0)])
+    assert service.written(0, 1) == [1]
+    first, second = service.sends.spans({0: 5})
+    assert first.args["pass"] == second.args["pass"] == 3 and first.args["order"] > second.args["order"]
+
+
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_within_a_unit_partials_leave_before_results(service):
     service.dispatcher.commit((3, 4, 5, 0, 1, 2), {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3}, {})

@@ -78,6 +78,14 @@ def test_what_was_merged_is_loaded_again(tmp_path):
     assert again.parts == first.parts
 
 
+def test_traces_of_two_jobs_in_one_folder_are_refused(tmp_path):
+    job(tmp_path)
+    first = next(tmp_path.glob("rank-0-*.trace.json"))
+    (tmp_path / "rank-0-1.trace.json").write_text(first.read_text())
+    with pytest.raises(ConfigError, match=r"are both of rank 0: traces of two jobs lie there"):
+        trace.merge(tmp_path, tmp_path / "trace.json")
+
+
 def test_nothing_to_merge_and_a_foreign_file_are_errors_that_name_the_place(tmp_path):
     with pytest.raises(ConfigError, match=r"no \*.trace.json in .*BPSFAST_TRACE_DIR"):
         trace.merge(tmp_path, tmp_path / "trace.json")
@@ -104,7 +112,7 @@ _PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
 @settings(deadline=None, max_examples=100, phases=_PHASES, suppress_health_check=[HealthCheck.too_slow])
 @given(processes=st.lists(st.tuples(_RECORDS, _SENDS, _CLOCKS, st.integers(0, 2), st.integers(-1, 2)), min_size=1,
-                          max_size=4),
+                          max_size=4, unique_by=lambda process: process[3:]),
        parts=st.dictionaries(st.integers(0, 3), _PARTS))
 def test_any_soup_of_records_is_a_valid_trace(processes, parts):
     with tempfile.TemporaryDirectory() as name:

@@ -244,6 +244,28 @@ def test_an_operation_that_fails_ends_the_group_with_its_words(group, rank):
             future.result(LIMIT_S)
 
 
+def test_who_fails_to_hear_of_an_error_keeps_nobody_else_from_it(group, caplog):
+    ranks = group(1)
+    heard = Future()
+
+    def cannot_hear(error):
+        raise RuntimeError("no ears")
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def begin(finish):
+        begun.set()
+        go_on.wait(LIMIT_S)
+        raise OSError("no such device")
+
+    service = ranks.services[0]
+    service.submit(Entry("a", 0, 1, "test"), begin, cannot_hear)
+    assert begun.wait(LIMIT_S)
+    service.submit(Entry("b", 0, 1, "test"), lambda finish: finish(None), heard.set_result)
+    go_on.set()
+    assert isinstance(heard.result(LIMIT_S), UnsupportedError) and "no ears" in caplog.text
+
+
 def test_a_rank_that_closed_gives_nothing_more(group):
     ranks = group(2)
     ranks.services[1].close()  # rank 0 hears of it before what it is given next, or after it

@@ -72,13 +72,15 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _setup(given: Mapping[str, Any]) -> Setup:
     model, _, divisor = str(given.get("model") or f"{_MODEL}/{_DIVISOR}").partition("/")
-    if divisor and not divisor.isdecimal():
+    if divisor and not (divisor.isdecimal() and int(divisor)):
         raise ConfigError(f"--model {given['model']!r}: expected a built-in model and a divisor, such as vgg16/32")
     n_workers, n_helpers = given.get("n_workers") or 4, given.get("n_helpers", 2)
     if n_workers < 2:
         raise ConfigError(f"{n_workers} worker exchanges nothing: bench schedule needs two or more")
     ratio = given.get("ratio") or _RATIO
-    return Setup(n_workers, n_helpers, model, int(divisor or 1), ratio, _TOTAL_BITS / (n_workers + n_helpers))
+    setup = Setup(n_workers, n_helpers, model, int(divisor or 1), ratio, _TOTAL_BITS / (n_workers + n_helpers))
+    _ = setup.job  # a model that is not built in is refused now
+    return setup
 
 
 def _names(text: str | None, quick: bool) -> list[str]:

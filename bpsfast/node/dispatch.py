@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..orchestration.card_queue import CardQueue
 from ..orchestration.errors import StallError
-from ..orchestration.write_order import ArrivalOrder, Place, WriteOrder
+from ..orchestration.write_order import ArrivalOrder, Place, WriteOrder, order_of
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from ..trace import SendLog
 from ..transport import WireLink
@@ -230,8 +230,8 @@ class Dispatcher:
                 self._lose(source, code)
         self._n_events += len(batch)
         self._n_batches += 1
-        self._peak_queued = max(self._peak_queued, self._card.queued)
         self._pump()
+        self._peak_queued = max(self._peak_queued, self._card.queued)
 
     def _keep_up(self) -> None:
         """Take over what other threads have told, before any event that may come of it."""
@@ -248,6 +248,11 @@ class Dispatcher:
         rank = self._order[self._first_parts[part]]
         return self._write_order.enter(part, rank, is_result, self._card.first_order)
 
+    def _urgent_order(self, write: Write) -> int:
+        """Return what the order of *write* would be by urgency, where it has none: a trace is to show what that costs.
+        """
+        return order_of(write.round, self._order[self._first_parts[write.part]], False)
+
     def _put(self, source: int, write: Write) -> None:
         self._card.put(source, write, order=write.place.order, key=write.place.key, nbytes=write.nbytes)
 
@@ -258,7 +263,7 @@ class Dispatcher:
             destination.posted[write.part] = write
             if self._sends is not None:
                 self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
-                                write.place.order)
+                                write.place.order or self._urgent_order(write))
             lane = destination.link.lane_of(write.part)
             try:
                 lane.post(write.part, write.round, write.flags, write.address, write.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class EventLoop:
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        self._closing = threading.Lock()
         self.watch(self._wake_fd, self._run_calls)
 
     def watch(self, what: int | zmq.Socket[bytes], handler: Callable[[], None]) -> None:
@@ -47,8 +49,9 @@ class EventLoop:
     def call_soon(self, handler: Callable[[], None]) -> None:
         """Call *handler* in the loop's thread as soon as possible. Any thread; nothing happens once it is closed."""
         self._calls.append(handler)
-        if not self._closed:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._closing:  # the number of a closed descriptor may be another one's
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def run_once(self, timeout_s: float) -> None:
         """Wait at most *timeout_s* for something to happen and call its handlers."""
@@ -65,10 +68,11 @@ class EventLoop:
     def close(self) -> None:
         """Close the loop's own descriptor. Watched ones are their owners'."""
         if not self._closed:
-            self._closed = True
             self._handlers.clear()
             self._timers.clear()
-            os.close(self._wake_fd)
+            with self._closing:
+                self._closed = True
+                os.close(self._wake_fd)
 
     def _call(self, handler: Callable[[], None]) -> None:
         try:

@@ -178,9 +178,10 @@ class Exporter:
 
         try:
             write_to_textfile(self._path, self._file_registry)  # to a file beside it, then renamed
-        except OSError as exc:
+        except Exception as exc:  # whatever it is: numbers that nobody gets end no job
             if not self._warned:
-                log.warning("the numbers for Prometheus cannot be written to %s: %s", self._path, exc)
+                log.warning("the numbers for Prometheus cannot be written to %s: %s: %s", self._path,
+                            type(exc).__name__, exc)
             self._warned = True
 
     def close(self) -> None:
@@ -241,5 +242,5 @@ def _families(rows: tuple[Row, ...], labels: list[str],
     for row in rows:
         family: Any = (GaugeMetricFamily if row.is_gauge else CounterMetricFamily)(row.name, row.doc, labels=labels)
         for values, counters in groups:
-            family.add_metric(values, counters[row.counter] * row.scale)
+            family.add_metric(values, counters.get(row.counter, 0) * row.scale)
         yield family

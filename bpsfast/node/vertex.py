@@ -147,7 +147,7 @@ class Vertex:
         assert isinstance(old, rdma.RdmaLink) and self._dispatcher is not None
         for part, (even, odd, nbytes) in old.bound.items():
             link.expect(part, even, odd, nbytes)
-        self._records.append(old.trace())
+        self._records += old.traces()
         counted = old.counters()
         self._moved[link.index] = {name: counted[name] for name in _ADDED_UP}
         self.links[link.index] = link  # ours to close from here on, whatever comes
@@ -297,7 +297,7 @@ class Vertex:
             self._records.append(self._engine.trace())
         for link in self.wires():
             if self._limits.trace_capacity:
-                self._records.append(link.trace())
+                self._records += link.traces()
             link.close()
         self._engine.close()
 

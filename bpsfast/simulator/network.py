@@ -39,7 +39,7 @@ class _Direction:
     def __init__(self, rate: float, burst_nbytes: float) -> None:
         self._rate = rate
         self._burst_s = burst_nbytes / rate
-        self._done_s = 0.0
+        self._done_s = 0.0  # nothing is saved up for the first message: steps follow one another
         self.nbytes = 0.0
 
     def take(self, at_s: float, nbytes: float, overhead_s: float) -> float:

@@ -42,6 +42,12 @@ def load(folder: str | Path) -> Job:
         raise ConfigError(f"no {process_file.PATTERN} in {folder}: run the job with BPSFAST_TRACE_DIR set, on all "
                           "machines, and gather what each of them wrote")
     processes = [process_file.read(path) for path in paths]
+    who: dict[tuple[int, int], Path] = {}
+    for process, path in zip(processes, paths):
+        other = who.setdefault((process.node, process.rank), path)
+        if other is not path:
+            raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: traces of two "
+                              "jobs lie there; give each job a folder of its own")
     processes.sort(key=lambda process: (process.rank >= 0, process.rank, process.node, process.path))
     clocks = clock.align(processes)
     for process, its_clock in zip(processes, clocks.of):

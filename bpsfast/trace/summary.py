@@ -219,7 +219,8 @@ def without(times: Times, taken: Times) -> Times:
     """Return *times* less *taken*; both as `union` returns them, but that a time may be empty or less."""
     found: Times = []
     for begin, end in times:
-        for a, b in taken[max(0, bisect_left(taken, (begin, begin)) - 1):]:
+        for at in range(max(0, bisect_left(taken, (begin, begin)) - 1), len(taken)):
+            a, b = taken[at]
             if a >= end:
                 break
             if b <= begin:

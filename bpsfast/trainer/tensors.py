@@ -202,6 +202,9 @@ class Tensors:
                 late = now >= deadline
                 if late or now >= warn or (now >= doubt and self._inquiry.somebody_left()):
                     answer = self._inquiry.ask_about(name)
+                    found = ready()  # it may have come while we asked
+                    if found is not None:
+                        break
                     if late or answer.hopeless:
                         raise StallError(f"rank {self._rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
                                          f"{answer.missing}")

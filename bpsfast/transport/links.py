@@ -40,8 +40,8 @@ class WireLink(Protocol):
     def counters(self) -> dict[str, int]:
         """Return what was written and received."""
 
-    def trace(self) -> bytes:
-        """Return trace records (`record.h`)."""
+    def traces(self) -> list[bytes]:
+        """Return the trace records (`record.h`) of each connection."""
 
     def close(self) -> None:
         """Close everything. Before the engine is closed. Idempotent."""

@@ -157,9 +157,9 @@ class TcpLink:
                 total[name] = total.get(name, 0) + value
         return total
 
-    def trace(self) -> bytes:
-        """Return the streams' trace records."""
-        return b"".join(stream.trace() for stream in self.streams)
+    def traces(self) -> list[bytes]:
+        """Return the trace records of each stream."""
+        return [stream.trace() for stream in self.streams]
 
     def close(self) -> None:
         """Close all connections. Idempotent."""

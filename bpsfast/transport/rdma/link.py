@@ -200,9 +200,9 @@ class RdmaLink:
                 total[name] = total.get(name, 0) + value
         return total
 
-    def trace(self) -> bytes:
-        """Return the lanes' trace records."""
-        return b"".join(way.lane.trace() for way in self._ways)
+    def traces(self) -> list[bytes]:
+        """Return the trace records of each lane."""
+        return [way.lane.trace() for way in self._ways]
 
     def close(self) -> None:
         """Close queue pairs and channel. Idempotent."""
