@@ -218,6 +218,18 @@ def bench_schedule(**options: Any) -> None:
     schedule.run(options)
 
 
+@bench.command("autotune")
+@click.option("--starts", help="Bad partition_bytes to begin with.  [default: 64000,65536000]", metavar="N[,N]")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of what was chosen and the grid's best.  [default: 3]")
+@_JSON_OPTION
+@errors_in_words
+def bench_autotune(**options: Any) -> None:
+    """Tuning inside training, from bad settings, beside a grid of settings. Needs root and torch; ten minutes."""
+    from .bench import autotune
+
+    autotune.run(options)
+
+
 @bench.command("neighbour")
 @click.option("--cores", type=_COUNT, help="Cores of the helper.  [default: 1]")
 @click.option("--nic-rate", type=click.FloatRange(0, min_open=True), metavar="GBPS",

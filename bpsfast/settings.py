@@ -300,6 +300,11 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
         raise ConfigError(f"BPSFAST_TRACE_FIRST_STEP = {settings.trace_first_step} ({origins['trace_first_step']}) "
                           f"comes after BPSFAST_TRACE_LAST_STEP = {settings.trace_last_step} "
                           f"({origins['trace_last_step']}): nothing would be traced")
+    if settings.autotune and settings.trace_dir:
+        raise ConfigError(
+            f"BPSFAST_AUTOTUNE = on ({origins['autotune']}) and BPSFAST_TRACE_DIR = {settings.trace_dir!r} "
+            f"({origins['trace_dir']}) go ill together: numbers of partitions are used again when gradients are cut "
+            "anew, and a trace would take them for one; tune first, then trace with what was found as settings")
     check_policy(settings.placement)
     try:
         selection.parse(settings.rdma_devices)

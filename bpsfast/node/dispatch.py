@@ -272,6 +272,7 @@ class Dispatcher:
                     raise
 
     def _take(self, detour: Detour) -> None:
+        self._keep_up()  # what was posted of parts that are retired is not to be written again
         self.handle(self._engine.events(0.0))  # what the old link had still to say: it is closed, so that is all
         destination = self._destinations[detour.source]
         destination.link = detour.link

@@ -107,7 +107,7 @@ class Edition:
         """
         tensors = self._session.tensors
         units = self.distinct or list(dict.fromkeys(tensors.unit(wire) for wire in self.wires.values()))
-        if any(unit.n_users > 1 for unit in units):
+        if any(self._session.n_users[wire] > 1 for wire in self.wires.values()):
             return  # another object with the same names pushes them too
         for unit in units:
             if unit.in_flight:

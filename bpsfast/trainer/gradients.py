@@ -66,6 +66,7 @@ class Gradients:
                              group=group, priority=urgency[name], edition_of=family)
             for name, (shape, dtype) in tensors.items()
         }
+        self._session.n_users.update(self._names.values())
         self._edition = Edition(self._session, specs, 0, Cut())
         self._last = self._edition  # that of the last step
         self._tuner: Tuner | None = None
@@ -213,6 +214,9 @@ class Gradients:
             if self._tuner.is_over:
                 self._tuner = None
         with self._lock:
+            if chosen is not self._edition:
+                for unit in chosen.distinct:
+                    unit.follow(self._edition.distinct[0])
             self._last, self._edition = self._edition, chosen
             self._ready.clear()
             self._pending.clear()
@@ -235,8 +239,6 @@ class Gradients:
     def _lay_out(self) -> None:
         edition = self._edition
         edition.lay_out(self._by_urgency, {})
-        for unit in edition.distinct:
-            unit.n_users += 1
         self._homes = dict(edition.places)
         self._arrays = {
             name: home.array.view(edition.units[name].dtype).reshape(edition.members[name].shape)
@@ -249,8 +251,8 @@ class Gradients:
     def _enter(self, name: str) -> bool:
         """Note that *name* is ready; return whether its unit is complete now."""
         self._prepare(name)
-        unit = self._edition.units[name]
         with self._lock:
+            unit = self._edition.units[name]
             self._refuse_twice(name)
             self._ready.add(name)
             left = self._pending.get(unit.name, len(unit.members)) - 1
@@ -260,11 +262,13 @@ class Gradients:
     def _awaited(self, name: str) -> tuple[Edition, Unit, int]:
         """Return the edition and the unit of *name*, and the round whose result is meant."""
         self._prepare(name)
-        edition = self._edition if name in self._ready else self._last
-        unit = edition.units[name]
-        if name in self._ready and self._pending[unit.name]:
+        with self._lock:  # `step` of another thread changes all of it
+            edition = self._edition if name in self._ready else self._last
+            unit = edition.units[name]
             wires = {wire: own for own, wire in edition.wires.items()}
-            absent = [wires[wire] for wire in unit.members if wires[wire] not in self._ready]
+            waits = name in self._ready and self._pending[unit.name]
+            absent = [wires[wire] for wire in unit.members if wires[wire] not in self._ready] if waits else []
+        if absent:
             raise MismatchError(f"gradient {name!r} travels together with {', '.join(absent)}, which are not ready yet")
         if unit.round == 0:
             raise MismatchError(f"gradient {name!r} is waited for, but it was never ready")

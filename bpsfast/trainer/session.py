@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,9 @@ class Session:
         self._attachment = attachment
         self.inquiry = Inquiry(self.rank, self.require_open, lambda: self._mailbox)
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
-        self.clock = StepClock(port, lambda: sum(unit.round * unit.nbytes for unit in self.tensors.units()))
+        self._retired_nbytes = 0  # pushed by units that are retired
+        self.clock = StepClock(
+            port, lambda: self._retired_nbytes + sum(unit.round * unit.nbytes for unit in self.tensors.units()))
         self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
                                self.inquiry, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
@@ -106,6 +109,7 @@ class Session:
         self._inputs: list[tuple[int, Segment]] = []
         self._free: dict[int, Holes] = {}  # by input segment: what was released
         self.repeats: dict[str, Repeat] = {}
+        self.n_users: Counter[str] = Counter()  # name on the wire -> how many `Gradients` push it
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
         self._unmapped: CapacityError | None = None
@@ -209,6 +213,9 @@ class Session:
             raise BusyError("a tensor is retired whose last round was not waited for")
         self.tensors.retire([name for unit in units for name in unit.members])
         for unit in units:
+            self._retired_nbytes += unit.round * unit.nbytes
+            for name in unit.members:
+                self.repeats.pop(name, None)
             unit.forget()
         self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
 

@@ -61,6 +61,7 @@ class Tuner:
         self._number = 0  # of the last decision that was obeyed
         self._ended = 0.0
         self._is_last = False
+        self._announced = self._counted = False  # of the step that is being ended
         self._pilot = plan.Plan(session, specs, present) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
@@ -72,18 +73,19 @@ class Tuner:
 
     def announce(self) -> None:
         """Say with this step what rank 0 has decided, and what is ready here."""
-        if self._is_last:
-            return
-        unit = self._session.tensors.unit(self._name)
-        if unit.in_flight:
+        if self._announced:
             return  # the step is ended for the second time: its first end has failed
-        self._look_after_coming()
-        words = unit.staging.array[:8 * _N_WORDS].view(np.float64)
-        words[:] = 0
-        if self._pilot is not None:
-            words[:_READY] = _encoded(self._pilot.decision)
-        words[_READY], words[_FAILED] = self._coming_state
-        unit.push_staging()
+        self._counted = False
+        if not self._is_last:
+            unit = self._session.tensors.unit(self._name)
+            self._look_after_coming()
+            words = unit.staging.array[:8 * _N_WORDS].view(np.float64)
+            words[:] = 0
+            if self._pilot is not None:
+                words[:_READY] = _encoded(self._pilot.decision)
+            words[_READY], words[_FAILED] = self._coming_state
+            unit.push_staging()
+        self._announced = True
 
     def conclude(self, timeout_s: float) -> Edition:
         """Wait until all ranks have said theirs; do what follows; return the edition that the next step uses.
@@ -93,12 +95,14 @@ class Tuner:
         StallError, PeerLostError
             As `push_pull`.
         """
+        unit = None if self._is_last else self._session.tensors.unit(self._name)
+        if unit is not None:
+            unit.wait(unit.round, timeout_s)
         self._retire(timeout_s)
-        if self._is_last:
+        self._announced = False
+        if unit is None:
             return self._editions[self._point.cut]
         used = self._point
-        unit = self._session.tensors.unit(self._name)
-        unit.wait(unit.round, timeout_s)
         words = unit.view(unit.round)[:8 * _N_WORDS].view(np.float64).tolist()
         number, is_last, active, coming = _decoded(words)
         if number != self._number:
@@ -123,6 +127,9 @@ class Tuner:
     def _obey(self, active: Point, coming: Point | None) -> None:
         if active.cut not in self._editions:
             raise ProtocolError(f"rank 0 has decided for {active}, of which this rank has no edition: our bug")
+        if self._coming is not None:  # decided anew before it was there
+            self._dropped.append(self._coming)
+            self._coming, self._coming_state = None, [0, 0]
         kept = {active.cut} | ({coming.cut} if coming is not None else set())
         for cut in self._editions:
             if cut in kept:
@@ -140,7 +147,8 @@ class Tuner:
 
     def _use(self, point: Point) -> None:
         if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:
-            self._session.set_credit(point.credit_nbytes)
+            own = self._session.settings.credit_bytes  # 0: every node's own setting again
+            self._session.set_credit(0 if point.credit_nbytes == own else point.credit_nbytes)
         self._point = point
 
     def _drop(self) -> None:
@@ -176,12 +184,13 @@ class Tuner:
             self._coming_state = [0, 1]
 
     def _retire(self, timeout_s: float) -> None:
-        for cut in list(self._leaving):
-            self._leaving[cut] -= 1
-            if self._leaving[cut] == 0:
-                del self._leaving[cut]
-                edition = self._editions.pop(cut)
-                edition.retire(timeout_s, keeps_input=edition is self._first)
+        if not self._counted:  # also where a step is ended twice
+            self._counted = True
+            self._leaving = {cut: left - 1 for cut, left in self._leaving.items()}
+        for cut in [cut for cut, left in self._leaving.items() if left <= 0]:
+            edition = self._editions[cut]
+            edition.retire(timeout_s, keeps_input=edition is self._first)
+            del self._editions[cut], self._leaving[cut]
         for edition in list(self._dropped):
             try:
                 if edition.is_committed:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..dtypes import TABLE
-from ..orchestration.errors import BpsError, BusyError, ProtocolError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..pyx.pages import Segment, Window
 from ..trace.records import Part
@@ -72,8 +72,8 @@ class Unit:
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.round = 0
         self.in_flight = False
+        self._is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
-        self.n_users = 0  # objects that push it as a part of something larger
         self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
         self._complete = 0  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
@@ -192,6 +192,8 @@ class Unit:
 
     def _begin(self) -> int:
         with self._lock:
+            if self._is_retired:
+                raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
             if self.in_flight and self._given_up is not None:
                 raise BusyError(
                     f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the call "
@@ -296,9 +298,14 @@ class Unit:
         raw = self.view(round)[member.offset : member.offset + member.nbytes]
         return raw.view(self.dtype).reshape(member.shape)
 
+    def follow(self, other: Unit) -> None:
+        """Count as pushed in the step in which *other* was: it takes that one's place."""
+        self._step = other._step
+
     def forget(self) -> None:
-        """Let go of all mappings and memory; arrays that were handed out keep theirs."""
+        """Let go of all mappings and memory; arrays that were handed out keep theirs. No push any more."""
         with self._lock:
+            self._is_retired = True
             self._views.clear()
             self._runs = []
             self._staging = self._window = None

@@ -1,0 +1,162 @@
+"""``bpsfast bench autotune``: from deliberately bad settings, how near does tuning inside training come to the best?
+
+Two machines and a helper (network namespaces, shaped links) train the network of `train`. Once with autotune from each
+bad start; then every point of a grid without it; then what was chosen and the grid's best anew, in turns, for the least
+of many noisy medians is less than it is. Weights must be the same in all runs, bit for bit.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bpsfast.bench import table
+from bpsfast.cluster import netns
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+
+STARTS = (64_000, 65_536_000)
+#: (partition_bytes, credit_bytes)
+GRID = ((64_000, 4_096_000), (64_000, 16_777_216), (256_000, 4_096_000), (256_000, 16_777_216), (1_024_000, 16_777_216),
+        (4_096_000, 16_777_216), (16_384_000, 16_777_216), (65_536_000, 16_777_216))
+_WIDTH = 1024
+_RATE = "1gbit"
+#: Steps of a tuned run (it looks for 60), and of others, whose first ones do not count.
+_N_TUNED, _N_STEPS, _N_COLD = 70, 14, 4
+_TIMEOUT_S = 170.0
+
+
+class Run(NamedTuple):
+    """One training: a checksum of its weights, rank 0's step times, and what tuning says."""
+
+    weights: str
+    times_s: list[float]
+    found: dict[str, Any]
+
+    @property
+    def median_s(self) -> float:
+        """Median of the steps that count."""
+        return statistics.median(self.times_s[_N_COLD:])
+
+
+class Found(NamedTuple):
+    """From one start: the tuned run; `again`: medians of the chosen point and of the grid's best, in turns."""
+
+    start: int
+    tuned: Run
+    best: tuple[int, int]
+    again: list[dict[str, float]]
+
+    @property
+    def excess(self) -> float:
+        """Return how much longer than the grid's best the chosen point takes."""
+        chosen, best = (statistics.median(each[name] for each in self.again) for name in ("chosen", "best"))
+        return chosen / best - 1
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print a table, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        starts ("64000,65536000"): partition_bytes; n_rounds (3) of the comparison; json_path. All may be None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense, or namespaces or torch are missing.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    starts = _starts(given.get("starts"))
+    lacking = netns.missing()
+    if lacking is not None:
+        raise ConfigError(f"bench autotune needs machines with links of their own: {lacking}")
+    began = time.time()
+    with tempfile.TemporaryDirectory(prefix="bpsfast-bench-") as name:
+        folder = Path(name)
+        default = train(folder, _N_STEPS)
+        grid = {point: train(folder, _N_STEPS, partition_bytes=point[0], credit_bytes=point[1]) for point in GRID}
+        best = min(grid, key=lambda point: grid[point].median_s)
+        found = []
+        for start in starts:
+            tuned = train(folder, _N_TUNED, tune=True, partition_bytes=start)
+            chosen = {f"{key.removesuffix('_nbytes')}_bytes": value for key, value in tuned.found["chosen"].items()}
+            rivals = {"chosen": chosen, "best": {"partition_bytes": best[0], "credit_bytes": best[1]}}
+            again = [{name: train(folder, _N_STEPS, **settings).median_s for name, settings in rivals.items()}
+                     for _ in range(given.get("n_rounds") or 3)]
+            found.append(Found(start, tuned, best, again))
+    print(report(default, grid, found), flush=True)
+    return table.finish("autotune", given, began, _records(default, grid, found))
+
+
+def train(folder: Path, n_steps: int, tune: bool = False, **settings: object) -> Run:
+    """Train *n_steps* with these settings, in *folder*; tuned anew if *tune* says so.
+
+    Raises
+    ------
+    PeerLostError, StallError
+        If it fails, or does not end.
+    """
+    outcome = folder / "found.json"
+    bpsfast = [sys.executable, "-m", "bpsfast"]
+    command = [*bpsfast, "run", "-n", "2", "--nodes", "2", "--helpers", "1", "--netns", "--rate", _RATE, "--",
+               sys.executable, "-m", "bpsfast.bench.autotune.train"]
+    if tune:
+        command = [*bpsfast, "tune", "--json", "-o", str(outcome), "--", *command]
+    variables = {f"BPSFAST_{name.upper()}": str(value) for name, value in settings.items()}
+    environ = {**os.environ, **variables, "WIDTH": str(_WIDTH), "STEPS": str(n_steps),
+               "XDG_CACHE_HOME": str(folder / "cache")}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise StallError(f"training with {settings} did not end within {_TIMEOUT_S:g} s") from exc
+    ranks = dict(re.findall(r"rank (\d) weights (\w+ times .*)", done.stdout))
+    if done.returncode or sorted(ranks) != ["0", "1"]:
+        raise PeerLostError(f"training with {settings} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    weights, _, *times = ranks["0"].split()
+    if ranks["1"].split()[0] != weights:
+        raise PeerLostError(f"the ranks' weights differ after training with {settings}")
+    return Run(weights, [float(each) for each in times], json.loads(outcome.read_text()) if tune else {})
+
+
+def report(default: Run, grid: Mapping[tuple[int, int], Run], found: list[Found]) -> str:
+    """Return the grid, and what was found from each start."""
+    rows = [["partition", "credit", "step s", "x default"]]
+    rows += [[str(partition), str(credit), f"{each.median_s:.4f}", f"{each.median_s / default.median_s:.2f}"]
+             for (partition, credit), each in grid.items()]
+    lines = [f"# a grid without tuning; the defaults take {default.median_s:.4f} s a step", table.plain(rows)]
+    for each in found:
+        slowest = max(each.tuned.times_s[_N_COLD:])
+        lines.append(
+            f"# from partitions of {each.start}: {each.tuned.found['chosen']} after {each.tuned.found['n_steps']} "
+            f"steps, {100 * each.excess:+.1f} % beside the best of the grid {each.best}; slowest step "
+            f"{slowest / default.median_s:.2f} times the defaults'")
+    same = len({each.weights for each in grid.values()} | {default.weights}) == 1
+    lines.append(f"# weights of all untuned runs: {'the same, bit for bit' if same else 'DIFFER'}")
+    return "\n".join(lines)
+
+
+def _starts(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return STARTS
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) >= 4096 for word in words):
+        raise ConfigError(f"--starts {text!r}: expected partition sizes in bytes, 4096 or more, such as 64000,65536000")
+    return tuple(map(int, words))
+
+
+def _records(default: Run, grid: Mapping[tuple[int, int], Run], found: list[Found]) -> list[dict[str, Any]]:
+    untuned = [{"section": "grid", "chosen": {"partition_and_credit_bytes": point},
+                "measured": {"samples_s": each.times_s, "median_s": each.median_s, "weights": each.weights}}
+               for point, each in [(None, default), *grid.items()]]
+    return untuned + [{"section": "tuned", "chosen": {"start": each.start, "best": each.best},
+                       "measured": {"samples_s": each.tuned.times_s, "found": each.tuned.found, "again_s": each.again,
+                                    "excess": each.excess}} for each in found]

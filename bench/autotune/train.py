@@ -1,0 +1,35 @@
+"""What is trained: four layers of WIDTH, STEPS steps, really computed. Prints each rank's weights and step times."""
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+
+
+def main() -> None:
+    """Train as the environment says: WIDTH, STEPS."""
+    import torch
+
+    import bpsfast.torch as bps
+
+    torch.set_num_threads(1)
+    bps.init()
+    torch.manual_seed(bps.rank())
+    width = int(os.environ["WIDTH"])
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+    times_s = []
+    for _ in range(int(os.environ["STEPS"])):
+        begin = time.monotonic()
+        optimizer.zero_grad()
+        model(torch.randn(8, width)).square().mean().backward()
+        optimizer.step()
+        times_s.append(time.monotonic() - begin)
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    print("rank", bps.rank(), "weights", weights, "times", *times_s)
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    main()
