@@ -17,13 +17,14 @@ OPTIMIZERS = {
 
 
 def train(kind, crosses):
-    """Train on data of this rank's own; return a hash of all weights and the last loss."""
+    """Train on data of this rank's own; return a hash of all weights, and whether they have changed."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(),
                               torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 4))
     optimizer = bps.DistributedOptimizer(OPTIMIZERS[kind](net.parameters()), net.named_parameters(),
                                          cross_barrier=crosses)
+    before = [p.detach().clone() for p in net.parameters()]
     generator = torch.Generator().manual_seed(bps.rank())
     for _ in range(N_STEPS):
         x = torch.randn(8, 16, generator=generator)
@@ -34,7 +35,7 @@ def train(kind, crosses):
     if crosses:
         optimizer.settle()
     found = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
-    return found.hexdigest(), float(loss.detach()) < 2.0
+    return found.hexdigest(), not any(torch.equal(old, new) for old, new in zip(before, net.parameters()))
 
 
 @pytest.mark.slow
@@ -49,4 +50,4 @@ def test_200_steps_by_arrival_by_urgency_and_across_the_barrier_end_with_the_sam
     for name, of_ranks in found.items():
         assert len({digest for digest, _ in of_ranks}) == 1, f"the ranks' weights differ: {name}"
         assert of_ranks == found["fifo"], name
-    assert all(learns for _, learns in found["fifo"])
+    assert all(has_changed for _, has_changed in found["fifo"])

@@ -6,7 +6,7 @@ from bpsfast.trace import Limits, SendLog
 
 
 def test_a_send_becomes_a_span_with_its_pass_and_order():
-    log, order = SendLog(Limits(10)), WriteOrder().enter(part=5, rank=6, is_result=True, first_waiting=None)
+    log, order = SendLog(Limits(10)), WriteOrder().enter(part=5, rank=6, is_result=True, first_waiting=None).order
     log.add(100, 250, 3, 5, 1, 4096, order)
     (span,) = log.spans({3: 2})
     assert (span.begin_ns, span.end_ns, span.kind) == (100, 250, "credit")
