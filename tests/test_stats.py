@@ -51,8 +51,6 @@ def test_a_slow_rank_is_found_and_times_and_bytes_add_up(job, transport):
     second, third = found[2].local_lags
     assert third.last_share > 0.8 and third.mean_s > 0.3 * LATE_S > second.mean_s
     assert third.mean_s <= third.p99_s <= third.max_s
-    if transport == "tcp":
-        assert max(stats.peak_queued for stats in found) >= 1
 
 
 def test_speed_is_bytepss():
