@@ -12,6 +12,9 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+# as pytest's pythonpath: test files import their helpers
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 
 def load(path: str) -> object:
     """Return the test module at *path*, imported once under its own name."""

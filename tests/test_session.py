@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer import current
 
 
@@ -339,83 +338,3 @@ def test_a_segment_that_cannot_be_mapped_is_an_error_where_it_is_needed():
     assert first.startswith("CapacityError rank 0 cannot map a segment of ")
     assert second.startswith("CapacityError rank 0 cannot map a segment of ")
     assert third.startswith("CapacityError") and "map" not in third, "that is the node's own answer"
-
-
-# -- retiring ------------------------------------------------------------------------------------------------------
-
-
-def editions(n, retires):
-    """Declare the same tensors *n* times with other partitions, push each twice; return wrong results, and the counters
-    and this process's descriptors after each."""
-    session, counts, wrong = current.current(), [], []
-    for number in range(n):
-        names = [f"edition {retires} {number} {i}" for i in range(4)]
-        sizes = [3, 50_000, 300_000, 7]
-        session.tensors.declare([
-            TensorSpec(name=name, dtype="float32", shape=(size,), group=f"edition {retires} {number}",
-                       partition_nbytes=4096 << number % 5, fusion_nbytes=1000 << 4 * (number % 3),
-                       edition_of=f"editions {retires}")
-            for name, size in zip(names, sizes)])
-        units = list({session.tensors.unit(name) for name in names})
-        regions = [session.allocate(unit.nbytes) for unit in units]
-        for step in range(2):
-            for unit, region in zip(units, regions):
-                region.array.view("f4")[:] = number + step + bpsfast.rank()
-                unit.push(region.address, unit.nbytes)
-            for unit in units:
-                unit.wait(unit.round, 30)
-                result = unit.view(unit.round).view("f4")
-                inside = [result[m.offset // 4:(m.offset + m.nbytes) // 4] for m in unit.members.values()]
-                wrong += [(number, step, unit.name) for each in inside if (each != number + step + 1).any()]
-        if retires:
-            session.retire(units)
-            for region in regions:
-                session.release(region)
-        bpsfast.barrier()
-        stats = bpsfast.counters()
-        counts.append((stats["memory_segments"], stats["registrations"], len(os.listdir("/proc/self/fd")),
-                       len(session.tensors.units())))
-    return wrong, counts
-
-
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-@pytest.mark.parametrize("helpers", [0, 1])
-def test_what_is_retired_makes_room_for_the_next(job, transport, helpers):
-    found = job(ranks=(2, 1), transport=transport, helpers=helpers).run(editions, 20, True)
-    for wrong, counts in found:
-        assert not wrong
-        assert len(set(counts[5:])) == 1, counts
-
-
-def test_what_is_not_retired_stays(job):
-    for wrong, counts in job(ranks=(2, 1), transport="tcp").run(editions, 6, False):
-        assert not wrong and [units for *_, units in counts] == sorted({units for *_, units in counts})
-
-
-def retired_too_early():
-    session = current.current()
-    session.tensors.declare([TensorSpec(name="early", dtype="float32", shape=(10,))])
-    unit = session.tensors.unit("early")
-    unit.push_staging()
-    try:
-        session.retire([unit])
-    except bpsfast.BusyError:
-        unit.wait(1, 30)
-        return unit.view(1).tolist()
-
-
-def test_a_round_under_way_is_not_retired(pair):
-    assert pair.run(retired_too_early) == [[0] * 40] * 3
-
-
-def credit(nbytes):
-    if bpsfast.rank() == 0:
-        current.current().set_credit(nbytes)
-    bpsfast.barrier()  # through the same connections, behind it
-    total("credit")
-    return told()["dispatch_credit_nbytes"]
-
-
-def test_credit_changes_on_every_node(pair):
-    assert pair.run(credit, 12345) == [12345] * 3
-    assert pair.run(credit, 0) == [16_777_216] * 3

@@ -1,8 +1,8 @@
 """``bpsfast bench autotune``: from deliberately bad settings, how near does tuning inside training come to the best?
 
-Two machines and a helper (network namespaces, shaped links) train the network of `train`. Once with autotune from each
-bad start; then every point of a grid without it; then what was chosen and the grid's best anew, in turns, for the least
-of many noisy medians is less than it is. Weights must be the same in all runs, bit for bit.
+Two machines and a helper (network namespaces, shaped links) train the network of `program`: every point of a grid, then
+with autotune from each bad start; then what was chosen and the grid's best anew, in turns, for the least of many noisy
+medians is less than it is. Weights must be the same in all runs, bit for bit.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ STARTS = (64_000, 65_536_000)
 GRID = ((64_000, 4_096_000), (64_000, 16_777_216), (256_000, 4_096_000), (256_000, 16_777_216), (1_024_000, 16_777_216),
         (4_096_000, 16_777_216), (16_384_000, 16_777_216), (65_536_000, 16_777_216))
 _WIDTH = 1024
-_RATE = "1gbit"
+_LINKS = ("--helpers", "1", "--netns", "--rate", "1gbit")
 #: Steps of a tuned run (it looks for 60), and of others, whose first ones do not count.
 _N_TUNED, _N_STEPS, _N_COLD = 70, 14, 4
 _TIMEOUT_S = 170.0
@@ -97,8 +97,11 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return table.finish("autotune", given, began, _records(default, grid, found))
 
 
-def train(folder: Path, n_steps: int, tune: bool = False, **settings: object) -> Run:
+def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] = _LINKS, width: int = _WIDTH,
+          crosses: bool = False, **settings: object) -> Run:
     """Train *n_steps* with these settings, in *folder*; tuned anew if *tune* says so.
+
+    *place*: where, as options of `bpsfast run`; *width*: of a layer; *crosses*: the barrier.
 
     Raises
     ------
@@ -107,13 +110,13 @@ def train(folder: Path, n_steps: int, tune: bool = False, **settings: object) ->
     """
     outcome = folder / "found.json"
     bpsfast = [sys.executable, "-m", "bpsfast"]
-    command = [*bpsfast, "run", "-n", "2", "--nodes", "2", "--helpers", "1", "--netns", "--rate", _RATE, "--",
-               sys.executable, "-m", "bpsfast.bench.autotune.train"]
+    command = [*bpsfast, "run", "-n", "2", "--nodes", "2", *place, "--",
+               sys.executable, "-m", "bpsfast.bench.autotune.program"]
     if tune:
         command = [*bpsfast, "tune", "--json", "-o", str(outcome), "--", *command]
     variables = {f"BPSFAST_{name.upper()}": str(value) for name, value in settings.items()}
-    environ = {**os.environ, **variables, "WIDTH": str(_WIDTH), "STEPS": str(n_steps),
-               "XDG_CACHE_HOME": str(folder / "cache")}
+    environ = {**os.environ, **variables, "WIDTH": str(width), "STEPS": str(n_steps),
+               "CROSSES": str(int(crosses)), "XDG_CACHE_HOME": str(folder / "cache")}
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as exc:

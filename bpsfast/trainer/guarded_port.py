@@ -15,7 +15,8 @@ from ..orchestration.errors import BpsError, StallError
 from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
-from .inquiry import DOUBT_S, Inquiry
+from .inquiry import Inquiry
+from .patience import Patience
 from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
@@ -164,40 +165,18 @@ class GuardedPort:
 
     def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
                    timeout_s: float, spent_s: float = 0.0) -> None:
-        begin = time.monotonic() - spent_s
-        deadline, doubt, warn = begin + timeout_s, begin + DOUBT_S, self._inspector.due(begin)
         deferred = self._start_deferred()
-        stalled: Subject | None = None
-        try:
+        with Patience(self._me, timeout_s, self._inquiry, self._inspector, spent_s=spent_s) as patience:
             while True:
-                now = time.monotonic()
-                slice_s = min(_DEFERRED_SLICE_S if deferred else _SLICE_S, deadline - now, warn - now)
                 with self._inside as port:
-                    outcome = wait(port, max(0.0, slice_s))
+                    outcome = wait(port, min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
                 if outcome == DONE:
                     break
                 if outcome in (ABORTED, NODE_DIED):
                     raise self._over()
                 assert outcome == TIMED_OUT, f"the port returned {outcome}"
-                now = time.monotonic()
-                late = now >= deadline
-                if late or now >= warn or (now >= doubt and self._inquiry.somebody_left()):
-                    subject, answer = self._ask(unit, part, n_parts, round)
-                    if self.done(part, n_parts, round):
-                        continue
-                    if late or answer.hopeless:
-                        raise StallError(f"{self._me} waited {timeout_s if late else now - begin:.3g} s for "
-                                         f"{subject.describe()}: {answer.missing}")
-                    if now >= warn:
-                        stalled, warn = subject, self._inspector.tell(subject, answer, begin)
-                doubt = max(doubt, now + DOUBT_S)
+                patience.look(lambda: self._ask(unit, part, n_parts, round), lambda: self.done(part, n_parts, round))
                 deferred = self._start_deferred()
-        except BaseException:
-            if stalled is not None:
-                self._inspector.end(stalled, went_on=False)
-            raise
-        if stalled is not None:
-            self._inspector.end(stalled, went_on=True)
 
     def _ask(self, unit: Unit, part: int, n_parts: int, round: int) -> tuple[Subject, StallAnswer]:
         """Ask who is missing from the first of these partitions that is not complete."""

@@ -6,14 +6,14 @@ first sees the commit: while it waits for anything else, or asks for the unit.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from ..orchestration.errors import BpsError, BusyError, MismatchError, StallError
+from ..orchestration.errors import BpsError, BusyError, MismatchError
 from ..orchestration.messages import Declare, TensorSpec
-from .inquiry import DOUBT_S, Inquiry
+from .inquiry import Inquiry
 from .mailbox import Mailbox
+from .patience import Patience
 from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
@@ -187,37 +187,15 @@ class Tensors:
             If it did not come in time, or cannot come any more; the job is asked about *name*.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        begin = time.monotonic()
-        deadline, doubt, warn = begin + timeout_s, begin + DOUBT_S, self._inspector.due(begin)
-        subject, stalled = Subject(name), False
-        try:
+        with Patience(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:
             while True:
-                self._mailbox().wait(lambda: ready() or self._startable(),
-                                     max(0.0, min(doubt, deadline, warn) - time.monotonic()))
+                self._mailbox().wait(lambda: ready() or self._startable(), patience.rest_s)
                 self._start_deferred()
                 found = ready()
                 if found is not None:
-                    break
-                now = time.monotonic()
-                late = now >= deadline
-                if late or now >= warn or (now >= doubt and self._inquiry.somebody_left()):
-                    answer = self._inquiry.ask_about(name)
-                    found = ready()  # it may have come while we asked
-                    if found is not None:
-                        break
-                    if late or answer.hopeless:
-                        raise StallError(f"rank {self._rank} waited {timeout_s if late else now - begin:.3g} s {what}: "
-                                         f"{answer.missing}")
-                    if now >= warn:
-                        stalled, warn = True, self._inspector.tell(subject, answer, begin)
-                doubt = max(doubt, now + DOUBT_S)
-        except BaseException:
-            if stalled:
-                self._inspector.end(subject, went_on=False)
-            raise
-        if stalled:
-            self._inspector.end(subject, went_on=not isinstance(found, BpsError))
-        return found
+                    patience.went_on = not isinstance(found, BpsError)
+                    return found
+                patience.look(lambda: (Subject(name), self._inquiry.ask_about(name)), lambda: ready() is not None)
 
     def _start_deferred(self) -> None:
         while self._deferred:

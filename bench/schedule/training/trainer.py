@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -96,26 +96,26 @@ class Trainer:
         self._way.close()
 
 
-class _Way:
-    """How gradients are averaged. `step` trains once; `settle` makes what updates are still due."""
+class _Way(Protocol):
+    """How gradients are averaged."""
 
     rank: int
     size: int
 
     def step(self, x: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Train once."""
 
     def settle(self) -> None:
-        raise NotImplementedError
+        """Make what updates are still due."""
 
     def barrier(self) -> None:
-        raise NotImplementedError
+        """Wait for the other ranks."""
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Leave the job."""
 
 
-class _Ours(_Way):
+class _Ours:
     def __init__(self, net: torch.nn.Module, crosses: bool) -> None:
         import bpsfast.torch as bps
 
@@ -143,7 +143,7 @@ class _Ours(_Way):
         self._bps.shutdown()
 
 
-class _Gloo(_Way):
+class _Gloo:
     """Joins the group of torch.distributed; the rendezvous is in the environment."""
 
     def __init__(self) -> None:

@@ -7,7 +7,10 @@ import time
 
 
 def main() -> None:
-    """Train as the environment says: WIDTH, STEPS."""
+    """Train as the environment says: WIDTH, STEPS, CROSSES (the barrier: 0 or 1).
+
+    Half of the steps begin with gradients that live in shared memory, so that tuning moves those as well.
+    """
     import torch
 
     import bpsfast.torch as bps
@@ -18,11 +21,12 @@ def main() -> None:
     width = int(os.environ["WIDTH"])
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(),
+                                         cross_barrier=os.environ.get("CROSSES") == "1")
     times_s = []
-    for _ in range(int(os.environ["STEPS"])):
+    for step in range(int(os.environ["STEPS"])):
         begin = time.monotonic()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
         model(torch.randn(8, width)).square().mean().backward()
         optimizer.step()
         times_s.append(time.monotonic() - begin)
