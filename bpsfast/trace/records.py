@@ -67,8 +67,10 @@ class Part(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What it is called in names of events."""
-        return f"{self.tensor}[{self.partition}]" if self.n_partitions > 1 else self.tensor
+        """What it is called in names of events: on one line, whatever the user's name for the tensor has in it."""
+        tensor = "".join(each if each.isprintable() else each.encode("unicode_escape").decode()
+                         for each in self.tensor)
+        return f"{tensor}[{self.partition}]" if self.n_partitions > 1 else tensor
 
 
 class Span(NamedTuple):
