@@ -1,4 +1,4 @@
-"""Extern declarations of the engine's core: part.h, events.h, core.h, lifecycle.h."""
+"""Extern declarations of the engine's core: part.h, events.h, core.h, lifecycle.h, table.h."""
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
@@ -27,8 +27,6 @@ cdef extern from "part.h" nogil:
         uint16_t partial_segment
         uint8_t owned, to_wire
         uint32_t generation, order, round, n_missing
-    struct bps_heap:
-        uint32_t used
     void bps_part_free(bps_part *)
 
 cdef extern from "events.h" nogil:
@@ -54,9 +52,7 @@ cdef extern from "core.h" nogil:
     struct bps_core:
         pthread_mutex_t lock
         bps_part *parts
-        bps_heap heap
-        uint32_t *parked
-        uint32_t n_parked, n_parts, generation, n_sources
+        uint32_t n_parts, generation, n_sources
         bps_source *sources
         int frozen, stopping, fifo
         void *board
@@ -68,8 +64,6 @@ cdef extern from "core.h" nogil:
         bps_lag *owner_lags
         uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, allocations
     void bps_abort(bps_core *, const char *, size_t)
-    int bps_ready(bps_core *, uint32_t)
-    void bps_drain(bps_core *)
     void bps_on_arrived(void *, uint32_t, uint32_t, uint32_t, uint32_t)
     void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
 
@@ -79,4 +73,19 @@ cdef extern from "lifecycle.h" nogil:
     int bps_start(bps_core *, int)
     void bps_stop(bps_core *)
     int bps_freeze(bps_core *, uint64_t)
-    int bps_source_map(bps_source *, uint32_t, uint64_t, uint64_t)
+    int bps_map_segment(bps_core *, uint32_t, uint32_t, uint64_t, uint64_t)
+
+cdef extern from "table.h" nogil:
+    enum: BPS_RETIRED, BPS_ABSENT
+    struct bps_row:
+        uint32_t part, round, n_missing
+    struct bps_gap:
+        uint32_t round, n
+        int owned
+        uint32_t sources[BPS_MAX_SOURCES]
+    int bps_table_put(bps_core *, uint32_t, bps_part *)
+    void bps_table_remove(bps_core *, uint32_t)
+    int bps_table_retire(bps_core *, const uint32_t *, uint32_t, uint32_t *)
+    uint32_t bps_table_report(bps_core *, bps_row *, uint32_t)
+    int bps_table_missing(bps_core *, uint32_t, bps_gap *)
+    int bps_table_commit(bps_core *, uint32_t, const uint32_t *, uint32_t)

@@ -22,16 +22,17 @@ from libc.string cimport memset
 from array import array as _array
 
 from pyx.core cimport (
-    BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_core, bps_core_free,
-    bps_core_make, bps_drain, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_freeze, bps_input,
-    bps_kernel, bps_lag, bps_lag_p99, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_ready, bps_source, bps_source_map,
-    bps_start, bps_stop,
+    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
+    bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
+    bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
+    bps_part, bps_part_free, bps_row, bps_source, bps_start, bps_stop, bps_table_commit, bps_table_missing,
+    bps_table_put, bps_table_remove, bps_table_report, bps_table_retire,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
-    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, bps_arrived_fn,
-    bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_ring_doorbell,
-    bps_store, bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, bps_arrived_fn, bps_board,
+    bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_notify_fn, bps_trace, bps_wake,
+    pthread_mutex_lock, pthread_mutex_unlock,
 )
 
 
@@ -55,9 +56,9 @@ cdef class Engine:
     *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores.
     *awake_us*: how long an idle thread waits for work before it sleeps (one at a time does).
     *trace_capacity*: records kept for `trace` (0: tracing is off). *fifo*: what is complete first is summed first.
-    All methods may be called from any thread,
-    `events` and `close` from one; after `close` they raise ValueError. Addresses given to `add_owned`, `add_member` and `map_segment` stay valid
-    until `close`: the engine does not own them.
+    All methods may be called from any thread, `events` and `close` from one; after `close` they raise ValueError.
+    Addresses given to `add_owned`, `add_member` and `map_segment` stay valid until `close`: the engine does not own
+    them.
     """
 
     cdef bps_core *core
@@ -145,19 +146,10 @@ cdef class Engine:
     def map_segment(self, uint32_t source, uint32_t segment, uint64_t address, uint64_t nbytes):
         """Say where *segment* of *source* is mapped in this process; parts that waited for it go on."""
         cdef bps_core *core = self._open()
-        cdef uint32_t i, n_parked
-        cdef int rc
         if source >= core.n_sources or segment >= BPS_MAX_SEGMENTS:
             raise ValueError(f"segment {segment} of source {source}: there are {core.n_sources} sources, "
                              f"and at most {BPS_MAX_SEGMENTS} segments each")
-        pthread_mutex_lock(&core.lock)
-        rc = bps_source_map(&core.sources[source], segment, address, nbytes)
-        n_parked, core.n_parked = core.n_parked, 0
-        for i in range(n_parked):  # parks again what still waits for another segment, behind what is read here
-            bps_ready(core, core.parked[i])
-        pthread_mutex_unlock(&core.lock)
-        bps_ring_doorbell(core.doorbell, WAKE_ALL)
-        if rc:
+        if bps_map_segment(core, source, segment, address, nbytes):
             raise MemoryError(f"table for segment {segment} of source {source}")
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
@@ -194,7 +186,6 @@ cdef class Engine:
 
     cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers) except -1:
         cdef bps_core *core = self._open()
-        cdef bint is_free
         if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
             raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
         for source, _ in inputs:
@@ -213,28 +204,14 @@ cdef class Engine:
             fresh.inputs[i].source, fresh.inputs[i].slot = source, slot
         for i, peer in enumerate(shm_peers):
             fresh.shm_peers[i] = peer
-        pthread_mutex_lock(&core.lock)
-        fresh.generation = core.generation + 1
-        is_free = core.parts[index].inputs == NULL
-        if is_free:
-            core.parts[index] = fresh
-            core.n_parts = max(core.n_parts, index + 1)
-            core.allocations += 1
-        pthread_mutex_unlock(&core.lock)
-        if not is_free:
+        if bps_table_put(core, index, &fresh):
             bps_part_free(&fresh)
             raise ValueError(f"part {index} is there already")
         return 0
 
     def remove(self, uint32_t part):
         """Forget a part whose generation was refused before it was committed."""
-        cdef bps_core *core = self.core
-        pthread_mutex_lock(&core.lock)
-        if part < core.n_parts and core.parts[part].generation > core.generation:
-            bps_part_free(&core.parts[part])
-        while core.n_parts and core.parts[core.n_parts - 1].inputs == NULL:  # no commit has ranks for these
-            core.n_parts -= 1
-        pthread_mutex_unlock(&core.lock)
+        bps_table_remove(self.core, part)
 
     def retire(self, parts):
         """Forget committed *parts* that nobody pushes or waits for any more, and clear their words for others.
@@ -245,34 +222,14 @@ cdef class Engine:
             If one is not there, or something of it is under way: an input has come, or its result has not. None is
             then forgotten.
         """
-        cdef bps_core *core = self._open()
-        cdef bps_part *found
         numbers = _array("I", parts)
         cdef uint32_t[::1] index = numbers if numbers else _array("I", [0])
-        cdef uint32_t i = 0, n = len(numbers)
-        cdef bint is_there = True, is_quiet = True
-        pthread_mutex_lock(&core.lock)
-        bps_drain(core)
-        while i < n:
-            found = &core.parts[min(index[i], <uint32_t>(BPS_MAX_PARTS - 1))]
-            is_there = index[i] < core.n_parts and found.inputs != NULL and found.generation <= core.generation
-            is_quiet = (is_there and found.n_missing == found.n_inputs
-                        and bps_load(bps_board_word(core.board, index[i])) == found.round)
-            if not is_quiet:
-                break
-            i += 1
-        if i == n:
-            for i in range(n):
-                bps_part_free(&core.parts[index[i]])
-                bps_store(bps_board_word(core.board, index[i]), 0)
-            while core.n_parts and core.parts[core.n_parts - 1].inputs == NULL:  # no commit has ranks for these
-                core.n_parts -= 1
-        pthread_mutex_unlock(&core.lock)
-        bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
-        if not is_there:
-            raise ValueError(f"part {numbers[i]} is to be retired, but there is none")
-        if not is_quiet:
-            raise ValueError(f"part {numbers[i]} is to be retired while something of it is under way")
+        cdef uint32_t culprit = 0
+        cdef int status = bps_table_retire(self._open(), &index[0], <uint32_t>len(numbers), &culprit)
+        if status == BPS_ABSENT:
+            raise ValueError(f"part {culprit} is to be retired, but there is none")
+        if status != BPS_RETIRED:
+            raise ValueError(f"part {culprit} is to be retired while something of it is under way")
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.
@@ -293,18 +250,13 @@ cdef class Engine:
     def report(self):
         """Return (part, last consumed round, inputs missing for the next) of every part: what a commit decides on."""
         cdef bps_core *core = self._open()
-        cdef uint32_t i, n = 0, room = core.n_parts
-        cdef uint32_t *rows = <uint32_t *>calloc(3 * <size_t>room + 1, sizeof(uint32_t))
+        cdef uint32_t i, n, room = core.n_parts
+        cdef bps_row *rows = <bps_row *>calloc(room + 1, sizeof(bps_row))
         if rows == NULL:
             raise MemoryError(f"a report of {room} parts")
-        pthread_mutex_lock(&core.lock)  # no objects are made under it: that may run the collector, and that anything
-        for i in range(min(room, core.n_parts)):
-            if core.parts[i].inputs != NULL:
-                rows[3 * n], rows[3 * n + 1], rows[3 * n + 2] = i, core.parts[i].round, core.parts[i].n_missing
-                n += 1
-        pthread_mutex_unlock(&core.lock)
+        n = bps_table_report(core, rows, room)
         try:
-            return [(rows[3 * i], rows[3 * i + 1], rows[3 * i + 2]) for i in range(n)]
+            return [(rows[i].part, rows[i].round, rows[i].n_missing) for i in range(n)]
         finally:
             free(rows)
 
@@ -313,29 +265,11 @@ cdef class Engine:
 
         A member that lacks only the result names the owner. What ranks announced before the call counts.
         """
-        cdef bps_core *core = self._open()
-        cdef bps_part *found
-        cdef uint32_t i, n = 0, round = 0
-        cdef uint32_t sources[BPS_MAX_SOURCES]
-        cdef bint is_there, owned = False
-        pthread_mutex_lock(&core.lock)
-        bps_drain(core)
-        is_there = part < core.n_parts and core.parts[part].inputs != NULL
-        if is_there:
-            found = &core.parts[part]
-            round, owned = found.round + 1, found.owned
-            for i in range(found.n_inputs):
-                if not found.inputs[i].arrived:
-                    sources[n] = found.inputs[i].source
-                    n += 1
-            if not found.owned and found.n_missing == found.n_inputs:
-                if bps_load(bps_board_word(core.board, part)) != found.round:
-                    round, sources[0], n = found.round, found.owner, 1
-        pthread_mutex_unlock(&core.lock)
-        bps_ring_doorbell(core.doorbell, 1)  # what was drained may be complete
-        if not is_there:
+        cdef bps_gap gap
+        cdef uint32_t i
+        if bps_table_missing(self._open(), part, &gap):
             raise ValueError(f"there is no part {part}")
-        return round, [sources[i] for i in range(n)], owned
+        return gap.round, [gap.sources[i] for i in range(gap.n)], bool(gap.owned)
 
     def commit(self, uint32_t generation, order):
         """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.
@@ -346,26 +280,11 @@ cdef class Engine:
             If the engine is not frozen, the generation is not the next, or a part has no rank.
         """
         cdef bps_core *core = self._open()
-        cdef bint is_next
         ranks = _array("I", order)
         cdef uint32_t[::1] rank_of = ranks if ranks else _array("I", [0])
-        cdef uint32_t i, n = len(ranks)
-        pthread_mutex_lock(&core.lock)
-        is_next = core.frozen and generation == core.generation + 1 and n >= core.n_parts
-        if is_next:
-            core.generation = generation
-            for i in range(core.n_parts):
-                core.parts[i].order = rank_of[i]
-            core.heap.used = core.n_parked = 0
-            for i in range(core.n_parts):
-                if core.parts[i].inputs != NULL and core.parts[i].n_missing == 0:
-                    bps_ready(core, i)
-            core.frozen = False
-        pthread_mutex_unlock(&core.lock)
-        if not is_next:
+        if bps_table_commit(core, generation, &rank_of[0], <uint32_t>len(ranks)):
             raise ValueError(f"commit({generation}) after {core.generation}, frozen: {bool(core.frozen)}, "
-                             f"{n} ranks for {core.n_parts} parts")
-        bps_ring_doorbell(core.doorbell, WAKE_ALL)
+                             f"{len(ranks)} ranks for {core.n_parts} parts")
 
     def arrived(self, uint32_t source, uint32_t part, uint32_t round, uint32_t flags):
         """Say that a wire peer's bytes have arrived: what a transport does through `arrived_address`."""
@@ -415,7 +334,8 @@ cdef class Engine:
         return {"sums": core.sums, "bytes_summed": core.bytes_summed, "published": core.published,
                 "published_bytes": core.published_nbytes, "forwarded": core.forwarded, "stale": core.stale,
                 "allocations": core.allocations + core.events.grown,
-                "trace_dropped": max(0, <int64_t>core.trace.used - <int64_t>core.trace.capacity) if core.trace.records else 0}
+                "trace_dropped": max(0, <int64_t>core.trace.used - <int64_t>core.trace.capacity)
+                if core.trace.records else 0}
 
     def pushed_nbytes(self, uint32_t source):
         """Return how many bytes of inputs *source* has delivered."""

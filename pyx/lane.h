@@ -3,10 +3,10 @@
  *   offset  width  meaning
  *        0      4  magic
  *        4      4  capacity, a power of two
+ *        8     56  tally (written by the producer; in a line that the consumer does not look at while it sums)
  *       64      4  head: entries ever pushed (written by the producer)
  *      128      4  tail: entries ever popped (written by the consumer)
  *      192      4  sleepers: threads of the producer that sleep on board words (written by the producer)
- *      200     56  tally (written by the producer)
  *      256   32*n  entries
  *
  *   entry: part 4, count 4, round 4, flags 2, segment 2, offset 8, time_ns 8
@@ -44,14 +44,13 @@ struct bps_tally {
 struct bps_lane {
     uint32_t magic;
     uint32_t capacity;
-    uint32_t pad0[14];
+    struct bps_tally tally;
     uint32_t head;
     uint32_t pad1[15];
     uint32_t tail;
     uint32_t pad2[15];
     uint32_t sleepers;
-    uint32_t pad3;
-    struct bps_tally tally;
+    uint32_t pad3[15];
     struct bps_entry entries[];
 };
 

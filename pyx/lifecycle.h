@@ -124,4 +124,19 @@ static inline int bps_source_map(struct bps_source *source, uint32_t segment, ui
     return 0;
 }
 
+/* Map a segment of a source: parts that waited for it go on, those that wait for another one wait again. */
+static inline int bps_map_segment(struct bps_core *core, uint32_t source, uint32_t segment, uint64_t address,
+                                uint64_t nbytes)
+{
+    pthread_mutex_lock(&core->lock);
+    int rc = bps_source_map(&core->sources[source], segment, address, nbytes);
+    uint32_t n_parked = core->n_parked;
+    core->n_parked = 0;
+    for (uint32_t i = 0; i < n_parked; i++) /* parks again behind what is read here */
+        bps_ready(core, core->parked[i]);
+    pthread_mutex_unlock(&core->lock);
+    bps_ring_doorbell(core->doorbell, INT_MAX);
+    return rc;
+}
+
 #endif

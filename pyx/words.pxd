@@ -1,4 +1,4 @@
-"""Extern declarations of the shared-memory words: futex.h, lane.h, board.h, record.h, hooks.h."""
+"""Extern declarations of the shared-memory words: futex.h, lane.h, steps.h, board.h, record.h, hooks.h."""
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 
@@ -33,6 +33,14 @@ cdef extern from "lane.h" nogil:
     int bps_lane_pop(bps_lane *, uint32_t, bps_entry *)
     uint32_t bps_lane_capacity(bps_lane *, uint64_t)
 
+cdef extern from "steps.h" nogil:
+    struct bps_step:
+        uint64_t step_ns, exposed_ns, communication_ns, hidden_ns
+    struct bps_steps:
+        bps_step last
+    void bps_steps_blocked(bps_tally *, uint64_t)
+    void bps_steps_next(bps_steps *, bps_tally *, uint64_t)
+
 cdef extern from "board.h" nogil:
     struct bps_board:
         uint32_t magic, state, n_words
@@ -66,3 +74,18 @@ cdef extern from "thread.h" nogil:
     int pthread_mutex_destroy(pthread_mutex_t *)
     int pthread_join(pthread_t, void **)
     int bps_start_thread(pthread_t *, void *(*)(void *) noexcept nogil, void *)
+
+cdef extern from "port.h" nogil:
+    struct bps_port:
+        bps_lane *lane
+        void *board
+        bps_doorbell *doorbell
+        uint32_t capacity, n_words
+        int node_pidfd
+        uint64_t awake_ns
+        pthread_mutex_t mutex
+        bps_trace records
+        bps_steps steps
+    enum: BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_NODE_DIED, BPS_INTERRUPTED
+    int bps_port_announce(bps_port *, bps_entry *)
+    int bps_port_wait(bps_port *, uint32_t, uint32_t, uint64_t)

@@ -1,0 +1,111 @@
+/* A rank's end of its node: one entry onto the lane, one word of the board waited for. Any thread, no lock held. */
+#ifndef BPS_PORT_H
+#define BPS_PORT_H
+
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+
+#include "board.h"
+#include "lane.h"
+#include "record.h"
+#include "steps.h"
+#include "thread.h"
+
+/* A wait looks at the node's process and at its caller's signals at least this often. */
+#define BPS_SLICE_NS 100000000ull
+
+enum { BPS_DONE = 0, BPS_TIMED_OUT = 1, BPS_ABORTED = 2, BPS_NODE_DIED = 3, BPS_INTERRUPTED = 4 };
+
+struct bps_port {
+    struct bps_lane *lane;
+    void *board;
+    struct bps_doorbell *doorbell;
+    uint32_t capacity, n_words;
+    int node_pidfd;
+    uint64_t awake_ns;
+    pthread_mutex_t mutex; /* one announces at a time */
+    struct bps_trace records;
+    struct bps_steps steps;
+};
+
+/* BPS_ABORTED or BPS_NODE_DIED if the job is over, else BPS_DONE. Looking at the node costs a system call. */
+static inline int bps_port_trouble(struct bps_port *port, int look_at_node)
+{
+    struct pollfd node = {port->node_pidfd, POLLIN, 0};
+    if (bps_load(&((struct bps_board *)port->board)->state) != 0)
+        return BPS_ABORTED;
+    return look_at_node && node.fd >= 0 && poll(&node, 1, 0) == 1 ? BPS_NODE_DIED : BPS_DONE;
+}
+
+/* Put an entry onto the lane, timed here; BPS_INTERRUPTED, and nothing done, after a slice of time in which it was
+ * full: the node empties it without waiting for us. */
+static inline int bps_port_announce(struct bps_port *port, struct bps_entry *entry)
+{
+    int status = BPS_DONE;
+    entry->time_ns = bps_now_ns();
+    pthread_mutex_lock(&port->mutex);
+    while (bps_lane_push(port->lane, port->capacity, entry) != 0) {
+        status = bps_port_trouble(port, 1);
+        if (status == BPS_DONE && bps_now_ns() - entry->time_ns >= BPS_SLICE_NS)
+            status = BPS_INTERRUPTED;
+        if (status != BPS_DONE)
+            break;
+        bps_ring_doorbell(port->doorbell, 1);
+        sched_yield();
+    }
+    pthread_mutex_unlock(&port->mutex);
+    bps_ring_doorbell(port->doorbell, 1); /* who takes several partitions off the lane calls the others */
+    return status;
+}
+
+/* Note that the round of a word, waited for since `begin_ns` (0: it was there), is complete. */
+static inline int bps_port_complete(struct bps_port *port, uint32_t *word, uint32_t part, uint32_t round,
+                                    uint64_t begin_ns)
+{
+    if (begin_ns != 0)
+        bps_record_add(&port->records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns());
+    bps_steps_result(&port->steps, bps_counted(bps_board_time(word)));
+    return BPS_DONE;
+}
+
+/* Sleep on a word that said `seen` for `timeout_ns` at most, counted as a sleeper, so that the engine wakes us. */
+static inline int bps_port_sleep(struct bps_port *port, uint32_t *word, uint32_t round, uint64_t timeout_ns)
+{
+    int status = 0;
+    bps_add(&port->lane->sleepers, 1);
+    uint32_t seen = bps_load(word);
+    if (!bps_reached(seen, round))
+        status = bps_wait(word, seen, timeout_ns);
+    bps_add(&port->lane->sleepers, (uint32_t)-1);
+    return status;
+}
+
+/* Wait for one word; BPS_INTERRUPTED after each slice, so that the caller looks at its signals. */
+static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t round, uint64_t deadline_ns)
+{
+    uint32_t *word = bps_board_word(port->board, part);
+    uint32_t seen = bps_load(word);
+    if (bps_reached(seen, round))
+        return bps_port_complete(port, word, part, round, 0);
+    uint64_t begin_ns = bps_now_ns();
+    if (bps_linger(word, seen, port->awake_ns) && bps_reached(bps_load(word), round))
+        return bps_port_complete(port, word, part, round, begin_ns);
+    for (;;) {
+        int status = bps_port_trouble(port, 0);
+        if (status != BPS_DONE)
+            return status;
+        uint64_t now_ns = bps_now_ns();
+        if (now_ns >= deadline_ns)
+            return BPS_TIMED_OUT;
+        int why = bps_port_sleep(port, word, round, bps_least(BPS_SLICE_NS, deadline_ns - now_ns));
+        if (bps_reached(bps_load(word), round))
+            return bps_port_complete(port, word, part, round, begin_ns);
+        if (why == EINTR || bps_now_ns() - now_ns >= BPS_SLICE_NS / 2) {
+            status = bps_port_trouble(port, 1);
+            return status == BPS_DONE ? BPS_INTERRUPTED : status;
+        }
+    }
+}
+
+#endif
