@@ -25,6 +25,7 @@ from .orchestration.placement import check_policy
 
 PREFIX = "BPSFAST_"
 _LEAST_LIMIT_GBPS = 0.001
+_MOST_TCP_STREAMS = 4
 
 
 def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
@@ -65,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: Annotated[Literal["priority", "fifo"], _about(
         "what is summed and sent first: what the next forward pass needs first, or what is there first",
         agree=True)] = "priority"
-    tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=4)] = 2
+    tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=_MOST_TCP_STREAMS)] = 2
     tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
                                             ge=0)] = 0
     rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "
@@ -105,8 +106,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
 
     # tuning while the job trains
-    autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion and credit "
-                                     "while it trains", agree=True)] = False
+    autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "
+                                     "and tcp streams while it trains", agree=True)] = False
     tuned_dir: Annotated[str, _about("folder for what was found, by model and cluster; empty: bpsfast/tuned in the "
                                      "user's cache", "path")] = ""
     autotune_report: Annotated[str, _about("file for what is tried, written by rank 0 after every trial; the search is "
@@ -137,6 +138,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                             "{node} in it becomes the node's number; empty: none", "path")] = ""
     log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
     profile: Annotated[str, _about("TOML file with settings", "path")] = ""
+
+    @property
+    def n_connections(self) -> int:
+        """TCP connections that are made to each peer: tuning may find that more than `tcp_streams` are better."""
+        return _MOST_TCP_STREAMS if self.autotune else self.tcp_streams
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from .messages import TensorSpec
 from .partition import nbytes_of
 
 #: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
-_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "edition_of")
+_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of")
 
 
 class Failed(NamedTuple):
@@ -129,10 +129,21 @@ class Declarations:
         return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
 
     def take_complete(self) -> list[TensorSpec]:
-        """Return, once, all that every rank has declared, in rank 0's order, with rank 0's priorities filled in."""
-        complete = [self._bundles[key] for key in dict.fromkeys(self._complete) if key in self._bundles]
-        self._complete = []
-        complete.sort(key=lambda bundle: self._position[bundle.names[0]])
+        """Return, once, what every rank has declared, in rank 0's order, with rank 0's priorities filled in.
+
+        Editions come by themselves, one family at a time: one that no memory is left for may be refused without harm,
+        and nothing else must be refused with it.
+        """
+        found: dict[str, list[_Bundle]] = {}
+        for key in dict.fromkeys(self._complete):
+            if key in self._bundles:
+                found.setdefault(_family(self._bundles[key]), []).append(self._bundles[key])
+        if not found:
+            return []
+        taken = "" if "" in found else next(iter(found))
+        self._complete = [key for key in self._complete if key in self._bundles
+                          and _family(self._bundles[key]) != taken]
+        complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
         for bundle in complete:
             bundle.taken = True
         return [
@@ -175,6 +186,11 @@ def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple
         key = ("tensor", spec.name) if spec.group is None else ("group", spec.group)
         bundles.setdefault(key, []).append(spec)
     return [(key, tuple(members)) for key, members in bundles.items()]
+
+
+def _family(bundle: _Bundle) -> str:
+    """Return which family *bundle* is an edition of, "" if of none."""
+    return next(iter(bundle.by_rank.values()))[0].edition_of
 
 
 def _invalid(members: tuple[TensorSpec, ...]) -> BpsError | None:

@@ -48,27 +48,19 @@ class Generations:
         self._machines = machines_of(nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
-        """Begin the next generation with *specs*, which carry their priorities. None may be in flight.
+        """Begin the next generation with *specs*, which carry their priorities and are all of one family of editions,
+        or all of none. No generation may be in flight.
 
         Raises CapacityError or UnsupportedError, and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
-        units: list[UnitPlan] = []
-        edition_of: dict[int, str] = {}
+        family = specs[0].edition_of
+        owned = self._owned_beside(family)
         most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
-        owned = self._owned
-        for family in dict.fromkeys(spec.edition_of for spec in specs):
-            owned = self._owned_beside(family)
-            found = lay_out(
-                [spec for spec in specs if spec.edition_of == family], self._machines, policy=self._policy,
-                partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes,
-                page_nbytes=self._page_nbytes, owned=_and(owned, units), more=self._more,
-                first_unit=self._next_unit + len(units),
-                first_part=MAX_PARTS - most + sum(len(unit.parts) for unit in units))
-            if family:
-                edition_of |= {unit.unit: family for unit in found}
-            units += found
-        units = self._numbered(units)
+        units = self._numbered(lay_out(
+            specs, self._machines, policy=self._policy, partition_nbytes=self._partition_nbytes,
+            fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes, owned=owned, more=self._more,
+            first_unit=self._next_unit, first_part=MAX_PARTS - most))
         nbytes = sum(owned) + sum(unit.nbytes for unit in units)
         remark = ""
         if self._policy == "optimal":
@@ -76,7 +68,8 @@ class Generations:
             remark = bound_remark(self._nodes, self._machines, machines, nbytes)
         self.number += 1
         self._next_unit += len(units)
-        self._edition_of |= edition_of
+        if family:
+            self._edition_of |= {unit.unit: family for unit in units}
         self._ready = set()
         self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark)
         return self.in_flight

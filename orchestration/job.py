@@ -80,7 +80,7 @@ class Job:
         self._lags: Lags
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
-            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed,
+            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
             m.StallReport: self._stall_report, m.LagQuestion: self._lag_question, m.LagReport: self._lag_report,
         }
@@ -234,7 +234,7 @@ class Job:
         try:
             return self._to_all(self._generations.propose(specs))
         except BpsError as exc:
-            return self._give_up([spec.name for spec in specs], exc)
+            return self._give_up([spec.name for spec in specs], exc) + self._plan()
 
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
         index = self._roster.index_of(sender)
@@ -249,6 +249,10 @@ class Job:
             return []
         error = CapacityError(f"{self._name(sender)} cannot prepare generation {message.generation}: {message.reason}")
         return self._give_up(names, error) + self._plan()
+
+    def _room(self, now: float, sender: bytes, message: m.Room) -> Outgoing:
+        self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
+        return []
 
     def _give_up(self, names: Sequence[str], error: BpsError) -> Outgoing:
         self._declarations.give_up(names, error)

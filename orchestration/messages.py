@@ -42,8 +42,9 @@ class TensorSpec(Record):
     `group` fuses small tensors: members of one group are listed in one order on all ranks, and packed by urgency into
     units of one round, which share dtype and `average`. `priority`: higher is sent first, and rank 0's counts; None:
     minus the order of declaration. `partition_nbytes` (at most so many in a partition) and `fusion_nbytes` (of a group,
-    for all its members alike): 0 means the job's setting. Tensors with the same `edition_of`, if it is not empty, take
-    turns: only one edition is pushed at a time, so each is placed as if the others were not there.
+    for all its members alike): 0 means the job's setting, as it does for `n_streams`, the connections that its
+    partitions take turns on where a peer is reached by tcp. Tensors with the same `edition_of`, if it is not empty,
+    take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     """
 
     name: str
@@ -54,6 +55,7 @@ class TensorSpec(Record):
     priority: int | None = None
     partition_nbytes: int = 0
     fusion_nbytes: int = 0
+    n_streams: int = 0
     edition_of: str = ""
 
 
@@ -76,7 +78,10 @@ class PartPlan(Record):
 
 
 class UnitPlan(Record):
-    """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions."""
+    """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
+
+    `n_streams`: as its members say (`TensorSpec`).
+    """
 
     unit: int
     name: str
@@ -87,6 +92,7 @@ class UnitPlan(Record):
     stride: int
     members: tuple[MemberPlan, ...]
     parts: tuple[PartPlan, ...]
+    n_streams: int = 0
 
 
 class LagRow(Record):
@@ -180,6 +186,12 @@ class Ready(Message):
 
     generation: int
     ownable_nbytes: int = -1
+
+
+class Room(Message):
+    """This node, whose memory is bounded, has given back what retired units used. `ownable_nbytes`: as in `Ready`."""
+
+    ownable_nbytes: int
 
 
 class PrepareFailed(Message):
@@ -526,8 +538,8 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | BarrierEnter | Heartbeat | Lost | RankLeft
-    | Stalled | StallReport | LagQuestion | LagReport
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | BarrierEnter | Heartbeat | Lost
+    | RankLeft | Stalled | StallReport | LagQuestion | LagReport
 )
 SchedulerMessage = (
     Welcome | Rates | Refuse | Plan | Commit | Retired | CreditChanged | DeclareFailed | BarrierDone | Heartbeat | Echo

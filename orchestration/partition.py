@@ -86,7 +86,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
 def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], int]]:
     """Yield (unit name, members, priority), the most urgent first, both units and members."""
     bundles: list[tuple[str, list[TensorSpec], int]] = []
-    filling: dict[tuple[str, str, bool, int, int], tuple[list[TensorSpec], int]] = {}
+    filling: dict[tuple[str, str, bool, int, int, int], tuple[list[TensorSpec], int]] = {}
     n_units: dict[str, int] = {}
     urgency = [-position if spec.priority is None else spec.priority for position, spec in enumerate(specs)]
     for position in sorted(range(len(specs)), key=lambda position: (-urgency[position], position)):
@@ -96,7 +96,7 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         if spec.group is None or nbytes >= most:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
-        kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes, most)
+        kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes, spec.n_streams, most)
         members, filled = filling.get(kind, ([], 0))
         if not members or filled + nbytes > most:
             members, filled = [], 0
@@ -127,4 +127,5 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
         for index, offset in enumerate(range(0, end, stride))
     )
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
-                    nbytes=end, stride=stride, members=tuple(placed), parts=parts)
+                    nbytes=end, stride=stride, members=tuple(placed), parts=parts,
+                    n_streams=members[0].n_streams)

@@ -172,3 +172,11 @@ def test_ranks_must_agree_on_how_it_is_cut(field):
     ours.add(0, [spec("a", group="g")])
     (failed,) = ours.add(1, [spec("a", group="g", **field)])
     assert isinstance(failed.error, MismatchError) and next(iter(field)) in str(failed.error)
+
+
+def test_editions_come_by_themselves_after_what_is_none():
+    ours = Declarations(1)
+    ours.add(0, [spec("x~1", edition_of="x"), spec("a"), spec("y~1", edition_of="y"), spec("x~2", edition_of="x")])
+    assert [names(ours.take_complete()) for _ in range(4)] == [["a"], ["x~1", "x~2"], ["y~1"], []]
+    ours.add(0, [spec("x~3", edition_of="x")])
+    assert names(ours.take_complete()) == ["x~3"]

@@ -150,7 +150,8 @@ def test_bytes_of_what_is_retired_count_no_more():
 
 def test_an_edition_is_placed_as_if_the_others_were_not_there():
     ours = generations(n=3, k=0)
-    first, _ = commit(ours, spec("a", 4, edition_of="a"), spec("other", 1))
+    first, _ = commit(ours, spec("a", 4, edition_of="a"))
+    commit(ours, spec("other", 1))
     ours.propose([spec("a~1", 4, edition_of="a", partition_nbytes=4096)])
     second = ours.in_flight
     assert [part.owner for part in second.units[0].parts] == [

@@ -202,6 +202,37 @@ def test_too_many_partitions_fail_in_numbers():
     assert failed.error == "CapacityError" and "65537 partitions" in failed.reason
 
 
+def test_an_edition_that_nobody_has_room_for_takes_nothing_else_with_it():
+    table = welcomed(partition_nbytes=4096)
+    declared = (spec("a", shape=(65537 * 1024,)), spec("b~1", edition_of="b"), spec("c~1", edition_of="c"))
+    for sender, ranks in ((b"A", (0, 1)), (b"B", (2, 3))):
+        table.say(sender, *(m.Declare(rank=rank, tensors=declared) for rank in ranks))
+    assert [failed.names for failed in table.got(b"H", m.DeclareFailed)] == [("a",)]
+    assert [[unit.name for unit in plan.units] for plan in table.got(b"A", m.Plan)] == [["b~1"]]
+    for sender in ALL:
+        table.say(sender, m.PrepareFailed(generation=1, reason="no memory") if sender == b"H"
+                  else m.Ready(generation=1))
+    assert [failed.names for failed in table.got(b"A", m.DeclareFailed)][-1] == ("b~1",)
+    assert [[unit.name for unit in plan.units] for plan in table.got(b"A", m.Plan)][-1] == ["c~1"]
+
+
+def test_what_a_helper_has_room_for_once_units_are_retired_counts_for_the_next_plan():
+    table = Table(num_helpers=1)
+    for sender, joined in ((b"A", join("a", 2)), (b"H", join("h", 0, room_nbytes=0)), (b"B", join("b", 2))):
+        table.say(sender, joined)
+    owners = []
+    for name, generation in (("a", 1), ("b", 2)):
+        for sender, ranks in ((b"A", (0, 1)), (b"B", (2, 3))):
+            table.say(sender, *(m.Declare(rank=rank, tensors=(spec(name, shape=(9_000_000,)),)) for rank in ranks))
+        (plan,) = table.got(b"A", m.Plan)
+        owners.append({part.owner for part in plan.units[0].parts})
+        for sender in ALL:
+            table.say(sender, m.Ready(generation=generation, ownable_nbytes=0 if sender == b"H" else -1))
+        retire(table, 0, 1, 2, 3, units=(generation - 1,))
+        table.say(b"H", m.Room(ownable_nbytes=1 << 30))
+    assert owners == [{0, 1}, {0, 1, 2}] and not table.job.over
+
+
 # -- barriers and leaving ---------------------------------------------------------------------------------
 
 def test_a_barrier_opens_when_all_have_entered():

@@ -169,3 +169,8 @@ def test_a_group_may_ask_for_its_own_fusion():
     units = plan(*members, *(spec(f"u{i}", 256, group="h") for i in range(5)), fusion_nbytes=1024)
     assert [len(unit.members) for unit in units] == [2, 2, 1] + [1] * 5
     assert len(plan(*(spec(f"u{i}", 256, group="h", fusion_nbytes=8192) for i in range(5)), fusion_nbytes=1024)) == 1
+
+
+def test_members_of_other_streams_stand_apart():
+    members = [spec(f"t{i}", 256, group="g", n_streams=n_streams) for i, n_streams in enumerate((1, 1, 4))]
+    assert [(len(unit.members), unit.n_streams) for unit in plan(*members)] == [(2, 1), (1, 4)]

@@ -7,8 +7,8 @@ from bpsfast.autotune.pilot import N_COLD, N_MEASURED, Pilot
 from bpsfast.autotune.point import Point
 from bpsfast.autotune.search import Search
 
-DEFAULT = Point(4_096_000, 4_096_000, 16_777_216)
-BAD = Point(64_000, 4_096_000, 16_777_216)
+DEFAULT = Point(4_096_000, 4_096_000, 16_777_216, 2)
+BAD = Point(64_000, 4_096_000, 16_777_216, 2)
 
 
 class Training:

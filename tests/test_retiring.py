@@ -1,6 +1,8 @@
 """Units are retired, and what they used is the next ones'; credit changes while a job runs."""
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,37 @@ from tests.editions import editions
 @pytest.fixture
 def pair(shared_job):
     return shared_job(ranks=(2, 1), transport="tcp")
+
+
+def big(name):
+    session = current.current()
+    session.tensors.declare([TensorSpec(name=name, dtype="uint8", shape=(64 << 20,), edition_of="big")])
+    return session.tensors.unit(name)
+
+
+def not_mapped_by_one():
+    """Rank 0 has no room to map what others can; all give it up; return the nodes' segments then and the next time."""
+    session, found = current.current(), []
+    for number in range(3):
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        if bpsfast.rank() == 0 and number == 0:
+            in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (in_use + (32 << 20), limits[1]))
+        try:
+            session.retire([big(f"big {number}")])
+        except bpsfast.CapacityError as exc:
+            assert "cannot map a segment" in str(exc) and bpsfast.rank() == 0
+        else:
+            assert bpsfast.rank() or number
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        bpsfast.barrier()
+        found.append(bpsfast.counters()["memory_segments"])
+    return found
+
+
+def test_what_one_rank_cannot_map_is_no_loss_to_the_nodes(job):
+    for segments in job(ranks=(2, 1), transport="tcp").run(not_mapped_by_one):
+        assert len(set(segments)) == 1, segments
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -9,8 +9,8 @@ from bpsfast.autotune import store
 from bpsfast.autotune.pilot import Trial
 from bpsfast.autotune.point import Point
 
-TRIALS = Trial(Point(1, 2, 3), 0.5, 3, "present"), Trial(Point(4, 5, 6), None, 0, "default")
-RESULT = store.Result(chosen=Point(1, 2, 3), trials=TRIALS, n_steps=9, is_over=True)
+TRIALS = Trial(Point(1, 2, 3, 2), 0.5, 3, "present"), Trial(Point(4, 5, 6, 1), None, 0, "default")
+RESULT = store.Result(chosen=Point(1, 2, 3, 2), trials=TRIALS, n_steps=9, is_over=True)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -19,8 +19,8 @@ def test_what_is_written_is_read(tmp_path):
     store.write(file, RESULT)
     assert store.read(file) == RESULT and list(file.parent.iterdir()) == [file]
     assert store.plain(RESULT)["trials"][1] == {
-        "point": {"partition_nbytes": 4, "fusion_nbytes": 5, "credit_nbytes": 6}, "step_s": None, "n_steps": 0,
-        "reason": "default"}
+        "point": {"partition_nbytes": 4, "fusion_nbytes": 5, "credit_nbytes": 6, "n_streams": 1}, "step_s": None,
+        "n_steps": 0, "reason": "default"}
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"chosen": 3}'])

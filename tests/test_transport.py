@@ -66,6 +66,37 @@ def test_payloads_arrive_whole_in_every_round(ends, owner):
                 assert end.result(part, round_) == added(data[0][part], data[1][part])
 
 
+@pytest.fixture
+def tuned():
+    made = [End(index, settings_for("tcp", autotune=True, tcp_streams=2)) for index in (0, 1)]
+    connect(made)
+    for end in made:
+        end.finish()
+    yield made
+    for end in made:
+        end.close()
+
+
+@pytest.mark.parametrize(("n_streams", "used"), [(0, 2), (1, 1), (3, 3), (4, 4)])
+def test_partitions_take_turns_on_the_streams_that_their_unit_asks_for(tuned, n_streams, used):
+    sizes = [100] * 8
+    plan = declare(tuned, sizes, [0, 1] * 4, n_streams=n_streams)
+    for end in tuned:
+        end.commit(order_of(plan))
+    places = [[end.allocate(nbytes) for nbytes in sizes] for end in tuned]
+    for part in range(8):
+        for number, end in enumerate(tuned):
+            push(end, part, 1, places[number][part], bytes([part + number] * 100))
+    for end in tuned:
+        assert end.port.wait(0, 8, 1, 20.0) == DONE
+        assert [end.result(part, 1) for part in range(8)] == [bytes([2 * part + 1] * 100) for part in range(8)]
+        (link,) = end.vertex.links.values()
+        deadline, written = time.monotonic() + 20, [0]
+        while sum(written) < 8 and time.monotonic() < deadline:  # the last may be read over there, and not counted here
+            written = [stream.counters()["writes_sent"] for stream in link.streams]
+        assert sum(written) == 8 and [n > 0 for n in written] == [True] * used + [False] * (4 - used)
+
+
 @pytest.mark.parametrize("contributor", [0, 1])
 def test_an_empty_contribution_moves_no_payload(ends, contributor):
     plan = declare(ends, [5000, 5000], [0, 1])

@@ -19,7 +19,8 @@ LAYERS = {"conv.weight": ((16, 3, 3, 3), "f4"), "conv.bias": ((16,), "f4"), "fc.
           "middle": ((100, 300), "f4")}
 
 
-CUTS = [(4096, 4096), (4096, 1 << 20), (1 << 20, 1 << 22), (64_000, 0), (12_000, 100_000), (4_096_000, 300_000)]
+CUTS = [(4096, 4096, 4), (4096, 1 << 20, 1), (1 << 20, 1 << 22, 3), (64_000, 0, 2), (12_000, 100_000, 4),
+        (4_096_000, 300_000, 2)]
 
 
 class Tour:
@@ -41,7 +42,7 @@ class Tour:
 def toured(n_rounds, wait):
     """As `train`, with another cut every eight steps, *n_rounds* times through all."""
     return train(8 * (n_rounds * len(CUTS) + 1) + 8, wait, [
-        Point(*cut, 1 << 20 + i % 3) for _ in range(n_rounds) for i, cut in enumerate(CUTS)])
+        Point(*cut[:2], 1 << 20 + i % 3, cut[2]) for _ in range(n_rounds) for i, cut in enumerate(CUTS)])
 
 
 def train(n_steps, wait=True, tour=()):

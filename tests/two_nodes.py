@@ -157,9 +157,10 @@ def connect(ends: list[End]) -> None:
         assert not thread.is_alive()
 
 
-def declare(ends: list[End], sizes: list[int], owners: list[int], generation: int = 1, first: int = 0) -> Plan:
+def declare(ends: list[End], sizes: list[int], owners: list[int], generation: int = 1, first: int = 0,
+            n_streams: int = 0) -> Plan:
     """Prepare one unit of uint8 per size on both ends, owned as said; return the plan."""
-    specs = [TensorSpec(name=f"t{first + i}", dtype="uint8", shape=(nbytes,), average=False)
+    specs = [TensorSpec(name=f"t{first + i}", dtype="uint8", shape=(nbytes,), average=False, n_streams=n_streams)
              for i, nbytes in enumerate(sizes)]
     units = plan_units(specs, first, first, 4_096_000, 0)
     units = [

@@ -23,9 +23,14 @@ from bpsfast.cluster import netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 STARTS = (64_000, 65_536_000)
-#: (partition_bytes, credit_bytes)
-GRID = ((64_000, 4_096_000), (64_000, 16_777_216), (256_000, 4_096_000), (256_000, 16_777_216), (1_024_000, 16_777_216),
-        (4_096_000, 16_777_216), (16_384_000, 16_777_216), (65_536_000, 16_777_216))
+#: (partition_bytes, credit_bytes, tcp_streams)
+GRID = ((64_000, 4_096_000, 2), (64_000, 16_777_216, 2), (256_000, 4_096_000, 2), (256_000, 16_777_216, 1),
+        (256_000, 16_777_216, 2), (256_000, 16_777_216, 4), (1_024_000, 16_777_216, 1), (1_024_000, 16_777_216, 2),
+        (1_024_000, 16_777_216, 4), (4_096_000, 16_777_216, 2), (16_384_000, 16_777_216, 2),
+        (65_536_000, 16_777_216, 2))
+#: What a point of tuning calls them.
+_SETTINGS = {"partition_nbytes": "partition_bytes", "fusion_nbytes": "fusion_bytes", "credit_nbytes": "credit_bytes",
+             "n_streams": "tcp_streams"}
 _WIDTH = 1024
 _LINKS = ("--helpers", "1", "--netns", "--rate", "1gbit")
 #: Steps of a tuned run (it looks for 60), and of others, whose first ones do not count.
@@ -51,7 +56,7 @@ class Found(NamedTuple):
 
     start: int
     tuned: Run
-    best: tuple[int, int]
+    best: tuple[int, int, int]
     again: list[dict[str, float]]
 
     @property
@@ -83,13 +88,13 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bpsfast-bench-") as name:
         folder = Path(name)
         default = train(folder, _N_STEPS)
-        grid = {point: train(folder, _N_STEPS, partition_bytes=point[0], credit_bytes=point[1]) for point in GRID}
+        grid = {point: train(folder, _N_STEPS, **_settings(point)) for point in GRID}
         best = min(grid, key=lambda point: grid[point].median_s)
         found = []
         for start in starts:
             tuned = train(folder, _N_TUNED, tune=True, partition_bytes=start)
-            chosen = {f"{key.removesuffix('_nbytes')}_bytes": value for key, value in tuned.found["chosen"].items()}
-            rivals = {"chosen": chosen, "best": {"partition_bytes": best[0], "credit_bytes": best[1]}}
+            chosen = {_SETTINGS[name]: value for name, value in tuned.found["chosen"].items()}
+            rivals = {"chosen": chosen, "best": _settings(best)}
             again = [{name: train(folder, _N_STEPS, **settings).median_s for name, settings in rivals.items()}
                      for _ in range(given.get("n_rounds") or 3)]
             found.append(Found(start, tuned, best, again))
@@ -130,11 +135,15 @@ def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] =
     return Run(weights, [float(each) for each in times], json.loads(outcome.read_text()) if tune else {})
 
 
-def report(default: Run, grid: Mapping[tuple[int, int], Run], found: list[Found]) -> str:
+def _settings(point: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("partition_bytes", "credit_bytes", "tcp_streams"), point))
+
+
+def report(default: Run, grid: Mapping[tuple[int, int, int], Run], found: list[Found]) -> str:
     """Return the grid, and what was found from each start."""
-    rows = [["partition", "credit", "step s", "x default"]]
-    rows += [[str(partition), str(credit), f"{each.median_s:.4f}", f"{each.median_s / default.median_s:.2f}"]
-             for (partition, credit), each in grid.items()]
+    rows = [["partition", "credit", "streams", "step s", "x default"]]
+    rows += [[*map(str, point), f"{each.median_s:.4f}", f"{each.median_s / default.median_s:.2f}"]
+             for point, each in grid.items()]
     lines = [f"# a grid without tuning; the defaults take {default.median_s:.4f} s a step", table.plain(rows)]
     for each in found:
         slowest = max(each.tuned.times_s[_N_COLD:])
@@ -156,8 +165,8 @@ def _starts(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _records(default: Run, grid: Mapping[tuple[int, int], Run], found: list[Found]) -> list[dict[str, Any]]:
-    untuned = [{"section": "grid", "chosen": {"partition_and_credit_bytes": point},
+def _records(default: Run, grid: Mapping[tuple[int, int, int], Run], found: list[Found]) -> list[dict[str, Any]]:
+    untuned = [{"section": "grid", "chosen": {"point": point},
                 "measured": {"samples_s": each.times_s, "median_s": each.median_s, "weights": each.weights}}
                for point, each in [(None, default), *grid.items()]]
     return untuned + [{"section": "tuned", "chosen": {"start": each.start, "best": each.best},

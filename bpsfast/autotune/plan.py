@@ -14,7 +14,7 @@ from . import store
 from .model import expectation
 from .pilot import Decision, Pilot
 from .point import Point
-from .search import Search
+from .search import STREAMS, Search
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
@@ -33,8 +33,11 @@ class Plan:
         self._report = Path(settings.autotune_report) if settings.autotune_report else None
         stored = store.read(self._file) if self._report is None else None  # who wants a report wants a search
         machines = [Machine(n_ranks > 0, rate) for n_ranks, rate in session.machines]
-        search = Search(expectation(machines, [nbytes_of(spec) for spec in specs.values()]))
-        default = Point(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes)
+        by_tcp = any(transport.startswith("tcp") for transport in session.transports.values())
+        search = Search(expectation(machines, [nbytes_of(spec) for spec in specs.values()]),
+                        STREAMS if by_tcp else [settings.tcp_streams])
+        default = Point(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes,
+                        usual.tcp_streams if by_tcp else settings.tcp_streams)
         self._pilot = Pilot(search, present, default, stored.chosen if stored is not None else None)
         self._n_trials = 0
         if stored is not None:

@@ -1,7 +1,7 @@
 """Bayesian optimisation of step times on a grid: a Gaussian process, the expected improvement, and caution. Pure.
 
 Logarithms of step times are described by the expectation that was given, plus a Gaussian process (squared exponential,
-one length for all three directions: factors of two of partition, fusion and credit). What is tried next is the
+one length for all directions: factors of two of partition, fusion, credit and streams). What is tried next is the
 neighbour of something tried that promises the largest improvement (Mockus 1978; Jones et al. 1998), but nothing that is
 expected to take 1.5 times the best. Own code, forty lines of NumPy: a rank's process should not load SciPy or
 scikit-learn for the thirty points of a search.
@@ -9,7 +9,7 @@ scikit-learn for the thirty points of a search.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from .point import Point
 PARTITIONS = tuple(64_000 << i for i in range(11))
 FUSIONS = tuple(64_000 << 2 * i for i in range(5))
 CREDITS = tuple(1 << i for i in range(9))
+STREAMS = (1, 2, 4)
 #: Spread of ln(step time) of one measurement; how far (factors of two) points know of each other.
 _NOISE, _LENGTH = 0.02, 2.0
 #: Spread of ln(step time) over the grid: the least, the most; from so many measurements on, twice what they show.
@@ -36,11 +37,14 @@ class Search:
     ----------
     expect
         Relative step time that a model expects at a point; any unit. Measurements overrule it.
+    streams
+        Numbers of streams that may be tried.
     """
 
-    def __init__(self, expect: Callable[[Point], float] = lambda point: 1.0) -> None:
+    def __init__(self, expect: Callable[[Point], float] = lambda point: 1.0,
+                 streams: Sequence[int] = STREAMS) -> None:
         self._expect = expect
-        self._grid = [Point(p, f, p * c) for p in PARTITIONS for f in FUSIONS for c in CREDITS]
+        self._grid = [Point(p, f, p * c, n) for p in PARTITIONS for f in FUSIONS for c in CREDITS for n in streams]
         self._refused: set[Point] = set()
         self.measured: dict[Point, float] = {}
 

@@ -38,7 +38,7 @@ def command() -> None:
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
 @exits.errors_in_words
 def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
-    """Run PROGRAM, which starts a job, and let it find partition, fusion and credit while it trains.
+    """Run PROGRAM, which starts a job, and let it find partition, fusion, credit and streams while it trains.
 
     As long as every step of the job is of use: the weights are the same bits as without. What was found is used by
     every later job with the same model and cluster that has the setting autotune.
@@ -69,13 +69,14 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
 
 def _table(result: Any) -> str:
     """Return what was tried and chosen, for people."""
-    rows = [["partition", "fusion", "credit", "step [ms]", "steps", "why"]]
+    rows = [["partition", "fusion", "credit", "streams", "step [ms]", "steps", "why"]]
     for point, step_s, n_steps, reason in result.trials:
         shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
-        rows.append([*(f"{nbytes:,}" for nbytes in point), shown, str(n_steps),
+        rows.append([*(f"{number:,}" for number in point), shown, str(n_steps),
                      reason + (" <- chosen" if point == result.chosen else "")])
     end = "" if result.is_over else "\nthe program ended before the search: train for 60 steps or more"
-    return output.columns(rows, right=(0, 1, 2, 3, 4)) + f"\nchosen after {result.n_steps} steps: {result.chosen}" + end
+    shown = output.columns(rows, right=(0, 1, 2, 3, 4, 5))
+    return f"{shown}\nchosen after {result.n_steps} steps: {result.chosen}{end}"
 
 
 class _Duration(click.ParamType):

@@ -79,6 +79,8 @@ class Plans:
     def retired(self, message: messages.Retired) -> None:
         """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
         self._vertex.retire(message.units)
+        if self._vertex.wiring.ownable_nbytes >= 0:
+            self._node.send(messages.Room(ownable_nbytes=self._vertex.wiring.ownable_nbytes))
 
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""

@@ -145,8 +145,8 @@ class Vertex:
         """Reach by *link* from now on the node whose RDMA link was parted with; it has not got *awaited*."""
         old = self.links[link.index]
         assert isinstance(old, rdma.RdmaLink) and self._dispatcher is not None
-        for part, (even, odd, nbytes) in old.bound.items():
-            link.expect(part, even, odd, nbytes)
+        for part, bound in old.bound.items():
+            link.expect(part, *bound)
         self._records += old.traces()
         counted = old.counters()
         self._moved[link.index] = {name: counted[name] for name in _ADDED_UP}

@@ -180,8 +180,8 @@ class Wiring:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
     @staticmethod
-    def _bind(holding: Holding, link: WireLink, part: PartPlan, even: int, odd: int) -> None:
-        link.bind(part.part, even, odd, part.nbytes)
+    def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int) -> None:
+        link.bind(part.part, even, odd, part.nbytes, unit.n_streams)
         holding.bound.append((link.index, part.part))
 
     def _appears_here(self, part: PartPlan) -> bool:
@@ -257,7 +257,7 @@ class Wiring:
             slot = 0
             if link is not None:
                 slot = self._allocate(holding, self._regions.slots, part.nbytes).address
-                self._bind(holding, link, part, slot, slot)
+                self._bind(holding, link, unit, part, slot, slot)
             (before if index < self._me.index else after).append((self._sources[index], slot))
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
@@ -269,7 +269,7 @@ class Wiring:
     def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
         link = wire(self._links[part.owner])
         if link is not None:
-            self._bind(holding, link, part, *outputs)
+            self._bind(holding, link, unit, part, *outputs)
         partial = Place(0, 0, 0)
         if self._has_partial(part):
             partial = self._allocate(holding, self._regions.partials, part.nbytes)

@@ -5,12 +5,14 @@ than in the first one is copied beside its new neighbours when it is ready, what
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from ..orchestration.errors import BpsError
 from ..orchestration.messages import MemberPlan, TensorSpec
 from .unit import Region, Unit
 
@@ -21,10 +23,11 @@ _PAGE_NBYTES = 4096
 
 
 class Cut(NamedTuple):
-    """How an edition's tensors are cut and packed, in bytes; 0: as the job's settings say."""
+    """How an edition's tensors are cut and packed, in bytes, and sent; 0: as the job's settings say."""
 
     partition_nbytes: int = 0
     fusion_nbytes: int = 0
+    n_streams: int = 0
 
 
 class Home(NamedTuple):
@@ -53,7 +56,7 @@ class Edition:
         self.wires = {name: spec.name + ending for name, spec in specs.items()}
         session.tensors.declare([
             msgspec.structs.replace(spec, name=self.wires[name], group=spec.group and spec.group + ending,
-                                    partition_nbytes=cut.partition_nbytes, fusion_nbytes=cut.fusion_nbytes)
+                                    **cut._asdict())
             for name, spec in specs.items()], lenient=True)
 
     @property
@@ -96,6 +99,17 @@ class Edition:
             self.places[name] = units[name].staging.part(member.offset, member.nbytes)
         self.units = units
         self.homes = {name: Home(unit.staging, self.members[name].offset) for name, unit in units.items()}
+
+    def abandon(self) -> None:
+        """Give up what this rank has of an edition that it cannot have whole."""
+        units: list[Unit] = []
+        for wire in self.wires.values():
+            with contextlib.suppress(BpsError):
+                unit = self._session.tensors.unit_nowait(wire)
+                if unit is not None and unit not in units:
+                    units.append(unit)
+        if units:
+            self._session.retire(units)
 
     def retire(self, timeout_s: float, keeps_input: bool) -> None:
         """Give up its units, once their last rounds are complete; and, unless *keeps_input*, its input memory.

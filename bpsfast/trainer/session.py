@@ -294,6 +294,7 @@ class Session:
             self.tensors.committed(Unit(self, ready, self._segments))
         except ProtocolError as exc:
             self.tensors.refused([member.name for member in ready.plan.members], self._unmapped or exc)
+            self._mailbox.send(Retire(rank=self.rank, units=(ready.plan.unit,)))  # or the others could never give it up
 
     def _node_lost(self) -> BpsError:
         """Return in words that the node has ended without having said why, or let this rank go."""

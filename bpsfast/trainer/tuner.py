@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsfast.tuner")
 
-#: Words of the small tensor: rank 0's decision (number, is_last, three of the active point, three of the coming one),
-#: and over all ranks, how many have the coming edition and how many cannot.
-_N_WORDS, _READY, _FAILED = 16, 8, 9
+#: Words of the small tensor: rank 0's decision (number, is_last, the active point, the coming one), and over all ranks,
+#: how many have the coming edition and how many cannot.
+_N_OF_POINT = len(Point._fields)
+_READY = 2 + 2 * _N_OF_POINT
+_FAILED, _N_WORDS = _READY + 1, _READY + 2
 #: Steps after its last for which an edition stays: until then its results may be looked at.
 _N_LINGER = 2
 _FIRST_OF_ALL = 1 << 40
@@ -48,11 +50,12 @@ class Tuner:
         self._by_urgency = list(by_urgency)
         self._first = edition
         settings = session.settings
-        present = Point(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes)
+        present = Point(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
+                        settings.tcp_streams)
         self._settings_cut = present.cut
         self._point = present
         self._editions = {present.cut: edition}
-        self._leaving: dict[tuple[int, int], int] = {}  # cut -> steps until it is retired
+        self._leaving: dict[tuple[int, int, int], int] = {}  # cut -> steps until it is retired
         self._dropped: list[Edition] = []
         self._coming: Edition | None = None
         self._coming_point = present
@@ -198,15 +201,16 @@ class Tuner:
                     edition.retire(timeout_s, keeps_input=False)
             except BpsError:
                 self._session.port.check()
-                self._dropped.remove(edition)  # nobody has it
+                self._dropped.remove(edition)
+                edition.abandon()
 
 
 def _encoded(decision: Decision) -> list[float]:
-    coming = decision.coming or Point(0, 0, 0)
+    coming = decision.coming or Point(*[0] * _N_OF_POINT)
     return [float(each) for each in (decision.number, decision.is_last, *decision.active, *coming)]
 
 
 def _decoded(words: Sequence[float]) -> tuple[int, bool, Point, Point | None]:
     number, is_last, *rest = (int(each) for each in words[:_READY])
-    coming = Point(*rest[3:])
-    return number, bool(is_last), Point(*rest[:3]), coming if coming.partition_nbytes else None
+    coming = Point(*rest[_N_OF_POINT:])
+    return number, bool(is_last), Point(*rest[:_N_OF_POINT]), coming if coming.partition_nbytes else None

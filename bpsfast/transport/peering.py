@@ -219,7 +219,7 @@ class Peering:
 
     def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
         link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
-                        n_streams=self._settings.tcp_streams, epoch=self._epoch, deadline=self._deadline)
+                        n_streams=self._settings.n_connections, epoch=self._epoch, deadline=self._deadline)
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
@@ -247,6 +247,7 @@ class Peering:
     def _equip(self, link: tcp.TcpLink) -> tcp.TcpLink:
         settings = self._settings
         link.n_nodes, link.epoch, link.send_buffer_nbytes = self._n_nodes, self._epoch, settings.tcp_sndbuf_bytes
+        link.n_streams = settings.tcp_streams
         link.limits = limits(settings)
         link.paces = self._paces
         return link
@@ -297,7 +298,7 @@ class Peering:
                 sock.close()
                 return
             half.sockets[hello.stream] = sock
-            whole = len(half.sockets) == self._settings.tcp_streams
+            whole = len(half.sockets) == self._settings.n_connections
             if whole:
                 del self._accepting[hello.peer]
         if whole:

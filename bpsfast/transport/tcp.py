@@ -86,7 +86,8 @@ _UNTRACED = Limits()
 class TcpLink:
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *expected*: what `expect` was told. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+    *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *expected*: what `expect` was
+    told. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
     """
 
     index: int
@@ -98,7 +99,9 @@ class TcpLink:
     send_buffer_nbytes: int = 0
     limits: Limits = _UNTRACED
     paces: Paces | None = None
-    expected: list[tuple[int, int, int, int]] = field(default_factory=list)
+    n_streams: int = 0
+    expected: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> what it says itself
 
     kind = "tcp"
     is_wire = True
@@ -118,17 +121,22 @@ class TcpLink:
                             keep=(engine, self.paces))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
-        for part, even, odd, nbytes in self.expected:
-            self.lane_of(part).bind(part, even, odd, nbytes)
+        for each in self.expected:
+            self.bind(*each)
         for stream in self.streams:
             stream.start()
 
-    def expect(self, part: int, even: int, odd: int, nbytes: int) -> None:
+    def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0) -> None:
         """Do what `bind` does, before `start`: the peer may write as soon as it is connected."""
-        self.expected.append((part, even, odd, nbytes))
+        self.expected.append((part, even, odd, nbytes, n_streams))
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int) -> None:
-        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity."""
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0) -> None:
+        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity.
+
+        From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
+        """
+        if n_streams:
+            self._n_streams_of[part] = n_streams
         self.lane_of(part).bind(part, even, odd, nbytes)
 
     def unbind(self, part: int) -> None:
@@ -136,6 +144,7 @@ class TcpLink:
         self.expected = [each for each in self.expected if each[0] != part]
         if self.streams:
             self.lane_of(part).unbind(part)
+        self._n_streams_of.pop(part, None)
 
     def why(self, code: int) -> str:
         """Return in words why a stream was lost; *code* is the event's."""
@@ -147,7 +156,8 @@ class TcpLink:
         Neighbouring parts have different owners: they go to one stream together, so that each stream carries partials
         and results in both directions.
         """
-        return self.streams[part // self.n_nodes % len(self.streams)]
+        n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
+        return self.streams[part // self.n_nodes % min(n, len(self.streams))]
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the streams' counters."""

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Job
+from tests.editions import editions
 from tests.guest import spare_device
 from tests.guest.training import N_STEPS, SHAPES, push_until_it_fails, push_until_it_goes_by_tcp, train
 from tests.guest.verbs_end import until
@@ -242,3 +243,12 @@ def test_auto_goes_on_by_tcp_when_a_card_is_pulled_out_under_writes_and_every_su
 def packets(device: str) -> int:
     """Return how many packets the device has sent since it was made."""
     return int(Path(f"/sys/class/infiniband/{device}/ports/1/hw_counters/sent_pkts").read_text())
+
+
+@pytest.mark.timeout(900)
+def test_what_is_retired_makes_room_for_the_next():
+    with running(ranks=(1, 1), helpers=1, transport="rdma", placement="ps") as job:
+        for wrong, counts in job.run(editions, 10, True, timeout_s=400):
+            assert not wrong
+            assert len(set(counts[5:])) == 1, counts
+        job.close()

@@ -82,8 +82,9 @@ class RdmaLink:
         self._ways = list(ways)
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
-        #: part -> address of even rounds, of odd rounds, bytes: what is expected from the peer.
-        self.bound: dict[int, tuple[int, int, int]] = {}
+        #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp: what is
+        #: expected from the peer.
+        self.bound: dict[int, tuple[int, int, int, int]] = {}
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
@@ -98,7 +99,7 @@ class RdmaLink:
         """Return the lane that *part* takes. Neighbours have different owners: they go to one lane together."""
         return self._way(part).lane
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int) -> None:
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
 
         Raises
@@ -107,7 +108,7 @@ class RdmaLink:
             If no queue holds one more slot, or the device no message of this size.
         """
         if self.fenced:
-            self.bound[part] = even, odd, nbytes
+            self.bound[part] = even, odd, nbytes, n_streams
             return
         way = self._way(part)
         if nbytes > way.rail.port["max_msg_sz"]:
@@ -129,7 +130,7 @@ class RdmaLink:
                                  nbytes=nbytes)
         if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
             raise ProtocolError(f"both copies of partition {part} lie in different segments: our bug")
-        self.bound[part] = even, odd, nbytes
+        self.bound[part] = even, odd, nbytes, n_streams
 
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""

@@ -1,0 +1,128 @@
+"""One wait: when it asks who is missing, warns, gives up, and what is told once it is over. No test waits itself."""
+from __future__ import annotations
+
+import math
+import os
+import socket
+
+import pytest
+
+import bpsfast
+from bpsfast.channel import Channel
+from bpsfast.orchestration.errors import StallError
+from bpsfast.orchestration.messages import Departed, StallAnswer
+from bpsfast.trainer.inquiry import DOUBT_S, Inquiry
+from bpsfast.trainer.mailbox import Mailbox
+from bpsfast.trainer.patience import Patience
+from bpsfast.trainer.stall_inspector import StallInspector, Subject
+
+SUBJECT = Subject.of("w", ["w"], 0, 1, 3)
+MISSING = StallAnswer(rank=0, question=1, missing="missing: rank 2", stage="push", ranks=(2,))
+HOPELESS = StallAnswer(rank=0, question=1, missing="missing: rank 2, gone", stage="push", ranks=(2,), hopeless=True)
+
+
+@pytest.fixture
+def inquiry():
+    ours, theirs = socket.socketpair()
+    pidfd = os.pidfd_open(os.getpid())
+    mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: None, lambda: None,
+                      lambda: bpsfast.PeerLostError("the node is lost"))
+    with Channel(theirs):
+        yield Inquiry(0, lambda: None, lambda: mailbox)
+    mailbox.close()
+    os.close(pidfd)
+
+
+class Wait:
+    """A wait that has lasted *spent_s*, what it asked, and what its inspector counted."""
+
+    def __init__(self, inquiry, spent_s, answer=MISSING, timeout_s=60.0, warn_s=0.0, what="", is_there=False):
+        self.n_asked = self.n_stalls = 0
+        self.answer, self.is_there = answer, is_there
+        self.inspector = StallInspector("rank 0", warn_s, self.count)
+        self.patience = Patience("rank 0", timeout_s, inquiry, self.inspector, what, spent_s)
+
+    def count(self):
+        self.n_stalls += 1
+
+    def ask(self):
+        self.n_asked += 1
+        return SUBJECT, self.answer
+
+    def look(self):
+        self.patience.look(self.ask, lambda: self.is_there)
+
+
+def test_nobody_is_asked_before_there_is_a_reason(inquiry):
+    wait = Wait(inquiry, DOUBT_S + 1)
+    with wait.patience:
+        assert wait.patience.rest_s == 0, "somebody may have left"
+        wait.look()
+        assert 0 < wait.patience.rest_s <= DOUBT_S
+    assert (wait.n_asked, wait.n_stalls, wait.inspector.stalls()) == (0, 0, ())
+
+
+@pytest.mark.parametrize(("what", "words"), [
+    ("", "rank 0 waited 60 s for round 3 of 'w' (partition 0 of 1): missing: rank 2"),
+    ("in barrier 4", "rank 0 waited 60 s in barrier 4: missing: rank 2"),
+])
+def test_the_deadline_names_who_is_missing(inquiry, what, words):
+    wait = Wait(inquiry, 61, what=what)
+    with pytest.raises(StallError) as caught, wait.patience:
+        wait.look()
+    assert str(caught.value) == words and wait.n_asked == 1
+
+
+def test_what_has_come_while_it_was_asked_is_no_error(inquiry):
+    wait = Wait(inquiry, 61, is_there=True, warn_s=1)
+    with wait.patience:
+        wait.look()
+    assert wait.n_asked == 1 and wait.n_stalls == 0
+
+
+def test_who_has_left_is_waited_for_only_as_long_as_that_can_help(inquiry):
+    inquiry.receive(Departed(rank=1))
+    wait = Wait(inquiry, DOUBT_S + 1)
+    with wait.patience:
+        wait.look()
+        assert wait.n_asked == 1
+        wait.look()
+        assert wait.n_asked == 1, "not again at once"
+    wait = Wait(inquiry, DOUBT_S + 1, HOPELESS)
+    with pytest.raises(StallError, match=r"rank 0 waited 1\.5\d* s for round 3 of 'w' .*: missing: rank 2, gone"):
+        with wait.patience:
+            wait.look()
+
+
+def test_a_warning_comes_at_doubling_intervals_and_its_end_is_told(inquiry, caplog):
+    wait = Wait(inquiry, 5, warn_s=2)
+    with wait.patience:
+        wait.look()
+        wait.look()
+        (stall,) = wait.inspector.stalls()
+        assert wait.n_asked == 1 and not stall.over and stall.missing_ranks == (2,)
+        assert wait.patience.rest_s <= DOUBT_S
+    (stall,) = wait.inspector.stalls()
+    assert stall.over and stall.went_on and wait.n_stalls == 1
+    assert [record.message.split(" for ")[0] for record in caplog.records] == [
+        "rank 0 has waited 5 s", "rank 0 goes on: it has waited 5 s"]
+
+
+@pytest.mark.parametrize("how", ["error", "refused"])
+def test_a_wait_that_ends_badly_does_not_go_on(inquiry, how):
+    wait = Wait(inquiry, 5, warn_s=2)
+    try:
+        with wait.patience:
+            wait.look()
+            if how == "error":
+                raise KeyboardInterrupt
+            wait.patience.went_on = False
+    except KeyboardInterrupt:
+        pass
+    (stall,) = wait.inspector.stalls()
+    assert stall.over and not stall.went_on
+
+
+def test_without_warnings_only_doubt_and_deadline_count(inquiry):
+    assert StallInspector("rank 0", 0.0, lambda: None).due(1.0) == math.inf
+    assert Wait(inquiry, 0.0, timeout_s=0.1).patience.rest_s <= 0.1
