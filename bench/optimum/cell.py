@@ -90,7 +90,7 @@ class Ground:
             n_helpers=0 if name == "colocated" else cell.n_helpers,
             more={name: {"BPSFAST_NIC_RATE": str(bits / 1e9)} for name, bits in self._layout.rates.items() if known},
             transport="tcp", partition_bytes=cell.partition_nbytes(name), credit_bytes=cell.credit_nbytes(name),
-            placement="optimal" if name == "equal" else name, **_PATIENT)
+            awake_us=cell.awake_us, placement="optimal" if name == "equal" else name, **_PATIENT)
 
     def _sent(self) -> list[int]:
         return [machine.traffic().tx for machine in self._cluster]

@@ -8,6 +8,7 @@ from bpsfast.models import catalog
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.shares import Machine
+from bpsfast.settings import Settings
 
 #: Of all links together, up to so many machines: what two cores can move and sum without being the limit.
 _TOTAL_BITS = {11: 0.8e9, 15: 0.5e9, 64: 0.4e9}
@@ -19,11 +20,12 @@ _CREDIT_PARTITIONS = 2
 _CROWDED_CREDIT_PARTITIONS = 3
 #: Of half the size, where every link is full both ways (`Cell.full`), on links that are so much slower.
 _FULL_CREDIT_PARTITIONS = 4
-_FULL_RATE = 0.75
+_FULL_RATE = 0.5
 #: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
 #: workers, so a step of few partitions is above any formula.
 _NBYTES = 832 * _PARTITION_NBYTES
 _BYTEPS_PARTITION_NBYTES = 4_096_000
+_HASH_DIVISOR = 128
 SETS = ("equal", "full", "unequal", "models")
 
 
@@ -77,6 +79,11 @@ class Cell:
         n = (_FULL_CREDIT_PARTITIONS if self.full else _CROWDED_CREDIT_PARTITIONS if self._is_crowded(contestant)
              else _CREDIT_PARTITIONS)
         return n * self.partition_nbytes(contestant)
+
+    @property
+    def awake_us(self) -> int:
+        """Return how long a wait keeps its core: sixteen machines share two, and what one keeps another wants."""
+        return 0 if self.full else Settings().awake_us
 
     def _is_crowded(self, contestant: str) -> bool:
         return contestant == "ps" and self.crowded
@@ -156,13 +163,13 @@ def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
     """Lists of whole tensors, 16 or 32 times smaller.
 
-    For BytePS's hash four times smaller than that, as is what BytePS cuts them into by default: of larger partitions
-    those that eight machines send to one overflow a switch's port, and what is measured are losses.
+    For BytePS's hash 128 times smaller, as is what BytePS cuts them into by default: of larger partitions those that
+    eight machines send to one overflow a switch's port, and what is measured are losses.
     """
     layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _rate_bits(12))
     cells = []
     for model, least in (("vgg16", 16), ("bert-large", 32)):
-        for contestant, divisor in (("optimal", 4 * least if quick else least), ("hash:mixed", 4 * least)):
+        for contestant, divisor in (("optimal", 4 * least if quick else least), ("hash:mixed", _HASH_DIVISOR)):
             nbytes = 4 * sum(prod(shape) for shape in catalog.divided(model, divisor).values())
             cells.append(Cell(4, (contestant,), nbytes, f"gradients of {model}/{divisor}",
                               _BYTEPS_PARTITION_NBYTES // divisor // 4096 * 4096))
