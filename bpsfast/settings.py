@@ -66,7 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: Annotated[Literal["priority", "fifo"], _about(
         "what is summed and sent first: what the next forward pass needs first, or what is there first",
         agree=True)] = "priority"
-    tcp_streams: Annotated[int, _about("connections to each peer", agree=True, ge=1, le=_MOST_TCP_STREAMS)] = 2
+    tcp_streams: Annotated[int, _about("connections to each peer that partitions take turns on", agree=True,
+                                       ge=1, le=_MOST_TCP_STREAMS)] = 2
     tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
                                             ge=0)] = 0
     rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "

@@ -161,10 +161,18 @@ class Generations:
 
     def not_ready(self, name: str) -> list[int]:
         """Return the nodes that still prepare the generation with tensor *name*, [] if it is not in flight."""
-        units = self.in_flight.units if self.in_flight is not None else ()
-        if not any(member.name == name for unit in units for member in unit.members):
-            return []
+        return self._unready() if self.in_flight is not None and _has(self.in_flight.units, name) else []
+
+    def in_the_way(self, name: str) -> list[int]:
+        """Return the nodes that still prepare a generation without tensor *name*, if that is not committed."""
+        return self._unready() if self.in_flight is not None and not _has(self.units, name) else []
+
+    def _unready(self) -> list[int]:
         return [node for node in range(len(self._machines)) if node not in self._ready]
+
+
+def _has(units: Sequence[UnitPlan], name: str) -> bool:
+    return any(member.name == name for unit in units for member in unit.members)
 
 
 def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:

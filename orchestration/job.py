@@ -318,7 +318,9 @@ class Job:
         if ranks:
             return self._stalls.without(ranks, "declare", f"has not declared {name!r}")
         for nodes, what in ((sorted(self._unmeasured), "is still measuring its NIC"),
-                            (self._generations.not_ready(name), f"is still preparing memory for {name!r}")):
+                            (self._generations.not_ready(name), f"is still preparing memory for {name!r}"),
+                            (self._generations.in_the_way(name), f"is still preparing memory for what is before "
+                                                                 f"{name!r}")):
             if nodes:
                 words = "; ".join(f"{self._roster.describe_node(node)}: {what}" for node in nodes)
                 return Finding(f"missing: {words}", "declare", nodes=tuple(nodes))

@@ -17,7 +17,7 @@ import msgspec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 4
+VERSION = 5
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -189,7 +189,7 @@ class Ready(Message):
 
 
 class Room(Message):
-    """This node, whose memory is bounded, has given back what retired units used. `ownable_nbytes`: as in `Ready`."""
+    """This node, whose memory is bounded, has given back what units used. `ownable_nbytes`: as in `Ready`."""
 
     ownable_nbytes: int
 

@@ -302,7 +302,7 @@ cdef class Port:
     def next_step(self):
         """End the step that goes on and begin the next; return the time in ns. Nothing, and 0, once closed.
 
-        The first step is not counted. The GIL is held, so neither `close` nor another call comes in between.
+        The first step is not counted. The GIL is held, so `close` cannot come in between.
         """
         cdef uint64_t now_ns = bps_now_ns()
         if not self.open:

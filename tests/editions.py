@@ -30,7 +30,8 @@ def editions(n, retires):
                 unit.wait(unit.round, session.settings.timeout_s)
                 result = unit.view(unit.round).view("f4")
                 inside = [result[m.offset // 4:(m.offset + m.nbytes) // 4] for m in unit.members.values()]
-                wrong += [(number, step, unit.name) for each in inside if (each != number + step + (bpsfast.size() - 1) / 2).any()]
+                mean = number + step + (bpsfast.size() - 1) / 2
+                wrong += [(number, step, unit.name) for each in inside if (each != mean).any()]
         if retires:
             session.retire(units)
             for region in regions:

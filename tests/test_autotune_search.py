@@ -78,8 +78,8 @@ def test_what_was_refused_is_not_proposed_again():
         proposal = search.propose()
         if proposal is None:
             break
-        assert proposal[0].cut not in refused and proposal[1] >= WORTHWHILE
-        refused.add(proposal[0].cut)
+        assert proposal[0].cut[:2] not in refused and proposal[1] >= WORTHWHILE
+        refused.add(proposal[0].cut[:2])
         search.refuse(proposal[0])
     assert len(refused) >= 3
 

@@ -216,6 +216,19 @@ def test_an_edition_that_nobody_has_room_for_takes_nothing_else_with_it():
     assert [[unit.name for unit in plan.units] for plan in table.got(b"A", m.Plan)][-1] == ["c~1"]
 
 
+def test_who_holds_up_an_edition_is_named_though_it_prepares_something_else():
+    table = welcomed()
+    for sender, ranks in ((b"A", (0, 1)), (b"B", (2, 3))):
+        table.say(sender, *(m.Declare(rank=rank, tensors=(spec("a"), spec("b~1", edition_of="b"))) for rank in ranks))
+    table.say(b"A", m.Ready(generation=1))
+    table.say(b"H", m.Ready(generation=1))
+    for name, words in (("a", "is still preparing memory for 'a'"),
+                        ("b~1", "is still preparing memory for what is before 'b~1'")):
+        table.say(b"A", m.Stalled(rank=0, question=7, part=-1, round=0, name=name))
+        (answer,) = table.got(b"A", m.StallAnswer)
+        assert answer.nodes == (1,) and "host b" in answer.missing and words in answer.missing, answer
+
+
 def test_what_a_helper_has_room_for_once_units_are_retired_counts_for_the_next_plan():
     table = Table(num_helpers=1)
     for sender, joined in ((b"A", join("a", 2)), (b"H", join("h", 0, room_nbytes=0)), (b"B", join("b", 2))):

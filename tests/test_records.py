@@ -46,6 +46,7 @@ def test_a_partition_of_a_whole_tensor_needs_no_number():
     assert (Part("weight").title, Part("weight", 1, 2).title) == ("weight", "weight[1]")
 
 
-@pytest.mark.parametrize(("name", "title"), [("a\nb", r"a\nb"), ("\x85\u2028", r"\x85\u2028"), ("größe.水", "größe.水")])
+@pytest.mark.parametrize(("name", "title"), [
+    ("a\nb", r"a\nb"), ("\x85\u2028", r"\x85\u2028"), ("größe.水", "größe.水")])
 def test_titles_are_one_line_whatever_a_tensor_is_called(name, title):
     assert (Part(name).title, Part(name, 1, 2).title) == (title, f"{title}[1]")

@@ -22,7 +22,7 @@ from bpsfast.bench.schedule.ways import WAYS, Setup, start
 from bpsfast.cluster import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError
 
-#: Of all links together: slow enough that what two cores do for ten machines (sums, hooks, weights) is little beside it.
+#: Of all links together: slow enough that what two cores do for ten machines (sums, hooks, weights) is little beside.
 _TOTAL_BITS = 0.2e9
 _MODEL, _DIVISOR = "vgg16", 32
 _RATIO = 0.75

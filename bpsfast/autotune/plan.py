@@ -38,7 +38,10 @@ class Plan:
                         STREAMS if by_tcp else [settings.tcp_streams])
         default = Point(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes,
                         usual.tcp_streams if by_tcp else settings.tcp_streams)
-        self._pilot = Pilot(search, present, default, stored.chosen if stored is not None else None)
+        chosen = stored.chosen if stored is not None else None
+        if chosen is not None and not by_tcp:
+            chosen = chosen._replace(n_streams=settings.tcp_streams)
+        self._pilot = Pilot(search, present, default, chosen)
         self._n_trials = 0
         if stored is not None:
             log.info("what was found before for this model and cluster is used: %s (%s)", stored.chosen, self._file)

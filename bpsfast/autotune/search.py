@@ -53,8 +53,9 @@ class Search:
         self.measured[point] = step_s
 
     def refuse(self, point: Point) -> None:
-        """Note that *point* cannot be had: neither it nor the same partitions with other credit are proposed again."""
-        self._refused |= {each for each in self._grid if each.cut == point.cut}
+        """Note that *point* cannot be had: the same partitions are not proposed again, whatever the credit and streams.
+        """
+        self._refused |= {each for each in self._grid if each[:2] == point[:2]}
 
     @property
     def best(self) -> Point:

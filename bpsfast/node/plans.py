@@ -79,15 +79,20 @@ class Plans:
     def retired(self, message: messages.Retired) -> None:
         """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
         self._vertex.retire(message.units)
-        if self._vertex.wiring.ownable_nbytes >= 0:
-            self._node.send(messages.Room(ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+        self._say_room()
 
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):
             self._vertex.wiring.drop(self._generation)
             self._generation = None
+            self._say_room()
         self._home.tell_all(message)
+
+    def _say_room(self) -> None:
+        nbytes = self._vertex.wiring.ownable_nbytes
+        if nbytes >= 0:
+            self._node.send(messages.Room(ownable_nbytes=nbytes))
 
     def _announce(self) -> None:
         generation = self._generation

@@ -183,7 +183,7 @@ class Gradients:
     def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
 
-        With the setting autotune partitions, fusion and credit may be others from here on; arrays stay where they are.
+        With the setting autotune partitions, fusion, credit and streams may be others from here on; arrays stay.
 
         With *wait* False nothing is waited for: an array may be written, and be ready, again once `wait` or `finish`
         has returned for its name and those fused with it. So the next forward pass overlaps the end of this step.

@@ -113,6 +113,7 @@ class Session:
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
         self._allocated: dict[int, Allocated | BpsError] = {}
         self._unmapped: CapacityError | None = None
+        self._not_mapped: dict[tuple[str, int], tuple[SegmentShared, int]] = {}  # with their descriptors
         self._told: dict[int, Message] = {}
         self._requests = 0
         self._barriers_entered = 0
@@ -258,8 +259,7 @@ class Session:
                 self._asked.remove(message.request)
                 self._allocated[message.request] = message
             case Declared():
-                for ready in message.units:
-                    self._commit(ready)
+                self._commit(message.units)
             case DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
             case Refuse():
@@ -280,7 +280,7 @@ class Session:
         try:
             segment = Segment.attach(fd, writable=message.owner == "rank")
         except OSError as exc:
-            os.close(fd)
+            self._not_mapped[message.owner, message.segment] = message, fd
             self._unmapped = CapacityError(f"rank {self.rank} cannot map a segment of {message.nbytes} bytes that its "
                                            f"node shares with it: {exc}; raise the limit of its address space "
                                            "(ulimit -v), or push less")
@@ -289,12 +289,35 @@ class Session:
         if message.owner == "rank":
             self._inputs = [*self._inputs, (message.segment, segment)]
 
-    def _commit(self, ready: UnitReady) -> None:
-        try:
-            self.tensors.committed(Unit(self, ready, self._segments))
-        except ProtocolError as exc:
-            self.tensors.refused([member.name for member in ready.plan.members], self._unmapped or exc)
-            self._mailbox.send(Retire(rank=self.rank, units=(ready.plan.unit,)))  # or the others could never give it up
+    def _commit(self, units: Sequence[UnitReady]) -> None:
+        """Enter units as tensors of this rank; those of an edition that cannot be mapped are given up at once.
+
+        Others have retired an edition that one rank cannot have, and nodes wait for this rank, too. Other tensors are
+        not given up: their memory would be the next ones', which this rank could not map either.
+        """
+        given_up = []
+        for ready in units:
+            try:
+                try:
+                    unit = Unit(self, ready, self._segments)
+                except ProtocolError:
+                    self._map_again()
+                    unit = Unit(self, ready, self._segments)
+            except ProtocolError as exc:
+                names = [member.name for member in ready.plan.members]
+                if self.tensors.are_edition(names):
+                    given_up.append(ready.plan.unit)
+                self.tensors.refused(names, self._unmapped or exc)
+            else:
+                self.tensors.committed(unit)
+        if given_up:
+            self._mailbox.send(Retire(rank=self.rank, units=tuple(given_up)))
+
+    def _map_again(self) -> None:
+        """Try what could not be mapped before: there may be room now."""
+        again, self._not_mapped, self._unmapped = self._not_mapped, {}, None
+        for message, fd in again.values():
+            self._map(message, fd)
 
     def _node_lost(self) -> BpsError:
         """Return in words that the node has ended without having said why, or let this rank go."""
@@ -335,6 +358,9 @@ class Session:
         self._inputs = []
         self._free.clear()
         segments, self._segments = list(self._segments.values()), {}
+        for _, fd in self._not_mapped.values():
+            os.close(fd)
+        self._not_mapped.clear()
         if not self.port.close(_GOODBYE_S):
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
         self._attachment.close()

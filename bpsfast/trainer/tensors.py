@@ -93,6 +93,10 @@ class Tensors:
             for name in names:
                 del self._specs[name], self._units[name]
 
+    def are_edition(self, names: Sequence[str]) -> bool:
+        """Whether the tensors *names* of one unit are an edition of something."""
+        return any(name in self._specs and bool(self._specs[name].edition_of) for name in names)
+
     def knows(self, spec: TensorSpec) -> bool:
         """Return whether exactly this was declared before: the short way of a repeated push."""
         return self._specs.get(spec.name) == spec

@@ -196,13 +196,15 @@ class Tuner:
             del self._editions[cut], self._leaving[cut]
         for edition in list(self._dropped):
             try:
-                if edition.is_committed:
-                    self._dropped.remove(edition)
-                    edition.retire(timeout_s, keeps_input=False)
+                is_there = edition.is_committed
             except BpsError:
                 self._session.port.check()
                 self._dropped.remove(edition)
                 edition.abandon()
+            else:
+                if is_there:
+                    self._dropped.remove(edition)
+                    edition.retire(timeout_s, keeps_input=False)
 
 
 def _encoded(decision: Decision) -> list[float]:

@@ -47,4 +47,4 @@ def of(settings: Settings, n_peers: int) -> Paces | None:
     """Return the paces of a node with *n_peers* peers, None without a limit."""
     if not settings.nic_limit:
         return None
-    return Paces(settings.nic_limit * 1e9 / 8, n_peers * settings.n_connections)
+    return Paces(settings.nic_limit * 1e9 / 8, n_peers * settings.tcp_streams)
