@@ -41,10 +41,14 @@ cdef extern from "sockets.h":
     int close(int) nogil
     int SHUT_RDWR
 
+cdef extern from "acks.h" nogil:
+    struct bps_acks:
+        uint32_t n_looks
+    uint64_t bps_acks_pause(bps_acks *, uint64_t, uint64_t)
+    void bps_acks_learn(bps_acks *, uint64_t)
+
 cdef enum:
     IDLE_NS = 1000000000
-    FIRST_POLL_NS = 30000
-    LAST_POLL_NS = 2000000
 
 cdef struct Slot:
     uint64_t addresses[2]  # for even and odd rounds; 0: not bound
@@ -52,7 +56,7 @@ cdef struct Slot:
 
 cdef struct Post:
     bps_header header
-    uint64_t address, end, posted_ns
+    uint64_t address, end, posted_ns, sent_ns
 
 cdef struct Link:
     int fd
@@ -68,6 +72,7 @@ cdef struct Link:
     uint64_t capacity, posted, sent, delivered
     uint32_t word, closing, lost
     uint64_t bytes_sent, bytes_received, writes_sent, writes_received
+    bps_acks acks
     bps_trace records
     pthread_t sender, receiver
     bint started
@@ -96,6 +101,7 @@ cdef void _deliver(Link *link) noexcept nogil:
         pthread_mutex_unlock(&link.lock)
         if post.end > acknowledged:
             return
+        bps_acks_learn(&link.acks, bps_now_ns() - post.sent_ns)
         bps_record_add(&link.records, BPS_WIRE, <int>link.peer, post.header.slot, post.header.round,
                        post.header.nbytes, post.posted_ns, bps_now_ns())
         link.notify(link.engine, BPS_EVENT_DELIVERED, link.peer, post.header.slot, post.header.round, 0,
@@ -106,7 +112,7 @@ cdef void *_send(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
     cdef Post post
     cdef uint32_t seen
-    cdef uint64_t pause_ns = FIRST_POLL_NS
+    cdef uint64_t sent_ns
     cdef bint has_work
     cdef int rc
     while not bps_load(&link.closing):
@@ -115,16 +121,16 @@ cdef void *_send(void *argument) noexcept nogil:
         has_work = link.sent < link.posted
         if has_work:
             post = link.queue[link.sent % link.capacity]
+        elif link.delivered < link.sent:
+            sent_ns = link.queue[link.delivered % link.capacity].sent_ns
         pthread_mutex_unlock(&link.lock)
         if not has_work:
             if link.delivered == link.sent:
                 bps_wait(&link.word, seen, IDLE_NS)
             else:
-                bps_wait(&link.word, seen, pause_ns)
-                pause_ns = min(2 * pause_ns, <uint64_t>LAST_POLL_NS)
+                bps_wait(&link.word, seen, bps_acks_pause(&link.acks, sent_ns, bps_now_ns()))
                 _deliver(link)
             continue
-        pause_ns = FIRST_POLL_NS
         rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,
                             link.pace_out, &link.closing)
         if rc:
@@ -134,6 +140,7 @@ cdef void *_send(void *argument) noexcept nogil:
         link.writes_sent += 1
         pthread_mutex_lock(&link.lock)
         link.queue[link.sent % link.capacity].end = link.bytes_sent
+        link.queue[link.sent % link.capacity].sent_ns = bps_now_ns()
         link.sent += 1
         pthread_mutex_unlock(&link.lock)
         _deliver(link)
