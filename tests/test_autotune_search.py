@@ -53,7 +53,7 @@ steepness = st.tuples(st.floats(0, 0.05), st.floats(0, 0.01), st.floats(0, 0.02)
 def test_it_ends_near_the_best_of_the_grid(centre, steepness, partition, seed):
     bowl = Bowl(centre, steepness)
     start = Point(partition, 4_096_000, 16_777_216, 2)
-    search = searched(bowl, start, n_trials=24, noise=0.005, seed=seed)
+    search = searched(bowl, start, n_trials=8 * len(centre.place), noise=0.005, seed=seed)
     assert bowl(search.best) <= 1.05 * bowl.best
 
 

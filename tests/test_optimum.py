@@ -44,9 +44,9 @@ def test_the_hash_has_the_partitions_that_byteps_makes_of_the_list():
     [(_, planned)] = cells.chosen("models", "8", quick=False)
     found = [(cell.load, cell.partition_nbytes(name), cell.credit_nbytes(name))
              for cell in planned for name in cell.contestants]
-    assert found == [("gradients of vgg16/16", 32 << 10, 64 << 10), ("gradients of vgg16/64", *[61440] * 2),
+    assert found == [("gradients of vgg16/16", 32 << 10, 64 << 10), ("gradients of vgg16/128", *[28672] * 2),
                      ("gradients of bert-large/32", 32 << 10, 64 << 10), ("gradients of bert-large/128", *[28672] * 2)]
-    assert (61440, 28672) == tuple(4_096_000 // divisor // 4096 * 4096 for divisor in (64, 128))
+    assert 28672 == 4_096_000 // 128 // 4096 * 4096
 
 
 def test_naive_ps_keeps_a_shorter_queue_in_smaller_pieces_where_helpers_are_few():
@@ -60,7 +60,8 @@ def test_where_every_link_is_full_pieces_are_smaller_and_as_many_bytes_are_under
     [(layout, [cell])] = cells.chosen("full", "8", quick=False)
     assert {cell.partition_nbytes(name) for name in ("optimal", "ps", "colocated")} == {16 << 10}
     assert {cell.credit_nbytes(name) for name in ("optimal", "ps", "colocated")} == {64 << 10}
-    assert layout.rate_bits == pytest.approx(0.75 * 0.4e9 / 16) and cell.n_helpers == 8
+    assert layout.rate_bits == pytest.approx(0.5 * 0.4e9 / 16) and cell.n_helpers == 8
+    assert cell.awake_us == 0
 
 
 @pytest.mark.parametrize(("sets", "workers", "text"), [

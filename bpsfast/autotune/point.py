@@ -23,9 +23,12 @@ class Point(NamedTuple):
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Where it lies for the search: log2 of partition, of fusion, of credit in partitions, and of streams."""
+        """Where it lies for the search: log2 of partition, of fusion, of credit in partitions; half that of streams,
+        which mostly matter least.
+        """
         return (math.log2(self.partition_nbytes), math.log2(max(1, self.fusion_nbytes)),
-                math.log2(min(max(1.0, self.credit_nbytes / self.partition_nbytes), _MOST)), math.log2(self.n_streams))
+                math.log2(min(max(1.0, self.credit_nbytes / self.partition_nbytes), _MOST)),
+                math.log2(self.n_streams) / 2)
 
     def __str__(self) -> str:
         return (f"partitions of {_short(self.partition_nbytes)}, fusion {_short(self.fusion_nbytes)}, credit "

@@ -23,7 +23,7 @@ STREAMS = (1, 2, 4)
 #: Spread of ln(step time) of one measurement; how far (factors of two) points know of each other.
 _NOISE, _LENGTH = 0.02, 2.0
 #: Spread of ln(step time) over the grid: the least, the most; from so many measurements on, twice what they show.
-_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 6
+_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 9
 #: Steps that are expected to take longer than this many times the best are not tried.
 DARING = 1.5
 #: Expected improvement, as a share of the best step time, below which there is nothing left to look for.
@@ -59,8 +59,8 @@ class Search:
 
     @property
     def best(self) -> Point:
-        """The point with the shortest step of those measured. ValueError if there is none."""
-        return min(self.measured, key=lambda point: (self.measured[point], point))
+        """The point with the shortest step of those measured, the first of equals. ValueError if there is none."""
+        return min(self.measured, key=lambda point: self.measured[point])
 
     def propose(self) -> tuple[Point, float] | None:
         """Return what to try next and the improvement that is expected of it (0.02: 2 %); None: nothing worthwhile."""
@@ -74,8 +74,26 @@ class Search:
         improvement = np.where(allowed, _expected_improvement(gain, deviation), 0.0)
         chosen = int(np.argmax(improvement))
         if improvement[chosen] < WORTHWHILE:
-            return None
+            unknown = [i for i, point in enumerate(candidates) if allowed[i] and self._is_new_direction(point)]
+            if not unknown:
+                return None
+            chosen = max(unknown, key=lambda i: improvement[i])
         return candidates[chosen], float(improvement[chosen])
+
+    def _is_new_direction(self, point: Point) -> bool:
+        """Whether *point* lies from the best along one axis only, where nothing within reach was measured that way.
+
+        A description that is mostly of other directions says little of this one.
+        """
+        best = np.array(self.best.place)
+        way = np.array(point.place) - best
+        axis = int(np.argmax(np.abs(way)))
+        if (np.delete(np.abs(way), axis) > 0.1).any() or not abs(way[axis]) > 0.1:
+            return False
+        tried = np.array([other.place for other in self.measured]) - best
+        along = (np.delete(np.abs(tried), axis, axis=1) <= 0.1).all(axis=1)
+        known = along & (tried[:, axis] * way[axis] > 0) & (np.abs(tried[:, axis]) <= 2.1)
+        return not known.any()
 
     def _reachable(self) -> list[Point]:
         """Points of the grid at most two factors of two (fusion: one of four) beside what did well."""

@@ -280,7 +280,10 @@ class Session:
         try:
             segment = Segment.attach(fd, writable=message.owner == "rank")
         except OSError as exc:
-            self._not_mapped[message.owner, message.segment] = message, fd
+            if message.owner == "rank":  # who has asked for it is told
+                os.close(fd)
+            else:
+                self._not_mapped[message.owner, message.segment] = message, fd
             self._unmapped = CapacityError(f"rank {self.rank} cannot map a segment of {message.nbytes} bytes that its "
                                            f"node shares with it: {exc}; raise the limit of its address space "
                                            "(ulimit -v), or push less")
