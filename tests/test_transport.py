@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,15 +21,19 @@ def settings_for(kind: str, **changes: object) -> Settings:
     return Settings(transport=kind, start_timeout_s=20.0, engine_threads=1, huge_pages="off", **changes)
 
 
-@pytest.fixture(params=["tcp", "shm"])
-def ends(request):
-    made = [End(index, settings_for(request.param)) for index in (0, 1)]
+def connected(settings: Settings) -> Iterator[list[End]]:
+    made = [End(index, settings) for index in (0, 1)]
     connect(made)
     for end in made:
         end.finish()
     yield made
     for end in made:
         end.close()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def ends(request):
+    yield from connected(settings_for(request.param))
 
 
 def push(end: End, part: int, round_: int, place: tuple[int, int, memoryview], data: bytes | None) -> None:
@@ -68,13 +73,7 @@ def test_payloads_arrive_whole_in_every_round(ends, owner):
 
 @pytest.fixture
 def tuned():
-    made = [End(index, settings_for("tcp", autotune=True, tcp_streams=2)) for index in (0, 1)]
-    connect(made)
-    for end in made:
-        end.finish()
-    yield made
-    for end in made:
-        end.close()
+    yield from connected(settings_for("tcp", autotune=True, tcp_streams=2))
 
 
 @pytest.mark.parametrize(("n_streams", "used"), [(0, 2), (1, 1), (3, 3), (4, 4)])
