@@ -278,6 +278,32 @@ class LagReport(Message):
     owned: tuple[LagRow, ...]
 
 
+class Publish(Message):
+    """Rank `rank` leaves a notice for others to find. `question`: as in `Stalled`; answered by `Found`."""
+
+    rank: int
+    question: int
+    key: str
+    value: bytes
+
+
+class Withdraw(Message):
+    """Rank `rank` takes back its notices whose keys begin with `prefix`. Not answered."""
+
+    rank: int
+    prefix: str
+
+
+class Lookup(Message):
+    """Rank `rank` waits up to `timeout_s` for a notice. `who` publishes it, in words; if "rank 3" has left, in vain."""
+
+    rank: int
+    question: int
+    key: str
+    timeout_s: float
+    who: str
+
+
 # -- scheduler -> node ------------------------------------------------------------------------------------
 
 
@@ -408,6 +434,16 @@ class LagAnswer(Message):
     question: int
     ranks: tuple[RankLag, ...]
     silent_nodes: tuple[int, ...] = ()
+
+
+class Found(Message):
+    """To the node of the rank that asked: a notice; or that its own was taken. Or `error`, a class name of `errors`."""
+
+    rank: int
+    question: int
+    value: bytes = b""
+    error: str = ""
+    reason: str = ""
 
 
 class Departed(Message):
@@ -545,16 +581,16 @@ class Told(Message):
 
 NodeMessage = (
     Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | BarrierEnter | Heartbeat | Lost
-    | RankLeft | Stalled | StallReport | LagQuestion | LagReport
+    | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
 )
 SchedulerMessage = (
     Welcome | Rates | Refuse | Plan | Commit | Retired | CreditChanged | DeclareFailed | BarrierDone | Heartbeat | Echo
-    | StallAsk | StallAnswer | LagAsk | LagAnswer | Departed | Abort | Finish
+    | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
     | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
-    | Told | LagQuestion | LagAnswer
+    | Told | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -99,8 +99,8 @@ class Node:
             messages.CreditChanged: lambda message: self._vertex.set_credit(message.nbytes),
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
             messages.StallAnswer: self._on_answer, messages.LagAsk: self._on_lag_ask,
-            messages.LagAnswer: self._on_answer, messages.Departed: self._home.departed,
-            messages.Abort: self._on_abort,
+            messages.LagAnswer: self._on_answer, messages.Found: self._on_answer,
+            messages.Departed: self._home.departed, messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
 
@@ -299,6 +299,6 @@ class Node:
         self.send(messages.LagReport(number=message.number, local=self._vertex.lags(owned=False),
                                      owned=self._vertex.lags(owned=True)))
 
-    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer) -> None:
+    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
         self._home.tell(message.rank, message)
 

@@ -23,7 +23,7 @@ log = logging.getLogger("bpsfast.node")
 
 #: What a rank says to the scheduler; the node only checks whose it is.
 _PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.Stalled,
-              messages.LagQuestion)
+              messages.LagQuestion, messages.Publish, messages.Withdraw, messages.Lookup)
 #: A killed process closes its channel just before its pidfd fires, which is the better reason.
 _DYING_S = 0.1
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..holes import Holes
+from ..orchestration import notices
 from ..orchestration.errors import (
     BpsError,
     BusyError,
@@ -39,15 +40,19 @@ from ..orchestration.messages import (
     Departed,
     Detach,
     Detached,
+    Found,
     LagAnswer,
     LagQuestion,
+    Lookup,
     Message,
+    Publish,
     Refuse,
     Retire,
     SegmentShared,
     StallAnswer,
     Told,
     UnitReady,
+    Withdraw,
 )
 from ..pyx.pages import Segment
 from ..pyx.port import Port
@@ -68,6 +73,8 @@ if TYPE_CHECKING:
 
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
+#: How much longer than the scheduler a rank waits for its word on a notice.
+_FINDING_S = 5.0
 #: A killed process closes its sockets just before its pidfd fires.
 _DYING_S = 0.5
 
@@ -240,15 +247,63 @@ class Session:
         assert isinstance(answer, LagAnswer)
         return answer
 
-    def _ask(self, question: Callable[[int], Message], trouble: str) -> Message:
+    def publish(self, key: str, value: bytes) -> None:
+        """Leave a notice for all ranks to find, instead of one of the same *key* that this rank has left before.
+
+        Once this returns, every `lookup` finds it. It stays until it is withdrawn, also after this rank has left.
+
+        Raises
+        ------
+        ConfigError, CapacityError
+            If the key is empty or too long; if the value, or all that this rank has published, is too much.
+        MismatchError
+            If another rank has published under this key.
+        """
+        notices.check(key, value)
+        self._find(lambda question: Publish(rank=self.rank, question=question, key=key, value=value),
+                   f"did not take notice {key!r}", 0.0)
+
+    def withdraw(self, prefix: str) -> None:
+        """Take back this rank's notices whose keys begin with *prefix*. Not waited for."""
+        self.require_open()
+        self._mailbox.send(Withdraw(rank=self.rank, prefix=prefix))
+
+    def lookup(self, key: str, timeout_s: float, who: str) -> bytes:
+        """Return the value of notice *key*, as soon as somebody has published it.
+
+        Parameters
+        ----------
+        who
+            Whose notice it is, for errors. Called "rank 3", it is not waited for once that rank has left the job.
+
+        Raises
+        ------
+        StallError
+            If it was not published within *timeout_s* seconds, or *who* has left without it.
+        """
+        notices.check(key)
+        found = self._find(lambda question: Lookup(rank=self.rank, question=question, key=key, timeout_s=timeout_s,
+                                                   who=who), f"did not say whether {who} published {key!r}", timeout_s)
+        return found.value
+
+    def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float) -> Found:
+        found = self._ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S)
+        assert isinstance(found, Found)
+        if found.error:
+            raise error_of(found.error, found.reason)
+        return found
+
+    def _ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0) -> Message:
+        """Return the answer to a question; *timeout_s* 0: the setting."""
+        timeout_s = timeout_s or self.settings.timeout_s
         self.require_open()
         with self._lock:
             self._requests += 1
             request = self._requests
         self._mailbox.send(question(request))
-        told = self._mailbox.wait(lambda: self._told.pop(request, None), self.settings.timeout_s)
+        told = self._mailbox.wait(lambda: self._told.pop(request, None), timeout_s)
         if told is None:
-            raise StallError(f"{trouble} within {self.settings.timeout_s:g} s")
+            raise StallError(f"{trouble} within {timeout_s:g} s")
         return told
 
     def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
@@ -271,7 +326,7 @@ class Session:
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
                 self._told[message.request] = message
-            case LagAnswer():
+            case LagAnswer() | Found():
                 self._told[message.question] = message
             case Detached():
                 self._released = True
