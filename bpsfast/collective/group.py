@@ -2,8 +2,8 @@
 
 Most collectives are a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined
 on the way by the summation services, as gradients are; where each byte has one sender and one receiver, they are
-messages. Before its loads, or messages, goes a *ticket*, by which all members find out
-whether they call the same: else sums of different things would be handed out as if they were one.
+messages. Before them goes a *ticket*, by which all members find out whether they call the same: else sums of different
+things would be handed out as if they were one.
 """
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Group:
                       else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
 
     def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
-        """Put *x* of the i-th member into the i-th of *outs* of the *root*-th. Sizes may differ, and are known to it."""
+        """Put *x* of the i-th member into the i-th of *outs* of the *root*-th, which knows their sizes."""
         self._check_root(root)
         if root == self.rank:
             self._check_number(outs)
