@@ -237,7 +237,7 @@ class Group:
     def _pipe(self, dtype: str, op: str, bore: Bore) -> Pipe:
         key = dtype, op, bore
         if key not in self._pipes:
-            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore))
+            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore), self.timeout_s)
         return self._pipes[key]
 
     def _require_usable(self) -> None:
