@@ -145,10 +145,10 @@ class DistributedDataParallel(torch.nn.Module):
         if process.size() == 1:
             return
         exchange = _ModuleExchange([(name, p) for name, p in module.named_parameters() if p.requires_grad], compression)
-        broadcast_parameters(module.state_dict(), root_rank=0)
         mine = _take_number(exchange) if process.rank() == 0 else None
         exchange.number = broadcast_object(mine, 0, "number of a DistributedDataParallel")
         exchange.prefix = _prefix(exchange.number)
+        broadcast_parameters(module.state_dict(), root_rank=0)
         self._exchange = exchange
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
