@@ -293,6 +293,37 @@ def test_checkpoints_that_compute_again(everywhere):
     everywhere.run(recomputes)
 
 
+def nested():
+    """A model inside a pass within the pass of another: its step ends with the inner one, the other's does not."""
+    outer, inner = network(seed=10), torch.nn.Linear(3, 3).double()
+    ddp_outer, ddp_inner = DistributedDataParallel(outer), DistributedDataParallel(inner)
+    for step in range(3):
+        outer.zero_grad()
+        inner.zero_grad()
+        x = batch(bps.rank(), step).requires_grad_()
+        ddp_outer(checkpoint(ddp_inner, x, use_reentrant=True)).square().sum().backward()
+        both = torch.nn.Sequential(inner, outer)
+        assert_close(gradients(both), averages(both, steps=(step,)))
+
+
+def test_a_model_that_is_computed_again_within_another(everywhere):
+    everywhere.run(nested)
+
+
+def compiled():
+    for step in range(3):
+        models = network(seed=11), network(seed=12)
+        whole = torch.compile(DistributedDataParallel(models[0]), backend="aot_eager")
+        inside = DistributedDataParallel(torch.compile(models[1], backend="aot_eager"))
+        for ddp, model in zip((whole, inside), models):
+            loss_of(ddp, bps.rank(), step).backward()
+            assert_close(gradients(model), averages(model, steps=(step,)))
+
+
+def test_compiled_models(job):
+    job(ranks=(2,)).run(compiled)
+
+
 class Eighth(Compressor):
     """Sends an eighth as half, in another shape."""
 
