@@ -209,6 +209,28 @@ def shared_job() -> Iterator[Callable[..., Job]]:
     _end(list(started.values()))
 
 
+@pytest.fixture(scope="module")
+def torch_ranks() -> Iterator[Callable[..., Any]]:
+    """Ranks that make their groups themselves, kept for a module: ``torch_ranks(4, nodes=2)``; see `tests.torch_ranks`.
+
+    Those among which one has died or not answered are started anew.
+    """
+    from tests.torch_ranks import TorchRanks
+
+    started: dict[tuple[int, int], TorchRanks] = {}
+
+    def start(size: int, nodes: int = 1) -> TorchRanks:
+        found = started.get((size, nodes))
+        if found is None or found.is_spoilt:
+            if found is not None:
+                found.kill()
+            found = started[size, nodes] = TorchRanks(size, nodes)
+        return found
+
+    yield start
+    _end(list(started.values()))
+
+
 @pytest.fixture
 def two(shared_job: Callable[..., Job]) -> Job:
     """Two ranks of one machine."""
