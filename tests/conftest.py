@@ -211,24 +211,23 @@ def shared_job() -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="module")
 def torch_ranks() -> Iterator[Callable[..., Any]]:
-    """Ranks that make their groups themselves, kept for a module: ``torch_ranks(4, nodes=2)``; see `tests.torch_ranks`.
+    """Up to four ranks that make their groups themselves: ``torch_ranks(4, nodes=2)``; see `tests.torch_ranks`.
 
-    Those among which one has died or not answered are started anew.
+    Their processes stay for a module; where one has died, or has not answered, all are started anew.
     """
-    from tests.torch_ranks import TorchRanks
+    from tests.torch_ranks import Processes, TorchRanks
 
-    started: dict[tuple[int, int], TorchRanks] = {}
+    started: list[Processes] = []
 
     def start(size: int, nodes: int = 1) -> TorchRanks:
-        found = started.get((size, nodes))
-        if found is None or found.is_spoilt:
-            if found is not None:
-                found.kill()
-            found = started[size, nodes] = TorchRanks(size, nodes)
-        return found
+        if not started or started[-1].is_spoilt:
+            for each in started:
+                each.kill()
+            started[:] = [Processes(4)]
+        return TorchRanks(started[0], size, nodes)
 
     yield start
-    _end(list(started.values()))
+    _end(list(started))
 
 
 @pytest.fixture

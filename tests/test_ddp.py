@@ -1,8 +1,6 @@
 """DistributedDataParallel of torch over the backend "bpsfast": what gloo makes of the same program, it makes, too."""
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,7 +44,8 @@ def network():
 
 def batch(step, n=6):
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return torch.randn(n, 1, 8, 8, generator=generator), torch.randint(10, (n,), generator=generator)
+    x = torch.randn(n, 1, 8, 8, generator=generator)
+    return x, x[:, 0, 1:3, :5].flatten(1).argmax(1)
 
 
 def loss_of(model, step, **how):
@@ -174,9 +173,6 @@ def hooked(name):
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2,
                                             min_compression_rate=0.5)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name == "batched powerSGD":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
     elif name == "post-localSGD":
         from torch.distributed.optim import PostLocalSGDOptimizer  # here, for it warns of its own imports
 
@@ -187,7 +183,7 @@ def hooked(name):
                                           PeriodicModelAverager(period=3, warmup_steps=3))
     else:
         hooks = {"allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook,
-                 "bf16": default_hooks.bf16_compress_hook,
+                 "bf16 around": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
                  "fp16 around": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)}
         model.register_comm_hook(None, hooks[name])
     return trained(model, optimizer)
@@ -198,7 +194,7 @@ def zero_optimizer():
     from torch.distributed.optim import ZeroRedundancyOptimizer  # here, for it warns of its own imports
 
     model = DistributedDataParallel(network(), bucket_cap_mb=0.1)
-    return trained(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01))
+    return trained(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
 def on_halves():
@@ -210,21 +206,25 @@ def on_halves():
     return half[0], whole[0], whole[2]
 
 
-def sync_batch_norm():
-    """What torch says of SyncBatchNorm on the CPU."""
-    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Network())
-    try:
-        DistributedDataParallel(model)(batch(0)[0])
-    except (RuntimeError, ValueError) as exc:
-        return str(exc)
-    return "no error"
+def refused():
+    """What torch says of SyncBatchNorm on the CPU, and of hooks that are NCCL's."""
+    said = []
+    for model, hook in ((torch.nn.SyncBatchNorm.convert_sync_batchnorm(Network()), None),
+                        (Network(), default_hooks.bf16_compress_hook)):
+        try:
+            model = DistributedDataParallel(model)
+            if hook is not None:
+                model.register_comm_hook(None, hook)
+            model(batch(0)[0])
+            said.append("no error")
+        except (RuntimeError, ValueError, TypeError) as exc:
+            said.append(str(exc))
+    return said
 
 
 def other_model_on_rank_1():
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4 + dist.get_rank())
-    with contextlib.suppress(AttributeError):
-        DistributedDataParallel(model)
+    DistributedDataParallel(torch.nn.Linear(4, 4 + dist.get_rank()))
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_fifty_steps_have_gloos_losses_to_the_bit(torch_ranks):
     pairs = torch_ranks(2).compare(plain, 50)
     assert_same(pairs, exact=True)
     losses = pairs[0][1][0]
-    assert len(losses) == 50 and losses[-1] < losses[0]
+    assert len(losses) == 50 and sum(losses[-5:]) < sum(losses[:5])
 
 
 @pytest.mark.parametrize(("size", "nodes"), SHAPES)
@@ -257,8 +257,7 @@ def test_models_of_other_dtypes(torch_ranks, dtype):
     assert_same(torch_ranks(2, 2).compare(float_of, dtype), exact=True)
 
 
-@pytest.mark.parametrize("name", ["allreduce", "fp16", "bf16", "fp16 around", "powerSGD", "batched powerSGD",
-                                  "post-localSGD"])
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "fp16 around", "bf16 around", "powerSGD", "post-localSGD"])
 def test_communication_hooks(torch_ranks, name):
     assert_same(torch_ranks(2).compare(hooked, name), exact=True)
 
@@ -272,7 +271,7 @@ def test_ranks_with_fewer_batches_join_early(torch_ranks, size, nodes):
 
 def test_early_end_can_be_an_error_on_all_ranks(torch_ranks):
     for outcome in torch_ranks(2).attempt_grouped(uneven, True):
-        assert outcome.error == "RuntimeError" and "exhausted all inputs" in outcome.text
+        assert outcome.error == "RuntimeError" and "exhausted inputs" in outcome.text
 
 
 def test_two_halves_train_beside_each_other(torch_ranks):
@@ -282,10 +281,11 @@ def test_two_halves_train_beside_each_other(torch_ranks):
 
 
 def test_what_torch_refuses_is_refused_alike(torch_ranks):
-    for gloo, ours in torch_ranks(2).compare(sync_batch_norm):
-        assert gloo == ours != "no error"
+    for gloo, ours in torch_ranks(2).compare(refused):
+        assert gloo == ours and "no error" not in ours
 
 
 def test_models_that_differ_are_told(torch_ranks):
-    outcomes = torch_ranks(2).attempt_grouped(other_model_on_rank_1)
-    assert all(outcome.error and "rank" in outcome.text.lower() for outcome in outcomes), outcomes
+    first, second = torch_ranks(2).attempt_grouped(other_model_on_rank_1)
+    assert "appears not to match sizes of the same param in process 0" in second.text
+    assert first.error == "DistBackendError" and "rank 1" in first.text

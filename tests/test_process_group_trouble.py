@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch_ranks import LIMIT_S, TorchRanks, world
-
-#: Within this all ranks must know that one is gone.
-SOON_S = 15.0
+from tests.torch_ranks import LIMIT_S, Processes, TorchRanks, world
 
 
 def rank_of():
@@ -176,9 +173,9 @@ def own_ranks():
     """Ranks that the test may break."""
     started = []
 
-    def start(*shape):
-        started.append(TorchRanks(*shape))
-        return started[-1]
+    def start(size, nodes=1):
+        started.append(Processes(size))
+        return TorchRanks(started[-1], size, nodes)
 
     yield start
     for each in started:
@@ -207,21 +204,15 @@ def throw():
     raise KeyError("a fault of the program")
 
 
-def trapped(path, act, victim, begun=None):
+def trapped(path, act, victim):
     """Train; in step 3 the *victim* does *act* in its backward pass, after some buckets have gone."""
     with world("bpsfast", path):
         model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6))),
                                         bucket_cap_mb=0.1)
         for step in range(6):
-            x = model.module[:3](torch.ones(4, 200)) if step == 0 else torch.ones(4, 200)
-            is_trap = step == 3 and rank_of() == victim
-            hook = model.module[2].register_forward_hook(
-                lambda *args: Trap.apply(args[-1], globals()[act])) if is_trap else None
-            loss = model(x).sum()
-            loss.backward()
-            if hook:
-                hook.remove()
-        return loss.item()
+            if step == 3 and rank_of() == victim:
+                model.module[2].register_forward_hook(lambda *args: Trap.apply(args[-1], globals()[act]))
+            model(torch.ones(4, 200)).sum().backward()
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
@@ -235,7 +226,7 @@ def test_a_rank_killed_in_backward_is_named_on_all_others(own_ranks, size, nodes
     for outcome in others:
         assert outcome.error, "an exception, no crash"
         assert f"rank {victim}" in outcome.text, outcome.text
-    assert time.monotonic() - began < 45
+    assert time.monotonic() - began < 45  # most of it is their start; the timeout of a call were 40 s
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
@@ -247,18 +238,6 @@ def test_a_rank_that_raises_in_backward_is_named_on_all_others(own_ranks, size, 
     for outcome in outcomes[:victim]:
         assert f"rank {victim}" in outcome.text, outcome.text
     assert ranks.run(met_by, "file", ranks.new_path()) == [expected(size)] * size, "and can begin again"
-
-
-def late(path):
-    """Rank 1 does not come to the collective: the others say so at the timeout."""
-    with world("bpsfast", path, timeout_s=3.0):
-        if rank_of() == 1:
-            return None
-        try:
-            total()
-        except dist.DistBackendError as exc:
-            return str(exc)
-    return "no error"
 
 
 def stays_away(path, ended):
