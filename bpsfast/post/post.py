@@ -318,7 +318,7 @@ class Post:
             peer.want(incoming)
 
     def _pull_piece(self) -> bool:
-        """Read a piece of the next payload that is read from its sender's memory; return whether more is to be done."""
+        """Read a piece of the next payload that is read from its sender's memory; return whether there was one."""
         if not self._pulls:
             return False
         with self._lock:
@@ -347,7 +347,7 @@ class Post:
                 transfer.finish()
             else:
                 self._pulls.append(incoming)
-            return bool(self._pulls)
+        return True
 
     def _settle(self) -> None:
         """Tell those who wait for transfers that have ended. Without the lock."""
