@@ -170,7 +170,7 @@ class Post:
                 if not transfer.done():
                     transfer.callbacks.append(callback)
                     return
-        callback(transfer)
+        _call(callback, transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
         """See `Transfer.cancel`."""
@@ -360,10 +360,7 @@ class Post:
             for transfer in ended:
                 transfer.callbacks = []
         for callback, transfer in callbacks:
-            try:
-                callback(transfer)
-            except Exception:
-                log.exception("what waited for %s failed", transfer.describe())
+            _call(callback, transfer)
 
     def _missing(self, transfer: Transfer, timeout_s: float) -> str:
         """Say who keeps *transfer* waiting."""
@@ -445,6 +442,13 @@ class Post:
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
         for sock in [*links, *self.meeting.listeners]:
             sock.close()
+
+
+def _call(callback: Callable[[Transfer], object], transfer: Transfer) -> None:
+    try:
+        callback(transfer)
+    except Exception:
+        log.exception("what was to be done after %s failed", transfer.describe())
 
 
 _open: weakref.WeakSet[Post] = weakref.WeakSet()
