@@ -95,7 +95,7 @@ def missing():
         with pytest.raises(bpsfast.StallError) as caught:
             exchange.all_to_all(session.post, 12, [0, 1], 0, memories([x, x]), memories([x, x]), x, 0.5)
         bpsfast.barrier()
-        return str(caught.value), len(session.post._matching._receives)
+        return str(caught.value), len(session.post.delivery.matching._receives)
     assert session.post is not None
     bpsfast.barrier()
     return "", 0

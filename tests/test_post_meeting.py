@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -189,3 +190,12 @@ def test_another_job_is_another_key(office):
     made.posts[1].meeting._key = bytes(32)
     with pytest.raises(PeerLostError, match="wrong job key"):
         send(other.posts[0], 1, np.zeros(3, np.uint8)).wait()
+
+
+def test_more_strangers_than_are_let_in_make_others_wait_and_no_more(office):
+    made = office()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(dial(made, 1)) for _ in range(20)]
+        waits = [sock for sock in strangers if not select.select([sock], [], [], 0.3)[0]]
+        assert len(waits) == 20 - 16, "no nonce for those who wait"
+    assert still_works(made)
