@@ -186,6 +186,20 @@ def bench_push_pull(**options: Any) -> None:
     push_pull.run(options)
 
 
+@bench.command("post")
+@click.option("--nodes", "n_nodes", type=click.IntRange(1, 2), help="Nodes of the two ranks.  [default: 1, then 2]")
+@click.option("--sizes", help="Bytes of a message.  [default: 8,4K,64K,1M,16M,64M]", metavar="N,N")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 5]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Two sizes, one turn.")
+@errors_in_words
+def bench_post(**options: Any) -> None:
+    """A message from rank to rank and back, beside gloo's send and recv."""
+    from .bench import post
+
+    post.run(options)
+
+
 @bench.command("optimum")
 @click.option("--sets", help="Which cells: equal, full, unequal, models.  [default: all]", metavar="NAME[,NAME]")
 @click.option("--workers", help="Workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
