@@ -31,12 +31,10 @@ from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
 from ..settings import Settings, parse_address
 from .daemons import reserve_port
-from .reach import chosen_host, source_towards
-from .roles import Place, format_address, given_key, is_loopback, job_key
+from .place import Place, format_address, given_key, is_loopback, job_key
+from .reach import chosen_host, outward_host, source_towards
 
 _LOOPBACK = "127.0.0.1"
-#: An address of documentation (RFC 5737): the route to it is the default route, and nothing is sent there.
-_ANYWHERE = "192.0.2.1"
 #: A look at a key that is there or not. Stores take 0 for "no deadline", and count milliseconds.
 _LOOK = timedelta(milliseconds=20)
 #: Stores may give up a little before the time that they were given.
@@ -278,21 +276,11 @@ def _machine(settings: Settings) -> str:
 def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
     """Return the address others can most likely reach this rank by, "" if it has none.
 
-    Where MASTER_ADDR is a name of this very machine it may mean the loopback (Debian's /etc/hosts): then the default
-    route decides, then any interface. Rank 0 knows better as soon as it knows the others: `_scheduler_host`.
+    Where MASTER_ADDR is a name of this very machine it may mean the loopback. Rank 0 knows better as soon as it knows
+    the others: `_scheduler_host`.
     """
-    return chosen_host(settings) or next(
-        (host for host in map(source_towards, (environ.get("MASTER_ADDR", ""), _ANYWHERE))
-         if host and not is_loopback(host)), "") or _any_host()
-
-
-def _any_host() -> str:
-    """Return the first address of an interface that is up, "" if there is none but the loopback."""
-    import psutil
-
-    states = psutil.net_if_stats()
-    return next((entry.address for name, entries in psutil.net_if_addrs().items() if states[name].isup
-                 for entry in entries if entry.family.name == "AF_INET" and not is_loopback(entry.address)), "")
+    host = chosen_host(settings) or source_towards(environ.get("MASTER_ADDR", ""))
+    return host if host and not is_loopback(host) else outward_host()
 
 
 def _check_agree(entries: Sequence[_Entry]) -> None:

@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from ..launch.reach import chosen_host, require_source
+from ..launch.reach import chosen_host, source_of_job
 from ..orchestration import security
 from ..orchestration.errors import ConfigError, MismatchError, StallError
 from ..pyx.engine import Engine
@@ -39,8 +39,10 @@ def local_host(settings: Settings, scheduler_host: str) -> str:
     ------
     ConfigError
         If the interface does not exist or has no IPv4 address, or there is no route.
+    StallError
+        If the scheduler's name was not resolved within `start_timeout_s`.
     """
-    return chosen_host(settings) or require_source(scheduler_host)
+    return chosen_host(settings) or source_of_job(scheduler_host, settings.start_timeout_s)
 
 
 def listen(host: str) -> socket.socket:
