@@ -38,8 +38,8 @@ def _place(settings: Settings, environ: Environ) -> Place:
                           "is one. For several ranks in a pod start them by torchrun, or `bpsfast run`")
     size = integer("WORLD_SIZE", environ) if environ.get("WORLD_SIZE") else settings.size
     check_range(name, rank, "WORLD_SIZE", size)
-    per_pod = environ.get("PET_NPROC_PER_NODE", "1")
-    if per_pod not in ("", "1") and size > 1:
+    per_pod = environ.get("PET_NPROC_PER_NODE", "")
+    if per_pod.isdecimal() and int(per_pod) > 1:  # "auto", PyTorchJob's default, is for torchrun alone
         raise ConfigError(f"PET_NPROC_PER_NODE = {per_pod} asks for more than one rank in each pod, and RANK = {rank} "
                           "is the pod's number: start the ranks by torchrun, for which PyTorchJob has set PET_*")
     fields = job(settings, settings.scheduler or _scheduler(rank, size, environ))
