@@ -99,9 +99,9 @@ def test_rank_0_says_how_many_helpers_there_are(tmp_path):
     assert [each.num_helpers for each in found] == [1, 1] and found[0].job_key == found[1].job_key
 
 
-def test_the_scheduler_of_a_launchers_own_job_is_no_wish(tmp_path):
-    found = places(tmp_path, [{"scheduler": "127.0.0.1:7700", "rank": 0}, {"scheduler": "127.0.0.1:7700", "rank": 1}])
-    assert found[0].scheduler[1] not in (0, 7700)
+def test_scheduler_and_helpers_of_a_launchers_own_job_are_no_wish(tmp_path):
+    found = places(tmp_path, [{"scheduler": "127.0.0.1:7700", "num_helpers": 2, "rank": rank} for rank in range(2)])
+    assert found[0].scheduler[1] not in (0, 7700) and {each.num_helpers for each in found} == {0}
     release(found)
 
 

@@ -259,7 +259,11 @@ def test_what_a_script_writes_from_a_complete_set_is_no_set_of_its_own(outer):
 
 
 def test_pmi_of_slurm_is_slurms():
-    assert place(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "10"}) == place(SLURM)
+    """Slurm knows where its first node is, and MPI's variables do not say."""
+    numbers = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    by_pmix = {f"OMPI_COMM_WORLD_{name}": number for name, number in numbers.items()}
+    for more in ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "10"}, by_pmix):
+        assert place(SLURM | more) == place(SLURM)
     with pytest.raises(ConfigError, match=r"PMI_RANK set, but .*slurm"):
         place(SLURM | {"PMI_RANK": "0", "PMI_SIZE": "2"})
 

@@ -123,7 +123,7 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     line.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
                         key_proof=security.prove(key, "store").hex() if key else ""))
     if rank == 0:
-        return _lead(line, settings, key)
+        return _lead(line, _own_wishes(settings), key)
     table = line.table()
     if table.error:
         raise _error(table)
@@ -310,9 +310,13 @@ def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
     return machines
 
 
+def _own_wishes(settings: Settings) -> Settings:
+    """Return *settings* without scheduler and helpers that belong to a job that a launcher has started."""
+    return settings if settings.rank < 0 else msgspec.structs.replace(settings, scheduler="", num_helpers=0)
+
+
 def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
-    """Return where the user wants the scheduler; the one of a job that a launcher has started is no such wish."""
-    if settings.scheduler and settings.rank < 0:
+    if settings.scheduler:
         return parse_address(settings.scheduler)
     if settings.num_helpers:
         raise ConfigError(f"BPSFAST_NUM_HELPERS = {settings.num_helpers}, but helpers cannot read the store: set "

@@ -22,7 +22,7 @@ Launchers run inside each other, and then the innermost one has started the rank
 
 All others stand beside each other, and two of them must agree: torchrun, bpsfast, dmlc and Horovod; Open MPI and PMI.
 Half a set is an error that names all that is there, unless it only repeats what a complete one around it says: scripts
-write RANK from SLURM_PROCID or OMPI_COMM_WORLD_RANK, and Slurm sets PMI_RANK itself.
+write RANK from SLURM_PROCID or OMPI_COMM_WORLD_RANK, and Slurm sets PMI_RANK itself (by PMIx all of MPI's variables).
 
 Under BytePS's variables a DMLC_ROLE=server process on a machine with ranks *is* its node: whichever of the two starts
 first takes the machine's local socket, and the other attaches.
@@ -75,19 +75,25 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Plac
     environ = os.environ if environ is None else environ
     present = [each for each in _ENVIRONMENTS if each.marks(settings, environ)]
     complete = [each for each in present if not each.missing(settings, environ)]
-    while present:
-        innermost = min(each.level for each in present)
-        level = [each for each in present if each.level == innermost]
-        outer = [each for each in complete if each.level > innermost]
-        halves = [each for each in level if each not in complete]
-        for half in halves:
-            if not any(half.echoes(each.place(settings, environ), environ) for each in outer[:1]):
-                raise ConfigError(_half_text(half, present, settings, environ))
-        whole = [each for each in level if each in complete]
-        if whole:
-            return _agreed(whole, settings, environ)
-        present = [each for each in present if each.level > innermost]
+    inside = present
+    while inside:
+        innermost = min(each.level for each in inside)
+        around = next((each for each in complete if each.level > innermost), None)
+        own = [each for each in inside if each.level == innermost
+               and not (around and _repeats(each, each in complete, around, settings, environ))]
+        for each in own:
+            if each not in complete:
+                raise ConfigError(_half_text(each, present, settings, environ))
+        if own:
+            return _agreed(own, settings, environ)
+        inside = [each for each in inside if each.level > innermost]
     return _single(settings, environ)
+
+
+def _repeats(inner: Environment, is_complete: bool, around: Environment, settings: Settings,
+             environ: Mapping[str, str]) -> bool:
+    """Tell whether *inner* only says what *around* says: a half, or a whole set of MPI, where *around* knows more."""
+    return (not is_complete or inner.level > 0) and inner.echoes(around.place(settings, environ), environ)
 
 
 def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> Place:
