@@ -2,7 +2,8 @@
 
     joins -> Admission -> Welcome
     declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
-    barriers -> Barriers,  "who is missing?" -> Stalls,  silence -> Abort,  all ranks left -> Finish
+    barriers -> Barriers,  "who is missing?" -> Stalls,  notices -> Notices
+    silence -> Abort,  all ranks left -> Finish
 
 Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
 Welcome, Plans and Commits in the same order, or the same Abort.
@@ -21,6 +22,7 @@ from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .lags import Lags
+from .notices import Notices
 from .placement import check_policy
 from .roster import Roster
 from .stalls import Finding, Stalls
@@ -78,11 +80,13 @@ class Job:
         self._barriers: Barriers
         self._stalls: Stalls
         self._lags: Lags
+        self._notices: Notices
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
             m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
             m.StallReport: self._stall_report, m.LagQuestion: self._lag_question, m.LagReport: self._lag_report,
+            m.Publish: self._publish, m.Withdraw: self._withdraw, m.Lookup: self._lookup,
         }
 
     @property
@@ -142,7 +146,7 @@ class Job:
             self._n_heartbeats += 1
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats))
         if self._admitted:
-            out += self._answers([*self._stalls.expire(now), *self._lags.expire(now)])
+            out += self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._notices.expire(now)])
         return out
 
     def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
@@ -193,6 +197,7 @@ class Job:
         self._barriers = Barriers(roster.size)
         self._stalls = Stalls(roster, self._left.__contains__)
         self._lags = Lags(roster)
+        self._notices = Notices(roster, self._left.__contains__)
         self._roster = roster
         self._rates = [node.nic_rate_bytes for node in roster.nodes]
         self._unmeasured = {node.index for node in roster.nodes if node.probes}
@@ -293,7 +298,8 @@ class Job:
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
         self._left.add(message.rank)
         if len(self._left) < self._roster.size:
-            return self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []
+            answers = self._answers(self._notices.rank_left(message.rank))
+            return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
         self.finished = True
         return self._to_all(m.Finish())
 
@@ -335,7 +341,17 @@ class Job:
     def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> Outgoing:
         return self._answers(self._lags.report(self._roster.index_of(sender), message))
 
-    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer]) -> Outgoing:
+    def _publish(self, now: float, sender: bytes, message: m.Publish) -> Outgoing:
+        return self._answers(self._notices.publish(message))
+
+    def _withdraw(self, now: float, sender: bytes, message: m.Withdraw) -> Outgoing:
+        self._notices.withdraw(message.rank, message.prefix)
+        return []
+
+    def _lookup(self, now: float, sender: bytes, message: m.Lookup) -> Outgoing:
+        return self._answers(self._notices.lookup(now, message))
+
+    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.Found]) -> Outgoing:
         return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]
 
     def _lost(self, sender: bytes, message: m.Lost) -> Outgoing:

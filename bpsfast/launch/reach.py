@@ -31,6 +31,19 @@ def nobody_at(host: str, port: int) -> str:
                 "check BPSFAST_SCHEDULER, and that the scheduler runs there.")
 
 
+def local_host(settings: Settings, scheduler_host: str) -> str:
+    """Return this machine's own address: node_host, or the interface's, or that of the route to the scheduler.
+
+    Raises
+    ------
+    ConfigError
+        If the interface does not exist or has no IPv4 address, or there is no route.
+    StallError
+        If the scheduler's name was not resolved within `start_timeout_s`.
+    """
+    return chosen_host(settings) or source_of_job(scheduler_host, settings.start_timeout_s)
+
+
 def chosen_host(settings: Settings) -> str:
     """Return this machine's own address as the settings choose it: node_host, or the interface's; "" if neither is set.
 

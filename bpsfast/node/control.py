@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from .. import __version__, logs, transport
-from ..launch.reach import nobody_at
+from ..launch.reach import local_host, nobody_at
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
@@ -81,7 +81,7 @@ class Node:
         self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code))
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._scheduler = parse_address(settings.scheduler)
-        self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
+        self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
@@ -99,8 +99,8 @@ class Node:
             messages.CreditChanged: lambda message: self._vertex.set_credit(message.nbytes),
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
             messages.StallAnswer: self._on_answer, messages.LagAsk: self._on_lag_ask,
-            messages.LagAnswer: self._on_answer, messages.Departed: self._home.departed,
-            messages.Abort: self._on_abort,
+            messages.LagAnswer: self._on_answer, messages.Found: self._on_answer,
+            messages.Departed: self._home.departed, messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
 
@@ -299,6 +299,6 @@ class Node:
         self.send(messages.LagReport(number=message.number, local=self._vertex.lags(owned=False),
                                      owned=self._vertex.lags(owned=True)))
 
-    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer) -> None:
+    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
         self._home.tell(message.rank, message)
 

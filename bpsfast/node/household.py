@@ -23,7 +23,7 @@ log = logging.getLogger("bpsfast.node")
 
 #: What a rank says to the scheduler; the node only checks whose it is.
 _PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.Stalled,
-              messages.LagQuestion)
+              messages.LagQuestion, messages.Publish, messages.Withdraw, messages.Lookup)
 #: A killed process closes its channel just before its pidfd fires, which is the better reason.
 _DYING_S = 0.1
 
@@ -218,12 +218,13 @@ class Household:
         return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)
 
     def declare(self, generation: Generation, wiring: Wiring) -> None:
-        """Tell every rank that *generation* was committed, and show it the segments its results appear in."""
-        if not self.ranks:
+        """Tell the ranks whose units are in *generation* that it was committed, and where their results appear."""
+        concerned = [rank for rank in self.ranks if generation.concerns([rank.rank])]
+        if not concerned:
             return
         segments = list(wiring.result_segments(generation))
         declared = messages.Declared(generation=generation.plan.generation, units=generation.ready_units())
-        for rank in self.ranks:
+        for rank in concerned:
             for node, number, segment in segments:
                 rank.share_result(node, number, segment)
             rank.tell(declared)
