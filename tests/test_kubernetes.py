@@ -45,6 +45,12 @@ def test_a_pod_of_an_indexed_job_is_a_rank():
                  ).scheduler == found.scheduler
 
 
+def test_pods_with_the_hosts_network_have_nodes_of_their_own():
+    names = {place(PYTORCHJOB | {"RANK": str(rank), "MASTER_ADDR": master}).node_id
+             for rank in range(3) for master in ("a-master-0", "b-master-0")}
+    assert len(names) == 6
+
+
 @pytest.mark.parametrize(("changes", "scheduler"), [
     ({"MASTER_ADDR": "pod0"}, ("pod0", PORT)),
     ({"MASTER_ADDR": "pod0", "MASTER_PORT": "5"}, ("pod0", scheduler_port(5))),

@@ -54,6 +54,19 @@ def test_another_job_of_the_same_machine_has_another_key(launcher):
     assert keys[0][0] == keys[0][1] and keys[1][0] == keys[1][1] and keys[0] != keys[1]
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="pid namespaces need root")
+def test_ranks_in_containers_of_their_own_are_told_what_to_give(launcher):
+    program = ("from tests.test_mpi import environ, place\n"
+               f"print(place(environ({launcher!r}, 0, 2, 0, 2, BPSFAST_SCHEDULER='10.0.0.1:7')).scheduler)\n"
+               f"place(environ({launcher!r}, 0, 2, 0, 2))")
+    done = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program],
+                          env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.stdout.strip() == "('10.0.0.1', 7)"
+    assert "ConfigError: the process that started this rank is not in its container" in done.stderr
+
+
 @pytest.mark.parametrize(("variables", "address"), [
     ({"BPSFAST_SCHEDULER": "10.0.0.1:77"}, ("10.0.0.1", 77)),
     ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, ("10.0.0.1", scheduler_port(1234))),

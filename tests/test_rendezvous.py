@@ -127,6 +127,12 @@ def test_sizes_that_differ(tmp_path):
             second.result()
 
 
+def test_a_rank_too_many_is_told_so(tmp_path):
+    release(places(tmp_path, [{}] * 2))
+    with pytest.raises(MismatchError, match="rank 0 says that the job has 2 ranks, rank 2 says 3"):
+        place(DirectoryStore(tmp_path), 2, 3)
+
+
 def test_who_does_not_come_is_named_by_all(tmp_path):
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(place, DirectoryStore(tmp_path), rank, 4, 0.5) for rank in (0, 1, 3)]

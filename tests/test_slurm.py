@@ -64,6 +64,13 @@ def test_a_scheduler_elsewhere_and_a_key_are_obeyed():
     assert found.scheduler == ("10.0.0.1", 5) and found.job_key == bytes.fromhex("ab" * 32)
 
 
+def test_jobs_with_one_key_on_one_host_do_not_meet():
+    key = "ab" * 32
+    names = {place(TASK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}, job_key=key).node_id
+             for job in ("100", "101") for step in ("0", "1")}
+    assert len(names) == 4 and place(TASK, node_id="mine").node_id == "mine"
+
+
 def test_older_names_will_do():
     old = {"SLURM_JOBID": "100", "SLURM_STEPID": "0", "SLURM_NODELIST": "n[2-3]", "SLURM_NPROCS": "3",
            "SLURM_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}

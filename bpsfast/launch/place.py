@@ -15,6 +15,7 @@ from ..orchestration.errors import ConfigError
 from ..settings import Settings, parse_address
 
 _log = logging.getLogger("bpsfast.roles")
+_ANY_NODE = Settings().node_id
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +122,11 @@ def local_job(settings: Settings, common: str) -> dict[str, Any]:
         "scheduler": ("127.0.0.1", 0), "job_key": security.job_key(given_key(settings) or None, f"bpsfast|{common}"),
         "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
     }
+
+
+def own_node_id(settings: Settings, name: str) -> str:
+    """Return *name*, which no other job on this host has, unless the user has named the node."""
+    return name if settings.node_id == _ANY_NODE else settings.node_id
 
 
 def check_range(name: str, value: int, limit_name: str, limit: int) -> None:

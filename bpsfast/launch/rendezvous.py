@@ -127,6 +127,8 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     table = line.table()
     if table.error:
         raise _error(table)
+    if sum(map(len, table.nodes)) != size:
+        raise _other_size(sum(map(len, table.nodes)), rank, size)
     return _place(line, table, settings, key, parse_address(table.scheduler, "rank 0's store entry"))
 
 
@@ -207,8 +209,9 @@ class _Line:
                           "rank or size")
 
     def _lost(self, exc: Exception) -> PeerLostError:
+        text = next(iter(str(exc).strip().splitlines()), "no text")  # torch's go on with addresses of code
         return PeerLostError(f"rank {self.rank} of {self.size} cannot go on: the store by which the ranks find each "
-                             f"other failed ({type(exc).__name__}: {str(exc).strip() or 'no text'})")
+                             f"other failed ({type(exc).__name__}: {text})")
 
 
 def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
@@ -287,11 +290,15 @@ def _check_agree(entries: Sequence[_Entry]) -> None:
     first = entries[0]
     for rank, entry in enumerate(entries):
         if entry.size != first.size:
-            raise MismatchError(f"rank 0 says that the job has {first.size} ranks, rank {rank} says {entry.size}")
+            raise _other_size(first.size, rank, entry.size)
         if entry.key_proof != first.key_proof:
             which = "different ones" if entry.key_proof and first.key_proof else (
                 f"only rank {rank if entry.key_proof else 0} has one")
             raise MismatchError(f"rank 0 and rank {rank} must be given the same BPSFAST_JOB_KEY, or none: {which}")
+
+
+def _other_size(size: int, rank: int, theirs: int) -> MismatchError:
+    return MismatchError(f"rank 0 says that the job has {size} ranks, rank {rank} says {theirs}")
 
 
 def _nodes(entries: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
 from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, job, local_job, scheduler_port
+from ..place import Place, check_range, format_address, integer, job, local_job, own_node_id, scheduler_port
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _MASTER_PORT = "29500"  # torch's default
@@ -48,24 +48,30 @@ def _place(launcher: str, names: _Names, settings: Settings, environ: Environ) -
         scheduler = format_address(environ["MASTER_ADDR"], scheduler_port(port))
     if scheduler:
         fields = job(settings, scheduler) | {"node_index": -1, "num_nodes": -1}
+        fields["node_id"] = own_node_id(settings, f"{launcher} {scheduler}")
     elif local_size < size or settings.num_helpers:
         raise ConfigError(
             f"rank {rank} is one of {local_size} on this machine and of {size} in the job ({names.local_size}, "
             f"{names.size}), but {launcher} does not tell where rank 0 is: give the address of rank 0's machine and a "
             f"free port, {names.how} (MASTER_ADDR, and MASTER_PORT, will do as well)")
     else:
-        fields = local_job(settings, f"{launcher}|{_starter(names.rank)}")
+        starter = _starter(names.rank, launcher)
+        fields = local_job(settings, f"{launcher}|{starter}")
+        fields["node_id"] = own_node_id(settings, f"{launcher} {starter}")
     return Place(launcher=launcher, role="rank", rank=rank, size=size, local_rank=local_rank, local_size=local_size,
                  **fields, starts_node=local_rank == 0, starts_scheduler=rank == 0)
 
 
-def _starter(mark: str) -> str:
+def _starter(mark: str, launcher: str) -> str:
     """Return what names the process that started all ranks of this machine.
 
     It is the nearest ancestor without the variable *mark* in its environment: scripts may be in between. Its pid and
     start time are those of no other process since boot.
     """
     pid = os.getppid()
+    if pid == 0:
+        raise ConfigError(f"the process that started this rank is not in its container, and {launcher} tells nothing "
+                          "else that its ranks have in common: give them BPSFAST_SCHEDULER, an address of this machine")
     while pid > 1 and _has_variable(pid, mark):
         pid = int(_status(pid)[1])
     return f"{pid}|{_status(pid)[19]}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ...orchestration.errors import ConfigError
 from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, job, local_job, scheduler_port
+from ..place import Place, check_range, format_address, integer, job, local_job, own_node_id, scheduler_port
 from . import node_list
 from .environment import Environ, Environment, are_set, are_unset
 
@@ -74,6 +74,7 @@ def _place(settings: Settings, environ: Environ) -> Place:
         fields = local_job(settings, f"slurm|{number_of_job}|{step}|{nodes[0]}")
     else:
         fields = job(settings, settings.scheduler or format_address(nodes[0], _port(number_of_job, step)))
+    fields["node_id"] = own_node_id(settings, f"slurm-{number_of_job}.{step}-{index}")
     first = local_rank == 0
     return Place(launcher="slurm", role="rank", rank=rank, size=size, local_rank=local_rank, local_size=counts[index],
                  **(fields | {"node_index": index, "num_nodes": len(nodes)}), starts_node=first,
