@@ -277,6 +277,10 @@ def test_half_a_set_inside_a_complete_one_is_an_error_that_names_both(half):
         place(SLURM | half)
 
 
+def test_a_set_that_contradicts_itself_around_a_complete_one_is_nobodys_business():
+    assert place(OPEN_MPI | SLURM | {"SLURM_NTASKS": "9"}) == place(OPEN_MPI)
+
+
 def test_half_a_set_around_a_complete_one_is_nobodys_business():
     assert place(TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}) == place(TORCHRUN)
 

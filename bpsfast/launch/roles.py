@@ -34,6 +34,8 @@ import os
 import secrets
 from collections.abc import Mapping
 
+import msgspec
+
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
 from ..settings import Settings
@@ -57,6 +59,8 @@ from .place import (
 _log = logging.getLogger("bpsfast.roles")
 
 _ENVIRONMENTS = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
+#: Of a place that is only looked at: no key is derived, and nobody warned of that.
+_NO_KEY = "00" * 32
 #: Half a set says who should have completed it.
 _ADVICE = {
     "slurm": "srun sets them all; they may be left of another step",
@@ -93,7 +97,15 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Plac
 def _repeats(inner: Environment, is_complete: bool, around: Environment, settings: Settings,
              environ: Mapping[str, str]) -> bool:
     """Tell whether *inner* only says what *around* says: a half, or a whole set of MPI, where *around* knows more."""
-    return (not is_complete or inner.level > 0) and inner.echoes(around.place(settings, environ), environ)
+    if is_complete and inner.level == 0:
+        return False
+    try:
+        said = around.place(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
+    except ConfigError:
+        if is_complete:
+            return False
+        raise
+    return inner.echoes(said, environ)
 
 
 def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> Place:
