@@ -93,6 +93,9 @@ class Messages:
         missing: dict[int, BpsError] = {}
         deadline = time.monotonic() + timeout_s
         for member, transfer in enumerate(coming.values(), 1):
+            if timeout_s <= 0.0:
+                raise StallError(f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: it waited for "
+                                 "nobody")
             try:
                 transfer.wait(max(0.0, deadline - time.monotonic()))
             except BpsError as exc:
