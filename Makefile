@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest bench expr1 expr3 setup system guest clean
+.PHONY: demo test test-guest bench expr1 expr3 setup system guest mpi clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -73,6 +73,12 @@ guest:
 	  apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages \
 	  || echo "not installed:$$packages"; fi
+
+# Open MPI's mpirun, under which one test trains. Where it cannot be had, that test is skipped.
+mpi:
+	@command -v mpirun >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin \
+	  || echo "not installed: openmpi-bin"; fi
 
 clean:
 	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV)
