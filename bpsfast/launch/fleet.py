@@ -120,7 +120,7 @@ class Fleet:
                     with contextlib.suppress(KeyError):
                         selector.unregister(host.line.source)
         if failed:
-            raise _together(list(failed.values()), len(self.hosts))
+            raise _together([failed[host] for host in hosts if host in failed], len(self.hosts))
 
 
 def _receive(host: RemoteHost, failed: dict[RemoteHost, BpsError]) -> None:

@@ -122,7 +122,7 @@ def _host(text: str, where: str) -> Host:
     name, colon, slots = text.rpartition(":")
     if not colon or text.endswith("]"):
         return Host(_name(text, where))
-    if ":" in name.rpartition("]")[2]:
+    if ":" in name and "]" not in text:
         raise ConfigError(f"{where}: {text!r} may be an IPv6 address or one with slots: write [{text}] or "
                           f"[{name}]:{slots}")
     return Host(_name(name, where), _count(slots, where))
@@ -144,11 +144,12 @@ def _count(text: str, where: str) -> int:
 
 
 def _once(hosts: list[Host], where: str) -> list[Host]:
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for host in hosts:
-        before = seen.setdefault(_machine(host.name), host.name)
-        if before is not host.name:
-            raise ConfigError(f"{where} names {_machine(host.name)} twice: name it once, with all its slots")
+        machine = _machine(host.name)
+        if machine in seen:
+            raise ConfigError(f"{where} names {machine} twice: name it once, with all its slots")
+        seen.add(machine)
     return hosts
 
 

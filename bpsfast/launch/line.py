@@ -13,7 +13,8 @@ import msgspec
 
 from ..orchestration.errors import ProtocolError
 
-MARK = b"\x00\xffbpsfast agent\xff\x00"
+#: No part of it is both its beginning and its end, so it is found at once, whatever stands before it.
+MARK = b"\x00\xffbpsfast agent\xff\xfe"
 _LENGTH = struct.Struct("<I")
 _LARGEST_NBYTES = 16 << 20
 _READ_NBYTES = 1 << 16

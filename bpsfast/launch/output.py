@@ -65,6 +65,10 @@ class Output:
         return (Transcript(name, colour, self.out, [*log, *own[0]], self._stamped, n_kept=0),
                 Transcript(name, colour, self.err, [*log, *own[1]], self._stamped, n_kept=_TAIL_LINES))
 
+    def aside(self, name: str) -> Transcript:
+        """Return where lines of *name* go that is no process of the job: to the error stream, and into no file."""
+        return Transcript(name, _COLOURS[0], self.err, [], self._stamped, n_kept=_TAIL_LINES)
+
     def say(self, text: str) -> None:
         """Write a line of the launcher itself."""
         self.err.write(f"[bpsfast run] {text}\n".encode())

@@ -63,7 +63,7 @@ class RemoteHost:
         self._n_ranks = host.slots
         self._selector: selectors.BaseSelector | None = None
         self._said: list[str] = []  # by ssh and login scripts, before there was an agent
-        self._complaints = output.streams(host.name)[1]
+        self._complaints = output.aside(host.name)
         self._process = subprocess.Popen(
             tethered(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
