@@ -13,6 +13,7 @@ from ..orchestration.errors import BpsError, ConfigError
 from . import remote_messages as messages
 from .hosts import Host
 from .output import Output
+from .remote import reached
 from .remote_host import RemoteHost
 from .ssh import Ssh
 
@@ -67,31 +68,49 @@ class Fleet:
     def scheduler_address(self, wished: str = "") -> tuple[str, int]:
         """Return address and port of the scheduler, which is to run on the first host, so that all hosts reach it.
 
-        Tried are *wished*, or else all addresses of the first host, at first the one that ssh came to.
+        Raises
+        ------
+        ConfigError
+            See `address_of`.
+        """
+        first, others = self.hosts[0], self.hosts[1:]
+        if not others and not wished:
+            port = self.ask([first], messages.Listen(is_loopback=True))[0].port
+            self.ask([first], messages.StopListening())
+            return _LOOPBACK, port
+        try:
+            return self.address_of(first, others, wished)
+        except ConfigError as exc:
+            raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
+                              "or --scheduler-host") from exc
+
+    def address_of(self, target: RemoteHost, others: Sequence[RemoteHost], wished: str = "",
+                   from_here: bool = False) -> tuple[str, int]:
+        """Return an address of *target* by which *others* (and this machine) reach it, and a port that is free there.
+
+        Tried are *wished*, or else all addresses of *target*, at first the one that ssh came to.
 
         Raises
         ------
         ConfigError
             No address is reached by all: which ones were tried from where, and what was found.
         """
-        first, others = self.hosts[0], self.hosts[1:]
-        assert first.here is not None, "connected"
-        is_alone = not others and not wished
-        listening = self.ask([first], messages.Listen(is_alone))[0]
-        if is_alone:
-            return _LOOPBACK, listening.port
-        candidates = [wished] if wished else first.here.addresses
+        assert target.here is not None, "connected"
+        name, candidates = target.host.name, [wished] if wished else target.here.addresses
         if not candidates:
-            raise ConfigError(f"{first.host.name} runs the scheduler, but has no IPv4 address besides loopback by "
-                              "which other hosts could reach it: name another host first, or --scheduler-host")
-        found = self.ask(others, messages.Reach(candidates, listening.port, listening.token))
+            raise ConfigError(f"{name} has no IPv4 address besides loopback by which other hosts could reach it")
+        listening = self.ask([target], messages.Listen(is_loopback=False))[0]
+        question = messages.Reach(candidates, listening.port, listening.token)
+        found = {host.host.name: answer.errors for host, answer in zip(others, self.ask(others, question))}
+        if from_here:
+            found["here"] = reached(question)
+        self.ask([target], messages.StopListening())
         for number, address in enumerate(candidates):
-            if not any(reached.errors[number] for reached in found):
+            if not any(errors[number] for errors in found.values()):
                 return address, listening.port
-        tried = "; ".join(f"from {host.host.name} {address}: {error}" for host, reached in zip(others, found)
-                          for address, error in zip(candidates, reached.errors) if error)
-        raise ConfigError(f"no address of {first.host.name}, where the scheduler is to run, is reached by all hosts "
-                          f"({tried}): open its ports, name another host first, or --scheduler-host")
+        tried = "; ".join(f"from {where} {address}: {error}" for where, errors in found.items()
+                          for address, error in zip(candidates, errors) if error)
+        raise ConfigError(f"no address of {name} is reached by all ({tried})")
 
     def close(self) -> None:
         """End whatever runs on the hosts, all at once, and wait for that. Idempotent."""

@@ -59,7 +59,8 @@ class Agent:
         self._is_over = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Prepare: self._prepare, messages.Listen: self._listen, messages.Reach: self._reach,
-            messages.Start: self._start, messages.Signal: self._signal, messages.Alive: lambda message: None,
+            messages.StopListening: self._stop_listening, messages.Start: self._start, messages.Signal: self._signal,
+            messages.Alive: lambda message: None,
         }
 
     def run(self) -> None:
@@ -119,15 +120,16 @@ class Agent:
         self._tell(messages.Listening(port, token))
 
     def _reach(self, asked: messages.Reach) -> None:
-        with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-            errors = pool.map(lambda address: _reached(address, asked.port, asked.token), asked.addresses)
-            self._tell(messages.Reached(list(errors)))
+        self._tell(messages.Reached(reached(asked)))
 
-    def _start(self, asked: messages.Start) -> None:
+    def _stop_listening(self, asked: messages.StopListening) -> None:
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
+        self._tell(messages.Ready())
+
+    def _start(self, asked: messages.Start) -> None:
         kind = Kind(asked.kind)
         environ = environment(os.environ, asked.variables, asked.n_ranks if kind is Kind.RANK else 0)
         out, err = (_ToLauncher(self._tell, asked.number, is_error) for is_error in (False, True))
@@ -249,6 +251,12 @@ def _greet(listener: socket.socket, token: bytes) -> None:
         sock, _ = listener.accept()
         with sock:
             sock.send(token)
+
+
+def reached(asked: messages.Reach) -> list[str]:
+    """Return for each address that was *asked* about "" if it is reached from this machine, else why not."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda address: _reached(address, asked.port, asked.token), asked.addresses))
 
 
 def _reached(address: str, port: int, token: bytes) -> str:

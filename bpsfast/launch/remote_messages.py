@@ -45,6 +45,10 @@ class Reach(msgspec.Struct, tag=True, frozen=True):
     token: bytes
 
 
+class StopListening(msgspec.Struct, tag=True, frozen=True):
+    """Launcher: the port is only kept from now on, for whatever is started next (`Ready`)."""
+
+
 class Start(msgspec.Struct, tag=True, frozen=True):
     """Launcher: start a process. *variables* are added to the environment that ssh gave the agent.
 
@@ -110,4 +114,4 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
 
 
 FromAgent = Union[Here, Ready, Refused, Listening, Reached, Said, Ended, Alive]  # noqa: UP007
-FromLauncher = Union[Prepare, Listen, Reach, Start, Signal, Alive]  # noqa: UP007
+FromLauncher = Union[Prepare, Listen, Reach, StopListening, Start, Signal, Alive]  # noqa: UP007
