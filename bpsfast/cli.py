@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from . import __version__, settings
-from .commands import LazyGroup
+from .commands import LazyGroup, host_options
 from .commands.assignments import overrides, set_option
 from .commands.exits import errors_in_words
 from .orchestration.errors import ConfigError
@@ -149,8 +149,9 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 
 
 @bench.command("push_pull")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, default=2, show_default=True, help="Ranks in all.")
-@click.option("--nodes", "n_nodes", type=_COUNT, default=1, show_default=True, help="Machines to spread them over.")
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 2; of hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
+@host_options.job_options
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
@@ -158,10 +159,11 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
 @errors_in_words
 def bench_push_pull(**options: Any) -> None:
-    """Time and bandwidth of push_pull by size, with the bound and how near it comes."""
+    """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
     from .bench import push_pull
 
-    push_pull.run(options)
+    plan = host_options.take_plan(options, ["n_nodes"])
+    push_pull.run(options, plan)
 
 
 @bench.command("optimum")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,11 @@ import click
 from ..orchestration.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ..launch import over_ssh
     from ..launch.hosts import Host
     from ..launch.ssh import Ssh
 
+_JOB = {"helpers_on": "--helpers-on", "scheduler_host": "--scheduler-host", "assigned": "-x"}
 _SSH = ("ssh_port", "identity_file", "ssh_options", "remote_python", "remote_dir")
 
 
@@ -39,6 +41,55 @@ def ssh_options(function: Callable) -> Callable:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def job_options(function: Callable) -> Callable:
+    """Add all that commands need which start a job on hosts; `take_plan` reads it."""
+    options: list[Callable[[Any], Any]] = [
+        hosts_option,
+        click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+                     help="Hosts instead, one a line: `host slots=N` or host:N."),
+        click.option("--helpers-on", metavar="HOST,...", help="Hosts without ranks that sum."),
+        click.option("--scheduler-host", metavar="ADDRESS", help="Address by which all hosts reach the first one, "
+                     "where the scheduler runs.  [default: found out]"),
+        ssh_options,
+        click.option("-x", "assigned", multiple=True, metavar="NAME[=VALUE]",
+                     help="A variable for processes on hosts."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def take_plan(options: dict[str, Any], played: Sequence[str]) -> over_ssh.Plan | None:
+    """Take the options of `job_options` out of *options*; return what runs on which host, None if no host is named.
+
+    *played*: names in *options* of those that play machines on this one, as which they make no sense with hosts.
+
+    Raises
+    ------
+    ConfigError
+        If options of the two ways are mixed, or make no sense by themselves. ``n_ranks`` is left where it is.
+    """
+    from ..launch import hosts as host_lists, over_ssh
+
+    hosts = hosts_of(options.pop("hosts_text"), options.pop("hostfile"))
+    typed = given(options)
+    ssh = take_ssh(options)
+    helpers_on, scheduler_host, assigned = (options.pop(name) for name in _JOB)
+    if not hosts:
+        wrong = [*(_JOB[name] for name, value in zip(_JOB, (helpers_on, scheduler_host, assigned)) if value), *typed]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: for which hosts? Name them by -H or --hostfile")
+        return None
+    wrong = [f"--{name.removeprefix('n_')}" for name in played if options[name]]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: machines are played on this one, but -H or --hostfile name real ones: "
+                          "give one of them (helpers of hosts: --helpers-on)")
+    ranks_on = host_lists.assign(hosts, options["n_ranks"])
+    helpers = host_lists.helpers(helpers_on, ranks_on) if helpers_on else []
+    return over_ssh.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
+                         variables=over_ssh.variables(assigned))
 
 
 def take_ssh(options: dict[str, Any]) -> Ssh:

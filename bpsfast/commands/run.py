@@ -17,8 +17,7 @@ from .assignments import overrides, set_option
 from .exits import errors_in_words
 
 _COUNT = click.IntRange(1)
-_HERE = {"n_nodes": "--nodes", "ranks": "--ranks", "n_helpers": "--helpers", "netns": "--netns", "rate": "--rate"}
-_THERE = {"helpers_on": "--helpers-on", "scheduler_host": "--scheduler-host", "assigned": "-x"}
+_PLAYED = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 _EXAMPLES = """
@@ -38,14 +37,7 @@ _EXAMPLES = """
 @click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
 @click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
 @click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
-@host_options.hosts_option
-@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="Hosts instead, one a line: `host slots=N` or host:N.")
-@click.option("--helpers-on", metavar="HOST,...", help="Hosts without ranks that sum.")
-@click.option("--scheduler-host", metavar="ADDRESS", help="Address by which all hosts reach the first one, where the "
-              "scheduler runs.  [default: found out]")
-@host_options.ssh_options
-@click.option("-x", "assigned", multiple=True, metavar="NAME[=VALUE]", help="A variable for processes on hosts.")
+@host_options.job_options
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
 @click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process here.")
 @click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
@@ -57,29 +49,25 @@ _EXAMPLES = """
 @errors_in_words
 def command(**options: Any) -> None:
     """Run a program as a job."""
-    from ..launch import hosts as host_lists, job, over_ssh
+    from ..launch import job, over_ssh
     from ..launch.output import Output
     from ..launch.supervisor import Limits
 
-    hosts = host_options.hosts_of(options["hosts_text"], options["hostfile"])
-    _check_together(options, bool(hosts))
-    ssh = host_options.take_ssh(options)
+    if options["rate"] is not None and not options["netns"]:
+        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+    plan = host_options.take_plan(options, _PLAYED)
     program, show_only = options["program"], options["dry_run"]
     loaded = settings.load(overrides(options["assignments"]), _without_place(os.environ))
     limits = Limits(job_s=options["timeout_s"])
     output = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
     with contextlib.closing(output):
-        if not hosts:
+        if plan is None:
             shape = job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
                                  options["ranks"])
             if show_only:
                 return job.dry_run(shape, program, loaded, click.echo)
             sys.exit(job.run(shape, program, loaded, netns=options["netns"], rate=options["rate"], limits=limits,
                              output=output))
-        ranks_on = host_lists.assign(hosts, options["n_ranks"])
-        helpers = host_lists.helpers(options["helpers_on"], ranks_on) if options["helpers_on"] else []
-        plan = over_ssh.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=options["scheduler_host"] or "",
-                             variables=over_ssh.variables(options["assigned"]))
         if show_only:
             return over_ssh.dry_run(plan, program, loaded, click.echo)
         try:
@@ -87,21 +75,6 @@ def command(**options: Any) -> None:
         except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
             click.echo("bpsfast: interrupted before anything was started", err=True)
             sys.exit(130)
-
-
-def _check_together(options: Mapping[str, Any], has_hosts: bool) -> None:
-    """Refuse options of one way to start a job beside those of the other."""
-    if options["rate"] is not None and not options["netns"]:
-        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
-    if has_hosts:
-        wrong = [typed for name, typed in _HERE.items() if options[name]]
-        if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: machines are played on this one, but -H or --hostfile name real "
-                              "ones: give one of them (helpers of hosts: --helpers-on)")
-    else:
-        wrong = [typed for name, typed in _THERE.items() if options[name]] + host_options.given(options)
-        if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: for which hosts? Name them by -H or --hostfile")
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
