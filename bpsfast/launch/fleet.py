@@ -58,11 +58,11 @@ class Fleet:
         if refused:
             raise ConfigError("; ".join(f"{host.host.name}: {reason}" for host, reason in refused))
 
-    def ask(self, hosts: Sequence[RemoteHost], message: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> list[Any]:
+    def ask(self, hosts: Sequence[RemoteHost], message: Any) -> list[Any]:
         """Return the answer of each of *hosts* to *message*."""
         for host in hosts:
             host.tell(message)
-        self._until(lambda host: bool(host.answers), hosts, timeout_s)
+        self._until(lambda host: bool(host.answers), hosts, _ANSWER_TIMEOUT_S)
         return [host.answers.pop(0) for host in hosts]
 
     def scheduler_address(self, wished: str = "") -> tuple[str, int]:

@@ -37,13 +37,18 @@ class Line:
     def __init__(self, source: int, target: int, messages: Any, after_mark: bool) -> None:
         self.source = source
         self.target = target
-        self.noise = b""
+        self._noise = b""
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._awaits_mark = after_mark
         self._came = bytearray()
         self._leaves = bytearray()
         for fd in (source, target):
             os.set_blocking(fd, False)
+
+    @property
+    def noise(self) -> bytes:
+        """What came before the mark, its end if it was long."""
+        return self._noise + self._came if self._awaits_mark else self._noise
 
     @property
     def pending_nbytes(self) -> int:
@@ -103,7 +108,7 @@ class Line:
         before, mark, after = bytes(self._came).partition(MARK)
         # of what may be the beginning of the mark nothing is noise yet
         kept = 0 if mark else min(len(before), len(MARK) - 1)
-        self.noise = (self.noise + before[:len(before) - kept])[-_NOISE_NBYTES:]
+        self._noise = (self._noise + before[:len(before) - kept])[-_NOISE_NBYTES:]
         self._came = bytearray(after if mark else before[len(before) - kept:])
         self._awaits_mark = not mark
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..orchestration.errors import BpsError, MismatchError, ProtocolError
+from ..orchestration.errors import BpsError, MismatchError, ProtocolError, StallError
 from . import remote_messages as messages, ssh as ssh_
 from .child import Command
 from .daemons import describe_exit, tethered
@@ -126,6 +126,9 @@ class RemoteHost:
 
     def late(self, timeout_s: float) -> BpsError:
         """Return the error that this host has not answered within *timeout_s*."""
+        if self.here is not None:
+            return StallError(f"{self.host.name}: its agent has not answered within {timeout_s:g} s: is the host "
+                              "overloaded, or its file system stuck?")
         return self._ssh.late(self.host, timeout_s, self.line.noise)
 
     def _why_it_ended(self) -> BpsError:
