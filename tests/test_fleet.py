@@ -1,6 +1,10 @@
 """Hosts as a whole: agents on this machine, and some that never come."""
 from __future__ import annotations
 
+import io
+import os
+import select
+import selectors
 import socket
 import sys
 import time
@@ -8,6 +12,7 @@ import time
 import pytest
 
 from bpsfast.launch import fleet as fleets, remote_host
+from bpsfast.launch.child import Command, Kind
 from bpsfast.launch.fleet import Fleet
 from bpsfast.launch.hosts import Host
 from bpsfast.launch.output import Output
@@ -81,3 +86,22 @@ def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
     with Fleet([_HERE], Ssh(python=silent), Output()) as fleet, \
             pytest.raises(StallError, match=r"localhost: its agent has not answered within 0\.5 s"):
         fleet.connect()
+
+
+def test_a_launcher_that_waits_for_a_terminal_shows_life(script, monkeypatch, no_leaks, tmp_path):
+    monkeypatch.setattr(fleets, "PULSE_S", 0.2)
+    impatient = script(f"exec {sys.executable} -c 'from bpsfast.launch import remote\nremote.SILENCE_S = 1.5\n"
+                       "remote.main()'")
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with selectors.DefaultSelector() as selector, Fleet([_HERE], Ssh(python=impatient), Output()) as fleet:
+        fleet.connect()
+        fleet.hosts[0].open(selector)
+        with open(os.open(path, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as fifo:
+            text = f"import time; time.sleep(4); open({str(path)!r}, 'w').write('x')"
+            fleet.hosts[0].start(Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text), {}), *_streams())
+            assert select.select([fifo], [], [], 20.0)[0], "nobody listened to the host meanwhile, and it went on"
+
+
+def _streams():
+    return Output(io.BytesIO(), io.BytesIO()).streams("rank 0")

@@ -422,10 +422,11 @@ def test_a_dry_run_says_what_runs_where_and_asks_nobody():
                          ssh=Ssh(port=23, python="/opt/python", directory="/w"), variables={"LANG": "C C"})
     over_ssh.dry_run(plan, ["python", "train.py"], settings.Settings(job_key="ab" * 32), shown.append)
     heads = [line.partition(":")[0] for line in shown]
-    assert heads == ["# a", "scheduler", "node 0", "rank 0", "rank 1", "# me@b", "node 1", "rank 2", "# c", "helper 0"]
+    assert heads == ["# a, in /w", "scheduler", "node 0", "rank 0", "rank 1", "# me@b, in /w", "node 1", "rank 2",
+                     "# c, in /w", "helper 0"]
     assert "LANG='C C'" in shown[3] and shown[3].endswith("python train.py")
     assert "-p 23" in shown[0] and "/opt/python -m bpsfast agent" in shown[0]
-    assert "abab" not in "".join(shown)
+    assert "abab" not in "".join(shown) and "SCHEDULER" not in "".join(shown)
 
 
 def test_one_address_cannot_be_that_of_several_hosts():

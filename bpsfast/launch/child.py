@@ -217,3 +217,9 @@ class Children:
         self._selector.unregister(child.pidfd)
         child.code = child.exit_code()
         return (child,)
+
+
+def thread_defaults(n_ranks: int) -> dict[str, str]:
+    """Return the variables that *n_ranks* ranks need to share this machine's cores."""
+    cores = len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(max(1, cores // n_ranks)), "PYTHONUNBUFFERED": "1"}

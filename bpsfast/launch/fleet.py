@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import selectors
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ..orchestration.errors import BpsError, ConfigError
 from . import remote_messages as messages
 from .hosts import Host
 from .output import Output
-from .remote import reached
+from .remote import PULSE_S, reached
 from .remote_host import RemoteHost
 from .ssh import Ssh
 
@@ -29,10 +30,15 @@ class Fleet:
     def __init__(self, hosts: Sequence[Host], ssh: Ssh, output: Output) -> None:
         self._ssh = ssh
         self.hosts: list[RemoteHost] = []
-        ssh.check()
+        self._is_over = threading.Event()
+        # of its own: whoever shows output may have to wait for a terminal for as long as somebody reads there
+        self._pulse = threading.Thread(target=self._show_life, name="bpsfast-pulse", daemon=True)
+        if not all(host.is_here for host in hosts):
+            ssh.check()
         try:
             for host in hosts:
                 self.hosts.append(RemoteHost(host, ssh, output))
+            self._pulse.start()
         except BaseException:
             self.close()
             raise
@@ -116,8 +122,17 @@ class Fleet:
         """End whatever runs on the hosts, all at once, and wait for that. Idempotent."""
         for host in self.hosts:
             host.hang_up()
+        self._is_over.set()
+        if self._pulse.is_alive():
+            self._pulse.join()
         for host in self.hosts:
             host.close()
+
+    def _show_life(self) -> None:
+        """Let the agents know that we live."""
+        while not self._is_over.wait(PULSE_S):
+            for host in self.hosts:
+                host.tell(messages.Alive())
 
     def _until(self, is_done: Callable[[RemoteHost], bool], hosts: Sequence[RemoteHost], timeout_s: float) -> None:
         """Take what *hosts* say until all are done or have failed; raise for those that have."""

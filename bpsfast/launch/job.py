@@ -18,10 +18,9 @@ from ..cluster.cluster import Cluster, Machine
 from ..orchestration.errors import ConfigError
 from ..settings import Settings, environment
 from . import roles
-from .child import Command, Kind
+from .child import Command, Kind, thread_defaults
 from .daemons import clean_environment, reserve_port, run_node, run_scheduler
 from .output import Output
-from .remote import thread_defaults
 from .supervisor import Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"

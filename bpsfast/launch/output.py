@@ -98,10 +98,14 @@ class Transcript:
             self._head = f"\x1b[{colour}m{self._head}\x1b[0m"
         self._target, self._files, self._stamped = target, files, stamped
         self._rest = b""
+        self._cut_at_return = False
         self.tail: deque[bytes] = deque(maxlen=n_kept)
 
     def feed(self, data: bytes) -> None:
         """Show the lines that *data* completes."""
+        if self._cut_at_return and data.startswith(b"\n"):
+            data = data[1:]  # the other half of the end of a line that was shown
+        self._cut_at_return = data.endswith(b"\r")
         # a progress bar rewrites its line by \r: each state becomes a line
         lines = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = lines.pop()

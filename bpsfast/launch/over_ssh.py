@@ -64,15 +64,14 @@ def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limit
 
 
 def dry_run(plan: Plan, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
-    """Print what `run` would run where, without asking any host. The key is not shown, and drawn anew for each job."""
+    """Print what `run` would run where, asking no host: the scheduler's address and the key come with a job."""
     _check(plan, program, settings)
-    where = plan.scheduler_host or plan.hosts[0].name.rpartition("@")[2]
-    commands = _commands(plan, program, settings, (where, 0), "")
     for number, host in enumerate(plan.everywhere):
-        show(f"# {host.name}: {shlex.join(plan.ssh.argv(host))}")
-        for command in commands:
+        show(f"# {host.name}, in {plan.ssh.directory or os.getcwd()}: {shlex.join(plan.ssh.argv(host))}")
+        for command in _commands(plan, program, settings, ("", 0), ""):
             if number_of(command) == number:
-                added = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items()]
+                added = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items()
+                         if name != "BPSFAST_SCHEDULER"]
                 show(f"{command.name}: {' '.join([*added, shlex.join(command.argv)])}")
 
 

@@ -13,6 +13,7 @@ import functools
 import os
 import platform
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -27,7 +28,7 @@ import psutil
 from .. import __version__
 from ..orchestration.errors import ProtocolError
 from . import remote_messages as messages
-from .child import Child, Children, Command, Kind
+from .child import Child, Children, Command, Kind, thread_defaults
 from .daemons import clean_environment, reserve_port
 from .line import Line
 
@@ -149,7 +150,7 @@ class Agent:
     def _step(self) -> None:
         now = time.monotonic()
         silent_s = self._heard_s + SILENCE_S
-        if now >= silent_s:
+        if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else we did not listen
             self._end()
             return
         if now >= self._pulse_s:
@@ -158,7 +159,7 @@ class Agent:
         waiting_nbytes = self._line.pending_nbytes
         self._watch(self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
         self._watch(self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
-        for key, _ in self._selector.select(min(self._pulse_s, silent_s) - now):
+        for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
             key.data()
 
     def _watch(self, source: Any, event: int, handler: Callable[[], None], wanted: bool) -> None:
@@ -238,12 +239,6 @@ def environment(environ: Mapping[str, str], variables: Mapping[str, str], n_rank
     found.pop("PYTHONSAFEPATH", None)  # for the agent; a trainer may import what lies beside it
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     return {**(thread_defaults(n_ranks) if n_ranks else {}), **found, **variables}
-
-
-def thread_defaults(n_ranks: int) -> dict[str, str]:
-    """Return the variables that *n_ranks* ranks need to share this machine's cores."""
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, cores // n_ranks)), "PYTHONUNBUFFERED": "1"}
 
 
 def _greet(listener: socket.socket, token: bytes) -> None:

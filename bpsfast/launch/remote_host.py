@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +20,6 @@ from .daemons import describe_exit, tethered
 from .hosts import Host
 from .line import Line
 from .output import Output, Sink
-from .remote import PULSE_S
 from .ssh import Ssh
 
 #: Silence after which a host counts as lost.
@@ -47,7 +48,7 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """A `child.Place` by ssh. Owner thread only; main thread, as ssh dies with the thread that started it.
+    """A `child.Place` by ssh. Made in the main thread, as ssh dies with the thread that started it; owner thread only.
 
     `here` is what the agent said of itself, None until then. `lost`: why nothing more will be heard of it, "" if it
     will. Until `open` the owner has to call `receive` when `line.source` can be read, and `hear` for `complaints`.
@@ -73,15 +74,16 @@ class RemoteHost:
         self._stdout = self._process.stdout
         os.set_blocking(self.complaints.fileno(), False)
         self.line = Line(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent, after_mark=True)
+        self._sending = threading.Lock()
         self._heard_s = time.monotonic()
-        self._pulse_s = self._heard_s + PULSE_S
+        self._hung_up_s: float | None = None
 
     # -- before the job --------------------------------------------------------------------------------------------
 
     def tell(self, message: Any) -> None:
-        """Send *message*; that the host is gone shows on what it sends."""
-        if not self._stdin.closed:
-            with contextlib.suppress(OSError):
+        """Send *message*, from any thread; that the host is gone shows on what it sends."""
+        with self._sending, contextlib.suppress(OSError):
+            if not self._stdin.closed:
                 self.line.send(message)
 
     def hear(self) -> bool:
@@ -171,12 +173,11 @@ class RemoteHost:
         if self.lost:
             return float("inf"), ()
         if now_s >= self._heard_s + SILENCE_S:
-            return float("inf"), self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
-        if now_s >= self._pulse_s:
-            self._pulse_s = now_s + PULSE_S
-            self.tell(messages.Alive())
+            if not select.select([self.line.source], [], [], 0.0)[0]:
+                return float("inf"), self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
+            self._heard_s = now_s  # it is we who did not listen
         self._watch_target()
-        return min(self._pulse_s, self._heard_s + SILENCE_S), ()
+        return self._heard_s + SILENCE_S, ()
 
     def drain(self) -> None:
         """See `child.Place`; the agent sends all that a process wrote before it tells of its end."""
@@ -186,17 +187,21 @@ class RemoteHost:
 
     def hang_up(self) -> None:
         """See `child.Place`: the agent ends what is left when its line closes. Without one, ssh is ended."""
-        if not self._stdin.closed:
-            if self._selector is not None and self.line.target in self._selector.get_map():
-                self._selector.unregister(self.line.target)
+        if self._hung_up_s is not None:
+            return
+        self._hung_up_s = time.monotonic()
+        if self._selector is not None and self.line.target in self._selector.get_map():
+            self._selector.unregister(self.line.target)
+        with self._sending:
             self._stdin.close()
-            if self.here is None:
-                self._process.terminate()
+        if self.here is None:
+            self._process.terminate()
 
     def close(self) -> None:
         """See `child.Place`."""
         self.hang_up()
-        deadline = time.monotonic() + _END_S
+        assert self._hung_up_s is not None
+        deadline = self._hung_up_s + _END_S
         with selectors.DefaultSelector() as ends:
             if not self._stdout.closed:
                 for source in (self._stdout, self.complaints):
@@ -215,6 +220,8 @@ class RemoteHost:
 
     def _on_line(self) -> Sequence[RemoteProcess]:
         self._heard_s = time.monotonic()
+        if self.lost:
+            return ()
         try:
             came = self.line.receive()
         except EOFError:
@@ -262,7 +269,8 @@ class RemoteHost:
 
     def _on_target(self) -> Sequence[RemoteProcess]:
         try:
-            self.line.flush()
+            with self._sending:
+                self.line.flush()
         except OSError:
-            return self._lose("it closed its line")
+            return () if self.lost else self._lose("it closed its line")
         return ()

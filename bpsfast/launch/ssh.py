@@ -61,8 +61,8 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         return ["ssh", *self._options(), host.name, f"exec {shlex.join(agent)}"]
 
     def by_hand(self, host: Host) -> str:
-        """Return a command that a person types to see what ssh has to say of *host*."""
-        return shlex.join(["ssh", *self._address(), host.name, "true"])
+        """Return a command that a person types to see why there is no agent on *host*."""
+        return shlex.join(self.argv(host) if host.is_here else ["ssh", *self._address(), host.name, "true"])
 
     def _options(self) -> list[str]:
         options = [*_FIRST, *self.options, *_LAST]
