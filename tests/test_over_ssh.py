@@ -137,11 +137,21 @@ class TestJobs:
                   os.environ.get("SECRET"), sys.executable)
             bpsfast.shutdown()
         """)
-        done = hosts.run("run", "-H", "gpu1,gpu2", "-x", "GIVEN=a b", "-x", "TAKEN", *program, cwd=tmp_path,
+        done = hosts.run("run", "-H", "root@gpu1,gpu2", "-x", "GIVEN=a b", "-x", "TAKEN", *program, cwd=tmp_path,
                          env={"PYTHONPATH": "lib", "TAKEN": "c'd", "SECRET": "stays", "RANK": "7"})
         assert done.returncode == 0, done.stderr
         expected = f"{tmp_path} imported a b c'd None None {sys.executable}"
         assert set(done.stdout.splitlines()) == {f"[rank 0] {expected}", f"[rank 1] {expected}"}
+
+    def test_ssh_may_go_by_ipv6(self, hosts, trainer):
+        for machine, interface, number in ((hosts.cluster.hub, "br0", 1), (hosts.cluster["gpu1"], "eth0", 2)):
+            subprocess.run(["ip", "-n", machine.namespace, "addr", "replace", f"fd77::{number}/64", "dev", interface,
+                            "nodad"], check=True, timeout=20)
+        hosts.configure(f"HostKeyAlias {hosts.cluster['gpu1'].address}")
+        hosts.know(["gpu1", "gpu1"], keys_of=["gpu1", "gpu2"])
+        done = hosts.run("run", "-H", "root@[fd77::2]:1,gpu2:1", *trainer(_DIGEST))
+        assert done.returncode == 0, done.stderr
+        assert set(digests(done.stdout)) == {"rank 0", "rank 1"}
 
     def test_every_rank_has_its_files_and_lines_their_time(self, hosts, trainer, tmp_path):
         program = trainer("import os, sys\nprint('out', os.environ['BPSFAST_RANK'])\nprint('err', file=sys.stderr)\n"
