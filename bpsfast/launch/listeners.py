@@ -25,13 +25,13 @@ class Listeners:
     """``python -m bpsfast *arguments* -p PORT`` on each of *hosts*, until `close`. A context manager; main thread.
 
     What they complain of goes to standard error, headed by the host's name; results are for the client to show.
-    `addresses`: where each one can be reached from
-    here and from the other hosts, with its port; *port*, or if that is None one that is free there.
+    `addresses`: where each one can be reached from here and from the other hosts, and its port: *port*, or if that is
+    None one that is free there. The job's *key* (hex) goes to them as to the ranks of a job.
 
     Raises
     ------
     BpsError
-        A host cannot be used.
+        A host cannot be used, or its listener does not come up.
     """
 
     def __init__(self, hosts: Sequence[Host], ssh: Ssh, arguments: Sequence[str], key: str,
@@ -96,7 +96,7 @@ class Listeners:
         self._thread.start()
 
     def _attend(self) -> None:
-        """Hand on what listeners print, and let their agents know that we live, until the waker is used."""
+        """Hand on what listeners complain of, and see their ends, until the waker is used."""
         while self._step(time.monotonic() + _NO_NEWS_S):
             continue
 
