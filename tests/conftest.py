@@ -31,7 +31,7 @@ import pytest
 
 from bpsfast import settings
 from bpsfast.launch import daemons, job as launch
-from bpsfast.launch.child import Kind
+from bpsfast.launch.supervisor import Kind
 from tests.sysfs_trees.machine import Machine
 
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
