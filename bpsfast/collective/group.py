@@ -199,12 +199,18 @@ class Group:
         words = _ticket(text)
         tickets = self._pipe(*_TICKET, TINY)
         legs, units = [tickets.ticket(words)], [tickets.unit]
-        for load in loads:
-            for bore, n, load_rest in _strips(load, self._bores[0]):
-                pipe = self._pipe(dtype, op, bore)
-                legs.append(_laden(pipe.legs(n), load_rest, bore.strip_nbytes))
-                units.append(pipe.unit)
-        if not self._go(legs, units):
+        strips = [strip for load in loads for strip in _strips(load, self._bores[0])]
+        if any((dtype, op, bore) not in self._pipes for bore, _, _ in strips):
+            self._check(text, self._go(legs, units))  # before members wait for each other to make different pipes
+            legs, units = [], []
+        for bore, n, load in strips:
+            pipe = self._pipe(dtype, op, bore)
+            legs.append(_laden(pipe.legs(n), load, bore.strip_nbytes))
+            units.append(pipe.unit)
+        self._check(text, self._go(legs, units))
+
+    def _check(self, text: str, do_agree: bool) -> None:
+        if not do_agree:
             raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
 
     def _go(self, legs: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
