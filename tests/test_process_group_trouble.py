@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch_ranks import LIMIT_S, Processes, TorchRanks, world
 
+#: Within this all know that one is gone: seconds, not the 40 of a call's timeout.
+SOON_S = 20.0
+
 
 def rank_of():
     return int(os.environ["RANK"])
@@ -38,12 +41,12 @@ def expected(size):
 
 
 def leftovers():
-    """What this process has open: threads, descriptors, children."""
+    """What this process has open: descriptors, and threads; its daemons must come to their end."""
     import psutil
 
-    threads = {thread.name for thread in threading.enumerate()}
-    children = [child.name() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return len(os.listdir("/proc/self/fd")), sorted(threads), children
+    _, alive = psutil.wait_procs(psutil.Process().children(), timeout=LIMIT_S)
+    assert not alive, "daemons outlive their job"
+    return len(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate())
 
 
 # -- ways to meet ------------------------------------------------------------------------------------------------------
@@ -106,8 +109,8 @@ def again(paths):
 def test_begun_and_ended_five_times(torch_ranks):
     ranks = torch_ranks(3)
     for found in ranks.run(again, [ranks.new_path() for _ in range(5)], timeout_s=120):
-        assert found[1] == found[2] == found[3] == found[4], "descriptors, threads, children"
-        assert not any("bpsfast" in name for name in found[-1][1]) and not found[-1][2]
+        assert found[1] == found[2] == found[3] == found[4], "descriptors, threads"
+        assert not any("bpsfast" in name for name in found[-1][1])
 
 
 def overlapping():
@@ -196,23 +199,40 @@ class Trap(torch.autograd.Function):
         return gradient, None
 
 
-def die():
+def die(path):
+    _note(path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def throw():
+def throw(path):
+    _note(path)
     raise KeyError("a fault of the program")
 
 
+def _note(path):
+    """Leave the time for the others."""
+    with open(f"{path}.time", "w", encoding="ascii") as file:
+        file.write(str(time.monotonic()))
+
+
 def trapped(path, act, victim):
-    """Train; in step 3 the *victim* does *act* in its backward pass, after some buckets have gone."""
-    with world("bpsfast", path):
-        model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6))),
-                                        bucket_cap_mb=0.1)
-        for step in range(6):
-            if step == 3 and rank_of() == victim:
-                model.module[2].register_forward_hook(lambda *args: Trap.apply(args[-1], globals()[act]))
-            model(torch.ones(4, 200)).sum().backward()
+    """Train; in step 3 the *victim* does *act* in its backward pass, after some buckets have gone. Return what the
+    others are told then, and how many seconds later.
+    """
+    try:
+        with world("bpsfast", path):
+            model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6))),
+                                            bucket_cap_mb=0.1)
+            for step in range(6):
+                if step == 3 and rank_of() == victim:
+                    model.module[2].register_forward_hook(
+                        lambda *args: Trap.apply(args[-1], lambda: globals()[act](path)))
+                model(torch.ones(4, 200)).sum().backward()
+    except RuntimeError as exc:
+        now = time.monotonic()
+        with open(f"{path}.time", encoding="ascii") as file:
+            return str(exc), now - float(file.read())
+    return "no error", 0.0
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
@@ -220,23 +240,22 @@ def test_a_rank_killed_in_backward_is_named_on_all_others(own_ranks, size, nodes
     ranks = own_ranks(size, nodes)
     victim = size - 1
     ranks.begin(trapped, ranks.new_path(), "die", victim)
-    began = time.monotonic()
-    died, *others = ranks.outcomes(60, only=(victim, *range(victim)))
+    died, *others = ranks.outcomes(100, only=(victim, *range(victim)))
     assert died.error == "died"
     for outcome in others:
-        assert outcome.error, "an exception, no crash"
-        assert f"rank {victim}" in outcome.text, outcome.text
-    assert time.monotonic() - began < 45  # most of it is their start; the timeout of a call were 40 s
+        text, after_s = outcome.value
+        assert f"rank {victim}" in text and after_s < SOON_S, outcome
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
 def test_a_rank_that_raises_in_backward_is_named_on_all_others(own_ranks, size, nodes):
     ranks = own_ranks(size, nodes)
     victim = size - 1
-    outcomes = ranks.attempt(trapped, ranks.new_path(), "throw", victim, timeout_s=60)
+    outcomes = ranks.attempt(trapped, ranks.new_path(), "throw", victim, timeout_s=100)
     assert outcomes[victim].error == "KeyError" and "a fault of the program" in outcomes[victim].text
     for outcome in outcomes[:victim]:
-        assert f"rank {victim}" in outcome.text, outcome.text
+        text, after_s = outcome.value
+        assert f"rank {victim}" in text and after_s < SOON_S, outcome
     assert ranks.run(met_by, "file", ranks.new_path()) == [expected(size)] * size, "and can begin again"
 
 
