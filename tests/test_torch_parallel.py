@@ -457,14 +457,19 @@ def test_a_module_that_is_not_trained(everywhere):
 
 def made_again():
     """Wrapping again and again takes no more names than are used at a time."""
-    prefixes = []
+    prefixes, kept = [], []
     model = network()
     for _ in range(4):
         ddp = DistributedDataParallel(model)
+        model.zero_grad()
         loss_of(ddp, bps.rank()).backward()
+        assert_close(gradients(model), averages(model))
         if bps.size() > 1:
             prefixes.append(ddp._exchange.prefix)
+        if bps.rank() % 2:
+            kept.append(ddp)  # as somebody may: it is gone on rank 0, whose word counts
         del ddp
+    kept.clear()
     beside = [DistributedDataParallel(network(bias=False)) for _ in range(2)]
     if bps.size() > 1:
         assert len(set(prefixes)) == 1
