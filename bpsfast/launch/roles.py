@@ -16,7 +16,7 @@
 Launchers run inside each other, and then the innermost one has started the ranks. What runs inside what:
 
     inside                             in                                             is
-    torchrun, bpsfast, dmlc, Horovod   Open MPI or PMI, slurm, kubernetes             an agent on each machine
+    torchrun, bpsfast, dmlc, Horovod   Open MPI or PMI, slurm, kubernetes             one of them on each machine
     Open MPI, PMI                      slurm, kubernetes                              mpirun in an allocation or pod
     slurm                              kubernetes                                     a cluster in pods
 

@@ -1,4 +1,4 @@
-"""torchrun: its agents start the ranks of one machine each, and share a store on MASTER_ADDR:MASTER_PORT."""
+"""torchrun: one on each machine starts the ranks there; they share a store on MASTER_ADDR:MASTER_PORT."""
 from __future__ import annotations
 
 from ...settings import Settings
