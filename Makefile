@@ -25,7 +25,7 @@ test: $(stamp) sshd mpi
 test-guest: $(stamp) guest
 	$(bin)/pytest -q --durations=10 tests/guest
 
-# The examples for Lightning, Accelerate, Transformers and Ray, which take 400 MB and two minutes to install.
+# The examples for Lightning, Accelerate, Transformers and Ray, which take 700 MB and some minutes to install.
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py

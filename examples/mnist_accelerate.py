@@ -34,8 +34,7 @@ def main():
     read_right = torch.cat(found)
     accelerator.print(f"{dist.get_backend()}: {read_right.float().mean():.1%} of {len(read_right)} test images read "
                       f"right by {accelerator.num_processes} processes")
-    accelerator.end_training()
-    dist.destroy_process_group()
+    accelerator.end_training()  # ends the group, too
 
 
 if __name__ == "__main__":

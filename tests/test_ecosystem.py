@@ -63,7 +63,7 @@ def test_digits_by_ddp(digits_by_torchrun):
 
 
 def test_digits_by_ray_have_the_same_bits(digits_by_torchrun):
-    needs("ray")
+    needs("ray", "pandas", "pyarrow")
     said = output([sys.executable, str(EXAMPLES / "mnist_ray.py")])
     assert weights(said) == weights(digits_by_torchrun), said
 
@@ -72,7 +72,7 @@ def test_a_small_gpt():
     said = by_torchrun("char_gpt.py", "--steps", "30", "--evaluate-every", "15", "--accumulate", "2")
     losses = [float(loss) for loss in re.findall(r"on unseen text ([\d.]+)", said)]
     assert len(losses) == 2 and losses[1] < losses[0] < 4.6, said
-    assert "it writes: 'Return " in said
+    assert re.search("it writes: .Return ", said), said
 
 
 @pytest.mark.parametrize(("name", "modules"), [
