@@ -144,7 +144,8 @@ def test_groups_of_some_ranks(everywhere):
 def different():
     group = whole()
     x = np.ones(4 + group.rank // max(1, group.size - 1), np.float32)
-    with pytest.raises(MismatchError, match=r"ranks? 0.*: call 1: all_reduce sum float32 \(4,\); rank .*\(5,\)") as first:
+    with pytest.raises(MismatchError, match=r"ranks? 0.*: call 1: all_reduce sum float32 \(4,\); rank .*\(5,\)"
+                       ) as first:
         group.all_reduce(tensor_input(x), tensor_input(x))
     with pytest.raises(MismatchError) as second:
         group.barrier()
@@ -170,7 +171,7 @@ def different_beside_tickets():
     group = whole()
     group.barrier()
     x = np.arange(10, dtype=np.int64)
-    with pytest.raises(MismatchError, match=r"rank 0: call 2: all_reduce band int64 \(10,\); ranks? 1.*: call 2: barrier"):
+    with pytest.raises(MismatchError, match=r"rank 0: call 2: all_reduce band int64 \(10,\); ranks? 1.*: .*barrier"):
         if group.rank == 0:
             group.all_reduce(tensor_input(x), tensor_input(x), "band")
         else:
