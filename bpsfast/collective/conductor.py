@@ -1,6 +1,7 @@
 """The thread of a group that makes its calls one after another, in the order in which the program asked for them."""
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class Conductor:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._condition = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._running = False
@@ -37,8 +39,10 @@ class Conductor:
         Raises
         ------
         ClosedError
-            After `close`.
+            After `close`, and in a fork of the process that made this, which has not its thread.
         """
+        if os.getpid() != self._pid:
+            raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")
         with self._condition:
             if self._closing:
                 raise ClosedError(f"{self._name} is closed")
@@ -57,8 +61,10 @@ class Conductor:
     def close(self, timeout_s: float) -> bool:
         """Take no more jobs, let those that are there come to their end, end the thread; whether it has ended.
 
-        What cannot come to its end must be made to fail first, by closing what it waits for.
+        What cannot come to its end must be made to fail first, by closing what it waits for. A fork has nothing to end.
         """
+        if os.getpid() != self._pid:
+            return True
         with self._condition:
             self._closing = True
             self._condition.notify()
