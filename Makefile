@@ -70,6 +70,7 @@ system:
 # What tests of jobs over ssh need: the program sshd, not the service, which is neither started nor left enabled.
 sshd:
 	@if test -x /usr/sbin/sshd && command -v ssh >/dev/null; then exit 0; fi; \
+	ours=""; installed=""; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  policy=/usr/sbin/policy-rc.d; \
 	  if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; ours=$$policy; fi; \

@@ -1,6 +1,7 @@
 """The threads of a group that make its calls one after another, in the order in which the program asked for them."""
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ class Conductor:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._condition = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._running = False
@@ -41,8 +43,10 @@ class Conductor:
         Raises
         ------
         ClosedError
-            After `close`.
+            After `close`, and in a fork of the process that made this, which has not its thread.
         """
+        if os.getpid() != self._pid:
+            raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")
         with self._condition:
             if self._closing:
                 raise ClosedError(f"{self._name} is closed")
@@ -58,8 +62,10 @@ class Conductor:
     def close(self, timeout_s: float) -> bool:
         """Take no more jobs, let those that are there come to their end, end the threads; whether they have ended.
 
-        What cannot come to its end must be made to fail first, by closing what it waits for.
+        What cannot come to its end must be made to fail first, by closing what it waits for. A fork has nothing to end.
         """
+        if os.getpid() != self._pid:
+            return True
         with self._condition:
             self._closing = True
             self._condition.notify_all()
