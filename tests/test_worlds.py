@@ -92,7 +92,7 @@ def of_the_launchers_job(folder):
     import torch
     import torch.distributed as dist
 
-    import bpsfast.torch.backend  # noqa: F401 - registers it
+    import bpsfast.torch.backend
 
     dist.init_process_group("bpsfast", init_method=f"file://{folder}/{bpsfast.size()}", rank=bpsfast.rank(),
                             world_size=bpsfast.size())
@@ -120,7 +120,7 @@ def joined_by_a_group(folder):
     import torch
     import torch.distributed as dist
 
-    import bpsfast.torch.backend  # noqa: F401 - registers it
+    import bpsfast.torch.backend
 
     rank, size = int(os.environ["BPSFAST_RANK"]), int(os.environ["BPSFAST_SIZE"])
     dist.init_process_group("bpsfast", init_method=f"file://{folder}/joined", rank=rank, world_size=size)
