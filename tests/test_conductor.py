@@ -20,6 +20,10 @@ def conductor(no_leaks):
     assert made.close(TIMEOUT_S)
 
 
+def nothing(_):
+    """Done, and nobody cares."""
+
+
 class Gate:
     """A job that says when it runs and goes on when it may."""
 
@@ -127,3 +131,35 @@ def test_a_fork_has_no_thread_and_is_told_so(conductor):
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     gate.open.set()
+
+
+def test_what_is_told_may_call_again_and_wait_for_it(conductor):
+    """As torch's PowerSGD does: the second half of a compressed sum is called from the future of the first."""
+    depth, over = 4, threading.Event()
+
+    def tell(level):
+        def done(error):
+            if level == depth:
+                over.set()
+                return
+            inner = threading.Event()
+            conductor.run(lambda: None, lambda error: (tell(level + 1)(error), inner.set()), inline=False)
+            assert inner.wait(TIMEOUT_S)
+
+        return done
+
+    conductor.run(lambda: None, tell(1), inline=False)
+    assert over.wait(TIMEOUT_S)
+
+
+def test_what_is_told_may_wait_for_calls_that_were_there_before(conductor):
+    begin, second, over = threading.Event(), threading.Event(), threading.Event()
+
+    def done(error):
+        if second.wait(TIMEOUT_S):
+            over.set()
+
+    conductor.run(lambda: begin.wait(TIMEOUT_S), done, inline=False)
+    conductor.run(lambda: None, lambda error: second.set(), inline=False)
+    begin.set()
+    assert over.wait(TIMEOUT_S)
