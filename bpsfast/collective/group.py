@@ -182,7 +182,7 @@ class Group:
     def close(self) -> None:
         """Give up what the group uses; it is free once all members have. Idempotent, and waits for nobody.
 
-        A call that is under way in another thread fails within a second, unless it comes to its end before.
+        A call of another thread that waits for sums fails within a second, unless it comes to its end before.
         """
         self._closed = True
         if not self._lock.acquire(blocking=False):
