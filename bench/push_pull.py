@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast import sizes
 from bpsfast.bench import one_machine, over_hosts, peers, table, two_nodes
 from bpsfast.bench.plan import Plan
+from bpsfast.bench.size_list import parse_sizes
 from bpsfast.launch import over_ssh
 from bpsfast.orchestration.errors import ConfigError
 
@@ -61,27 +61,6 @@ def run(options: Mapping[str, Any], hosts: over_ssh.Plan | None = None) -> list[
         rate = {"rate": given["rate"]} if "rate" in given else {}
         records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick, **rate))
     return table.finish("push_pull", given, start, records)
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return bytes: ``4K:256M`` is every power of two from one to the other, ``4K,1M`` a list."""
-    if ":" not in text:
-        return tuple(_size(part) for part in text.split(","))
-    low, _, high = text.partition(":")
-    found, at, end = [], _size(low), _size(high)
-    while at <= end:
-        found.append(at)
-        at *= 2
-    if not found:
-        raise ConfigError(f"sizes {text}: the first is larger than the last")
-    return tuple(found)
-
-
-def _size(text: str) -> int:
-    nbytes = sizes.parse(text)
-    if not nbytes or nbytes % 4:
-        raise ConfigError(f"{text!r} is no size: expected bytes (a multiple of 4) with K, M or G, such as 64M")
-    return nbytes
 
 
 def _operations(api: str, n_nodes: int) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
     BPSFAST_TORCH_AUTOLOAD=1 torchrun --nproc-per-node 2 examples/char_gpt.py --steps 300
 
-A trainer as people write them for their own models: gradients are accumulated over micro-batches, of which only the last
-one exchanges (`no_sync`), clipped; the learning rate warms up and falls by a cosine; the loss on unseen text is the mean
-over all ranks; at the end rank 0 writes some text. The text comes with Python, so nothing is fetched.
+A trainer as people write them for their own models: gradients are accumulated over micro-batches, of which only the
+last one exchanges (`no_sync`), and clipped; the learning rate warms up and falls by a cosine; the loss on unseen text is
+the mean over all ranks; at the end rank 0 writes some text. The text comes with Python, so nothing is fetched.
 """
 import argparse
 import ast

@@ -28,6 +28,10 @@ def samples(dataset):
     return [{"images": image, "labels": label} for image, label in dataset]
 
 
+def read_right(found):
+    return {"right": (found.predictions.argmax(1) == found.label_ids).mean()}
+
+
 def main():
     dist.init_process_group("bpsfast")
     torch.manual_seed(0)
@@ -37,7 +41,7 @@ def main():
             folder, use_cpu=True, per_device_train_batch_size=32, num_train_epochs=2, learning_rate=0.05,
             optim="sgd", lr_scheduler_type="cosine", report_to=[], disable_tqdm=True, save_strategy="no")
         trainer = Trainer(Reader(), arguments, train_dataset=samples(training), eval_dataset=samples(testing),
-                          compute_metrics=lambda found: {"right": (found.predictions.argmax(1) == found.label_ids).mean()})
+                          compute_metrics=read_right)
         trainer.train()
         metrics = trainer.evaluate()
     if dist.get_rank() == 0:

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from bpsfast.bench import memory_model, pattern, push_pull, samples, steady_state, table, two_nodes
+from bpsfast.bench import memory_model, pattern, push_pull, samples, size_list, steady_state, table, two_nodes
 from bpsfast.bench.contestant import Operation, Timer
 from bpsfast.bench.group import Group
 from bpsfast.bench.plan import Plan
@@ -29,14 +29,14 @@ def row():
 
 
 def test_sizes_are_powers_of_two_or_a_list():
-    assert push_pull.parse_sizes("4K:32K") == (4096, 8192, 16384, 32768)
-    assert push_pull.parse_sizes("4k, 1MiB,12") == (4096, 1 << 20, 12)
+    assert size_list.parse_sizes("4K:32K") == (4096, 8192, 16384, 32768)
+    assert size_list.parse_sizes("4k, 1MiB,12") == (4096, 1 << 20, 12)
 
 
 @pytest.mark.parametrize("text", ["8K:4K", "4.5K", "0", "3", "x", "", "4K:"])
 def test_impossible_sizes_are_refused(text):
     with pytest.raises(ConfigError):
-        push_pull.parse_sizes(text)
+        size_list.parse_sizes(text)
 
 
 @pytest.mark.parametrize(

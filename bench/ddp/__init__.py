@@ -15,7 +15,7 @@ from bpsfast.bench.ddp import report
 from bpsfast.bench.ddp.collectives import COLLECTIVES
 from bpsfast.bench.ddp.models import MODELS
 from bpsfast.bench.hall import Hall
-from bpsfast.bench.push_pull import parse_sizes
+from bpsfast.bench.size_list import parse_sizes
 from bpsfast.bench.samples import Row, take_turns
 from bpsfast.orchestration.errors import ConfigError
 

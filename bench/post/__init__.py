@@ -12,7 +12,7 @@ from typing import Any
 from bpsfast.bench import peers, table
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.post.ping_pong import VARIANT
-from bpsfast.bench.push_pull import parse_sizes
+from bpsfast.bench.size_list import parse_sizes
 from bpsfast.bench.samples import Row, find, take_turns
 from bpsfast.orchestration.errors import ConfigError
 

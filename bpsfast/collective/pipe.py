@@ -89,12 +89,23 @@ class Pipe:
 
     def legs(self, n: int) -> np.ndarray[Any, Any]:
         """Return the next *n* turns, without what is conveyed."""
+        if n == 1:
+            return self._leg()
         strips = np.arange(self._next, self._next + n, dtype=np.uint64)
         self._next += n
         slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
         legs = self._slots[slots]
         legs["round"] = rounds = strips // np.uint64(self.unit.n_parts) + np.uint64(1)
         legs["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
+        return legs
+
+    def _leg(self) -> np.ndarray[Any, Any]:
+        """Return the next turn: as `legs`, without the price of vectors."""
+        number, slot = divmod(self._next, self.unit.n_parts)
+        self._next += 1
+        legs = self._slots[slot:slot + 1].copy()
+        legs["round"] = number + 1
+        legs["result"] = self._results[number + 1 & 1, slot]
         return legs
 
     def ticket(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
