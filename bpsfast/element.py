@@ -1,4 +1,4 @@
-"""One element type in LLVM IR: widen, add, divide, round, for a vector or a single element of it.
+"""One element type in LLVM IR: widen, combine, divide, round, for a vector or a single element of it.
 
 All methods take and return LLVM values of *n_lanes* elements (1: plain scalars). No fastmath flag is set, and no
 product is ever added to anything, so LLVM may contract nothing.
@@ -6,6 +6,7 @@ product is ever added to anything, so LLVM may contract nothing.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -47,11 +48,15 @@ def constant(element: ir.Type, value: float, n_lanes: int) -> ir.Constant:
 
 
 class Element:
-    """Emit the arithmetic of the wire dtype *name* at the builder's position."""
+    """Emit the arithmetic of the wire dtype *name* at the builder's position; inputs are combined by *op*.
 
-    def __init__(self, builder: ir.IRBuilder, name: str, triple: str, features: str) -> None:
+    The least and the greatest of numbers and a NaN is NaN, as torch and NumPy have it.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, name: str, triple: str, features: str, op: str = "sum") -> None:
         self.b = builder
         self.name = name
+        self.op = op
         self.wire, self.wide, self.quotient = _TYPES[name]
         self.is_float = self.wide in _NBYTES
         self.is_half = name in ("float16", "bfloat16")
@@ -59,12 +64,34 @@ class Element:
         self.has_half = not triple.startswith(("x86", "i686")) or "+f16c" in features
 
     def identity(self, n_lanes: int) -> ir.Constant:
-        """Return what changes nothing when added, bit for bit: -0.0 (0.0 would turn -0.0 into 0.0), or 0."""
-        return constant(self.wide, -0.0 if self.is_float else 0, n_lanes)
+        """Return what changes nothing when combined, bit for bit: of sums -0.0 (0.0 would turn -0.0 into 0.0), or 0."""
+        if self.is_float:
+            value = {"sum": -0.0, "product": 1.0, "min": math.inf, "max": -math.inf}[self.op]
+        else:
+            ones = (1 << self.wide.width) - 1
+            is_signed = self.name != "uint8"
+            least, greatest = (ones // 2 + 1, ones // 2) if is_signed else (0, ones)
+            value = {"sum": 0, "product": 1, "min": greatest, "max": least, "band": ones, "bor": 0, "bxor": 0}[self.op]
+        return constant(self.wide, value, n_lanes)
 
-    def add(self, left: ir.Value, right: ir.Value) -> ir.Value:
-        """Add accumulators; integers wrap."""
-        return self.b.fadd(left, right) if self.is_float else self.b.add(left, right)
+    def combine(self, left: ir.Value, right: ir.Value) -> ir.Value:
+        """Combine accumulators; integers wrap."""
+        b = self.b
+        if self.op in ("min", "max"):
+            return self._extreme(left, right)
+        if self.is_float:
+            return b.fadd(left, right) if self.op == "sum" else b.fmul(left, right)
+        emit = {"sum": b.add, "product": b.mul, "band": b.and_, "bor": b.or_, "bxor": b.xor}[self.op]
+        return emit(left, right)
+
+    def _extreme(self, left: ir.Value, right: ir.Value) -> ir.Value:
+        b = self.b
+        sign = "<" if self.op == "min" else ">"
+        if not self.is_float:
+            compare = b.icmp_unsigned if self.name == "uint8" else b.icmp_signed
+            return b.select(compare(sign, left, right), left, right)
+        ordered = b.select(b.fcmp_ordered(sign, left, right), left, right)  # the right one if it is NaN
+        return b.select(b.fcmp_unordered("uno", left, left), left, ordered)
 
     def widen(self, value: ir.Value, n_lanes: int) -> ir.Value:
         """Turn wire elements into accumulator elements (exact).

@@ -11,9 +11,9 @@ chunk is loaded from all inputs before it is stored). Rounding is that of `bpsfa
 inputs are added by themselves, rounded once to the wire dtype, take their place in the order; then the average.
 The code takes no lock, allocates nothing, raises nothing, needs no GIL, and may run on any number of threads.
 
-Compiling takes about 0.4 s per dtype; numba's disk cache reduces that to about 10 ms. It lies in
-``NUMBA_CACHE_DIR`` where that is set, else beside the package, else in the user's cache folder; where none of
-them can be written (a read-only image, no home), each process compiles for itself.
+There is one for each dtype and op. Compiling takes about 0.4 s each; numba's disk cache reduces that to about 10 ms.
+It lies in ``NUMBA_CACHE_DIR`` where that is set, else beside the package, else in the user's cache folder; where none
+of them can be written (a read-only image, no home), each process compiles for itself.
 
 Importing this module imports no numba: only a node, which runs kernels, pays for it.
 """
@@ -33,6 +33,7 @@ import numpy as np
 
 from bpsfast import dtypes
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
+from bpsfast.orchestration.partition import BITWISE_OPS, OPS
 
 Array = np.ndarray[Any, Any]
 
@@ -48,21 +49,27 @@ _CACHE_FAULTS = (
 )  # fmt: skip
 
 _lock = threading.Lock()
-_compiled: dict[str, Any] = {}  # wire dtype -> numba cfunc: owns the machine code for the life of the process
-_callable: dict[str, Any] = {}  # wire dtype -> ctypes function at its address; calling it releases the GIL
+#: (wire dtype, op) -> numba cfunc: owns the machine code for the life of the process
+_compiled: dict[tuple[str, str], Any] = {}
+#: (wire dtype, op) -> ctypes function at its address; calling it releases the GIL
+_callable: dict[tuple[str, str], Any] = {}
 
 
-def address(dtype_name: str) -> int:
-    """Return the address of the kernel of a wire dtype, compiling it first if need be; any thread.
+def address(dtype_name: str, op: str = "sum") -> int:
+    """Return the address of the kernel of a wire dtype that combines by *op* (`partition.OPS`), compiling it first if
+    need be; any thread.
 
-    The code lives as long as the process. Raises `UnsupportedError` for an unknown name.
+    The code lives as long as the process. Raises `UnsupportedError` for a name or an op that there is no kernel for.
     """
-    dtypes.lookup(dtype_name)
+    row = dtypes.lookup(dtype_name)
+    if op not in OPS or (row.is_float and op in BITWISE_OPS):
+        raise UnsupportedError(f"there is no kernel for the {op} of {dtype_name}; ops: {', '.join(OPS)}, the bitwise "
+                               "ones for integers")
     with _lock:
-        if dtype_name not in _compiled:
-            _compiled[dtype_name] = _compile(dtype_name)
-            _callable[dtype_name] = _SIGNATURE(_compiled[dtype_name].address)
-        return int(_compiled[dtype_name].address)
+        if (dtype_name, op) not in _compiled:
+            _compiled[dtype_name, op] = _compile(dtype_name, op)
+            _callable[dtype_name, op] = _SIGNATURE(_compiled[dtype_name, op].address)
+        return int(_compiled[dtype_name, op].address)
 
 
 def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
@@ -78,14 +85,14 @@ def assembly(dtype_name: str) -> str:
     return str(vector_sum.compile_kernel(dtypes.lookup(dtype_name).name, cache=False)._library.get_asm_str())
 
 
-def _compile(name: str) -> Any:
+def _compile(name: str, op: str) -> Any:
     from bpsfast import vector_sum
 
     if _has_cache_folder(Path(vector_sum.__file__).parent):
         # A fault of the kernel itself comes up again below, where it is compiled without the cache.
         with contextlib.suppress(*_CACHE_FAULTS):
-            return vector_sum.compile_kernel(name, cache=True)
-    return vector_sum.compile_kernel(name, cache=False)
+            return vector_sum.compile_kernel(name, cache=True, op=op)
+    return vector_sum.compile_kernel(name, cache=False, op=op)
 
 
 def _has_cache_folder(package: Path) -> bool:
@@ -113,8 +120,11 @@ def fused_sum(
     after: Sequence[Array],
     divisor: int = 1,
     nontemporal: bool | None = None,
+    op: str = "sum",
 ) -> None:
     """Write to *dst* the two-level sum of *before*, *local*, *after*, divided by *divisor* (1: no average).
+
+    Another *op* combines them otherwise, in the same order.
 
     All arrays are 1-D, contiguous, of one length and one wire dtype; dst overlaps no input. The GIL is released.
     *nontemporal* None decides by size; stores of a dst that is not 64-byte aligned are plain in any case.
@@ -136,7 +146,7 @@ def fused_sum(
             raise UnsupportedError(f"input {i} overlaps dst; fused_sum needs a separate output (see add_into)")
     if nontemporal is None:
         nontemporal = dst.nbytes >= NONTEMPORAL_NBYTES
-    _call(name, dst, inputs, (len(before), len(local), len(after)), divisor, nontemporal)
+    _call(name, op, dst, inputs, (len(before), len(local), len(after)), divisor, nontemporal)
 
 
 def add_into(dst: Array, src: Array) -> None:
@@ -151,7 +161,7 @@ def add_into(dst: Array, src: Array) -> None:
         raise UnsupportedError("dst is read-only; add_into writes its result there")
     if np.may_share_memory(dst, src) and dst.ctypes.data != src.ctypes.data:
         raise UnsupportedError("src overlaps dst at another offset; copy one of them first")
-    _call(name, dst, [dst, src], (2, 0, 0), 1, False)
+    _call(name, "sum", dst, [dst, src], (2, 0, 0), 1, False)
 
 
 def _check(role: str, array: Any, dst: Array) -> str:
@@ -170,8 +180,9 @@ def _check(role: str, array: Any, dst: Array) -> str:
 
 
 def _call(
-    name: str, dst: Array, inputs: Sequence[Array], counts: tuple[int, int, int], divisor: int, nontemporal: bool
+    name: str, op: str, dst: Array, inputs: Sequence[Array], counts: tuple[int, int, int], divisor: int,
+    nontemporal: bool,
 ) -> None:
-    address(name)
+    address(name, op)
     pointers = (ctypes.c_void_p * len(inputs))(*[array.ctypes.data for array in inputs])
-    _callable[name](dst.ctypes.data, ctypes.addressof(pointers), *counts, dst.size, divisor, int(nontemporal))
+    _callable[name, op](dst.ctypes.data, ctypes.addressof(pointers), *counts, dst.size, divisor, int(nontemporal))

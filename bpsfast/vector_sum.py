@@ -105,8 +105,9 @@ def target() -> tuple[str, str, str]:
     return triple, cpu, features
 
 
-def compile_kernel(name: str, cache: bool) -> Any:
-    """Compile the kernel of the wire dtype *name* and return numba's cfunc object (keep it: it owns the code).
+def compile_kernel(name: str, cache: bool, op: str = "sum") -> Any:
+    """Compile the kernel of the wire dtype *name* that combines by *op* (`partition.OPS`) and return numba's cfunc
+    object (keep it: it owns the code).
 
     With *cache* the machine code is looked up in and saved to numba's disk cache. Raises whatever numba raises
     where that cache cannot be used (`RuntimeError`, `OSError`, unpickling errors).
@@ -115,8 +116,8 @@ def compile_kernel(name: str, cache: bool) -> Any:
     def kernel(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]
         _fused_sum(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal)  # type: ignore[call-arg]
 
-    kernel.__qualname__ = f"fused_sum_{name}" + (f"_{_fingerprint()}" if cache else "")
-    pointer = types.CPointer(types.Opaque(f"bpsfast.{name}"))
+    kernel.__qualname__ = f"fused_{op}_{name}" + (f"_{_fingerprint()}" if cache else "")
+    pointer = types.CPointer(types.Opaque(f"bpsfast.{name}.{op}"))
     signature = types.void(pointer, types.CPointer(types.voidptr), *[types.int64] * 6)
     return cfunc(signature, cache=cache)(kernel)
 
@@ -134,10 +135,10 @@ def _fingerprint() -> str:
 
 @intrinsic
 def _fused_sum(typing, dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore
-    name = dst.dtype.name.removeprefix("bpsfast.")
+    name, op = dst.dtype.name.removeprefix("bpsfast.").split(".")
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        SumLoop(builder, name, target(), args).build()
+        SumLoop(builder, name, target(), args, op).build()
         return context.get_dummy_value()
 
     return types.void(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal), codegen
@@ -155,10 +156,11 @@ class SumLoop:
     *args* are the kernel's eight arguments.
     """
 
-    def __init__(self, builder: ir.IRBuilder, name: str, target: tuple[str, str, str], args: Any) -> None:
+    def __init__(self, builder: ir.IRBuilder, name: str, target: tuple[str, str, str], args: Any,
+                 op: str = "sum") -> None:
         self.b = builder
         triple, cpu, features = target
-        self.element = Element(builder, name, triple, features)
+        self.element = Element(builder, name, triple, features, op)
         self.is_x86 = triple.startswith(("x86", "i686"))
         wire, self.itemsize = self.element.wire, element.nbytes_of(self.element.wire)
         self.tuning = _tuning(cpu, self.itemsize)
@@ -244,7 +246,7 @@ class SumLoop:
         """Add this node's own sum as the wire would carry it: rounded to the wire dtype."""
         element = self.element
         rounded = [element.widen(element.narrow(value, n_lanes), n_lanes) for value in part]
-        return [element.add(value, term) for value, term in zip(total, rounded)]
+        return [element.combine(value, term) for value, term in zip(total, rounded)]
 
     def finish_chunk(self, total: list[ir.Value], index: ir.Value, n_lanes: int) -> None:
         """Average, round and store the sums at *index*."""
@@ -292,7 +294,7 @@ class SumLoop:
 
     def add_chunk_of(self, source: ir.Value, sums: list[ir.Value], n_lanes: int) -> list[ir.Value]:
         """Add the vectors at *source* to *sums*; return the new sums."""
-        return [self.element.add(value, self.load(source, i, n_lanes)) for i, value in enumerate(sums)]
+        return [self.element.combine(value, self.load(source, i, n_lanes)) for i, value in enumerate(sums)]
 
     def load(self, source: ir.Value, i: int, n_lanes: int) -> ir.Value:
         """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""

@@ -16,7 +16,12 @@ from .messages import TensorSpec
 from .partition import nbytes_of
 
 #: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
-_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of")
+_FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of", "op",
+           "ranks")
+
+#: What bundles have in common that are planned together: (edition_of, ranks).
+_Family = tuple[str, tuple[int, ...]]
+_EVERYBODYS: _Family = ("", ())
 
 
 class Failed(NamedTuple):
@@ -45,14 +50,14 @@ class Declarations:
         self._key_of: dict[str, tuple[str, str]] = {}
         self._complete: list[tuple[str, str]] = []  # and not taken yet; may have failed since, or be said again
         self._failed: dict[str, BpsError] = {}
-        self._position: dict[str, int] = {}  # of a name in rank 0's order
+        self._position: dict[str, int] = {}  # of a name in the order of the first rank that declares it
         self._n_positions = 0
 
     def add(self, rank: int, tensors: Sequence[TensorSpec]) -> list[Failed]:
         """Note what *rank* declares; return what fails by it. The same declaration said twice counts once."""
         failures = []
         for key, members in _bundles(tensors):
-            if rank == 0:
+            if rank == _first(members[0]):
                 for spec in members:
                     if spec.name not in self._position:
                         self._position[spec.name] = self._n_positions
@@ -67,15 +72,23 @@ class Declarations:
         for name in names:
             if name in self._failed:
                 return self._fail(rank, key, names, self._failed[name])
-        error = _invalid(members) or self._contradiction(rank, key, members)
+        error = _invalid(members, self._size) or self._foreign(rank, members) or self._contradiction(rank, key, members)
         if error is not None:
             return self._fail(rank, key, names, error)
         bundle = self._bundles.setdefault(key, _Bundle(names))
         bundle.by_rank.setdefault(rank, members)
-        if len(bundle.by_rank) == self._size and not bundle.taken:
+        if len(bundle.by_rank) == (len(members[0].ranks) or self._size) and not bundle.taken:
             self._complete.append(key)
         for name in names:
             self._key_of[name] = key
+        return None
+
+    def _foreign(self, rank: int, members: tuple[TensorSpec, ...]) -> BpsError | None:
+        """Return what is wrong if *rank* declares what is only others'."""
+        for spec in members:
+            if spec.ranks and rank not in spec.ranks:
+                return ConfigError(f"tensor {spec.name!r} is of ranks {_show(spec.ranks)} only; rank {rank} declared "
+                                   "it")
         return None
 
     def _contradiction(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> MismatchError | None:
@@ -129,18 +142,18 @@ class Declarations:
         return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
 
     def take_complete(self) -> list[TensorSpec]:
-        """Return, once, what every rank has declared, in rank 0's order, with rank 0's priorities filled in.
+        """Return, once, what each of its ranks has declared, in the order of the first of them and with its priorities.
 
         Editions come by themselves, one family at a time: one that no memory is left for may be refused without harm,
-        and nothing else must be refused with it.
+        and nothing else must be refused with it. So does what is of other ranks: it is placed among their machines.
         """
-        found: dict[str, list[_Bundle]] = {}
+        found: dict[_Family, list[_Bundle]] = {}
         for key in dict.fromkeys(self._complete):
             if key in self._bundles:
                 found.setdefault(_family(self._bundles[key]), []).append(self._bundles[key])
         if not found:
             return []
-        taken = "" if "" in found else next(iter(found))
+        taken = _EVERYBODYS if _EVERYBODYS in found else next(iter(found))
         self._complete = [key for key in self._complete if key in self._bundles
                           and _family(self._bundles[key]) != taken]
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
@@ -148,7 +161,7 @@ class Declarations:
             bundle.taken = True
         return [
             spec if spec.priority is not None else msgspec.structs.replace(spec, priority=-self._position[spec.name])
-            for bundle in complete for spec in bundle.by_rank[0]
+            for bundle in complete for spec in bundle.by_rank[min(bundle.by_rank)]
         ]
 
     def give_up(self, names: Sequence[str], error: BpsError) -> None:
@@ -172,7 +185,8 @@ class Declarations:
         """Return the ranks that have not declared *name*."""
         key = self._key_of.get(name)
         have = self._bundles[key].by_rank if key is not None else {}
-        return [rank for rank in range(self._size) if rank not in have]
+        ranks = next(iter(have.values()))[0].ranks if have else ()
+        return [rank for rank in ranks or range(self._size) if rank not in have]
 
     def why_failed(self, name: str) -> BpsError | None:
         """Return why *name* failed, if it did."""
@@ -188,13 +202,26 @@ def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple
     return [(key, tuple(members)) for key, members in bundles.items()]
 
 
-def _family(bundle: _Bundle) -> str:
-    """Return which family *bundle* is an edition of, "" if of none."""
-    return next(iter(bundle.by_rank.values()))[0].edition_of
+def _family(bundle: _Bundle) -> _Family:
+    """Return which family *bundle* is an edition of ("" if of none), and whose it is."""
+    spec = next(iter(bundle.by_rank.values()))[0]
+    return spec.edition_of, spec.ranks
 
 
-def _invalid(members: tuple[TensorSpec, ...]) -> BpsError | None:
+def _first(spec: TensorSpec) -> int:
+    """Return the first rank of those that declare *spec*."""
+    return spec.ranks[0] if spec.ranks else 0
+
+
+def _invalid(members: tuple[TensorSpec, ...], size: int) -> BpsError | None:
     """Return what is wrong with *members* whatever others say."""
+    for spec in members:
+        if list(spec.ranks) != sorted(set(spec.ranks) & set(range(size))):
+            return ConfigError(f"tensor {spec.name!r}: ranks {_show(spec.ranks)} are not ascending ranks of a job of "
+                               f"{size}")
+        if (spec.ranks, spec.edition_of) != (members[0].ranks, members[0].edition_of):
+            return ConfigError(f"group {spec.group!r}: members of one group are of the same ranks; {spec.name!r} is of "
+                               f"{_show(spec.ranks)}, {members[0].name!r} of {_show(members[0].ranks)}")
     names = [spec.name for spec in members]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:

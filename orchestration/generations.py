@@ -11,6 +11,7 @@ from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
 from .partition import MAX_PARTS
 from .placement import assign
 from .rates import bound_remark, bounded, machines_of, ownable
+from .shares import Machine
 
 
 class Generations:
@@ -48,22 +49,26 @@ class Generations:
         self._machines = machines_of(nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
-        """Begin the next generation with *specs*, which carry their priorities and are all of one family of editions,
-        or all of none. No generation may be in flight.
+        """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
+        one family of editions, or of none. No generation may be in flight.
+
+        What is not of all ranks is placed among the nodes of its ranks and the helpers.
 
         Raises CapacityError or UnsupportedError, and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
-        family = specs[0].edition_of
+        family, ranks = specs[0].edition_of, specs[0].ranks
         owned = self._owned_beside(family)
         most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
-        units = self._numbered(lay_out(
-            specs, self._machines, policy=self._policy, partition_nbytes=self._partition_nbytes,
-            fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes, owned=owned, more=self._more,
-            first_unit=self._next_unit, first_part=MAX_PARTS - most))
+        candidates = self._candidates(ranks)
+        units = self._numbered(_at(candidates, lay_out(
+            specs, [machine for _, machine in candidates], policy=self._policy,
+            partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
+            owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
+            first_unit=self._next_unit, first_part=MAX_PARTS - most)))
         nbytes = sum(owned) + sum(unit.nbytes for unit in units)
         remark = ""
-        if self._policy == "optimal":
+        if self._policy == "optimal" and not ranks:
             machines = bounded(self._machines, owned, self._more)
             remark = bound_remark(self._nodes, self._machines, machines, nbytes)
         self.number += 1
@@ -78,6 +83,13 @@ class Generations:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
         others = [unit for unit in self.units if family and self._edition_of.get(unit.unit) == family]
         return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
+
+    def _candidates(self, ranks: Sequence[int]) -> list[tuple[int, Machine]]:
+        """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and helpers."""
+        if not ranks:
+            return list(enumerate(self._machines))
+        return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
+                if not node.ranks or set(node.ranks) & set(ranks)]
 
     def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
         """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
@@ -99,14 +111,15 @@ class Generations:
     def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:
         """Note that *rank* has no more use for the committed units *numbers*.
 
-        Returns the units that none of *size* ranks has use for now, which are forgotten, and the numbers that are no
-        committed unit's.
+        Returns the units that none of their ranks (of *size*) has use for now, which are forgotten, and the numbers
+        that are no committed unit's.
         """
         known = {unit.unit: unit for unit in self.units}
         for number in numbers:
             if number in known:
                 self._retiring.setdefault(number, set()).add(rank)
-        over = [number for number in numbers if len(self._retiring.get(number, ())) == size]
+        over = [number for number in numbers if number in known
+                and len(self._retiring[number]) == (len(known[number].ranks) or size)]
         for number in over:
             del self._retiring[number]
             self._edition_of.pop(number, None)
@@ -169,6 +182,12 @@ class Generations:
 
     def _unready(self) -> list[int]:
         return [node for node in range(len(self._machines)) if node not in self._ready]
+
+
+def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """Return *units*, whose owners are places in *candidates*, with nodes as owners."""
+    return [msgspec.structs.replace(unit, parts=tuple(
+        msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
 
 
 def _has(units: Sequence[UnitPlan], name: str) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 5
+VERSION = 6
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -45,6 +45,8 @@ class TensorSpec(Record):
     for all its members alike): 0 means the job's setting, as it does for `n_streams`, the connections that its
     partitions take turns on where a peer is reached by tcp. Tensors with the same `edition_of`, if it is not empty,
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
+    `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" only. `ranks`: the only ranks
+    that declare and push it, in ascending order; empty: all of the job.
     """
 
     name: str
@@ -57,6 +59,8 @@ class TensorSpec(Record):
     fusion_nbytes: int = 0
     n_streams: int = 0
     edition_of: str = ""
+    op: str = "sum"
+    ranks: tuple[int, ...] = ()
 
 
 class MemberPlan(Record):
@@ -80,7 +84,7 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`: as its members say (`TensorSpec`).
+    `n_streams`, `op` and `ranks`: as its members say (`TensorSpec`).
     """
 
     unit: int
@@ -93,6 +97,8 @@ class UnitPlan(Record):
     members: tuple[MemberPlan, ...]
     parts: tuple[PartPlan, ...]
     n_streams: int = 0
+    op: str = "sum"
+    ranks: tuple[int, ...] = ()
 
 
 class LagRow(Record):

@@ -19,6 +19,10 @@ MAX_PARTS = 65536
 ITEM_NBYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
                "uint8": 1}
 
+#: What can be done with inputs; the bitwise ones with those of integers only.
+OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+BITWISE_OPS = ("band", "bor", "bxor")
+
 #: Members begin at multiples of this: a cache line, and a multiple of every element's size.
 MEMBER_ALIGNMENT = 64
 
@@ -29,8 +33,15 @@ def nbytes_of(spec: TensorSpec) -> int:
     Raises
     ------
     UnsupportedError
-        If the dtype is not summed by any kernel, or a dimension is negative.
+        If no kernel does that with that dtype, or a dimension is negative.
     """
+    if spec.op not in OPS:
+        raise UnsupportedError(f"tensor {spec.name!r} is to be reduced by {spec.op!r}; supported: {', '.join(OPS)}")
+    if spec.average and spec.op != "sum":
+        raise UnsupportedError(f"tensor {spec.name!r}: the {spec.op} of inputs cannot be averaged; average=False")
+    if spec.op in BITWISE_OPS and "float" in spec.dtype:
+        raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype}, whose bits {spec.op} does not mean; it "
+                               "takes integers")
     if spec.dtype not in ITEM_NBYTES:
         raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype!r}; supported: {', '.join(ITEM_NBYTES)}")
     if any(length < 0 for length in spec.shape):
@@ -53,10 +64,10 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     """Pack *specs* into units and cut these into partitions; owners are left -1 for `placement`.
 
     Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
-    called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes and
-    `average` never mix in a unit. What a tensor says itself of partitions and fusion counts before the two arguments. A
-    unit's priority is its most urgent member's; a priority of None means minus the position in *specs*. Units come most
-    urgent first. A unit without bytes has no partitions: it is complete at once.
+    called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes,
+    `average` and `op` never mix in a unit. What a tensor says itself of partitions and fusion counts before the two
+    arguments. A unit's priority is its most urgent member's; a priority of None means minus the position in *specs*.
+    Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
     *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side by side.
@@ -86,7 +97,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
 def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], int]]:
     """Yield (unit name, members, priority), the most urgent first, both units and members."""
     bundles: list[tuple[str, list[TensorSpec], int]] = []
-    filling: dict[tuple[str, str, bool, int, int, int], tuple[list[TensorSpec], int]] = {}
+    filling: dict[tuple[str, str, bool, str, int, int, int], tuple[list[TensorSpec], int]] = {}
     n_units: dict[str, int] = {}
     urgency = [-position if spec.priority is None else spec.priority for position, spec in enumerate(specs)]
     for position in sorted(range(len(specs)), key=lambda position: (-urgency[position], position)):
@@ -96,7 +107,7 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         if spec.group is None or nbytes >= most:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
-        kind = (spec.group, spec.dtype, spec.average, spec.partition_nbytes, spec.n_streams, most)
+        kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most)
         members, filled = filling.get(kind, ([], 0))
         if not members or filled + nbytes > most:
             members, filled = [], 0
@@ -128,4 +139,4 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     )
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
-                    n_streams=members[0].n_streams)
+                    n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks)

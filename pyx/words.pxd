@@ -89,3 +89,9 @@ cdef extern from "port.h" nogil:
     enum: BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_NODE_DIED, BPS_INTERRUPTED
     int bps_port_announce(bps_port *, bps_entry *)
     int bps_port_wait(bps_port *, uint32_t, uint32_t, uint64_t)
+
+cdef extern from "convey.h" nogil:
+    struct bps_leg:
+        uint32_t part
+    enum: BPS_DIFFERENT, BPS_TICKET
+    int bps_convey(bps_port *, const bps_leg *, uint32_t, uint32_t, uint32_t *, uint32_t *, uint64_t)

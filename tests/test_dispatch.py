@@ -40,6 +40,7 @@ class Service:
         self.sends = SendLog(Limits(100))
         self.dispatcher = Dispatcher(self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)),
                                      self.sends, fifo=fifo)
+        self.readers = tuple(index for index in range(n_peers) if with_ranks[index])
         self.links: list[TcpLink] = []
         self.far: list[socket.socket] = []
         for index in range(n_peers):
@@ -48,10 +49,15 @@ class Service:
             link = TcpLink(index, {0: near}, n_slots=64)
             source = self.engine.add_wire_peer()
             assert source == index
-            self.dispatcher.add(source, link, with_ranks[index])
+            self.dispatcher.add(source, link)
             link.start(self.engine, source)
             self.links.append(link)
             self.far.append(far)
+
+    def commit(self, order: tuple[int, ...], first_parts: dict[int, int] | None = None) -> None:
+        """Commit parts, each a unit of its own unless *first_parts* says otherwise, that all peers with ranks read."""
+        readers = {part: self.readers for part in range(len(order))}
+        self.dispatcher.commit(order, first_parts or alone(len(order)), {}, readers)
 
     def event(self, kind: int, source: int, part: int, round_: int = 1, nbytes: int = NBYTES) -> tuple[int, ...]:
         return kind, source, part, round_, 0, self.payload.address, nbytes
@@ -95,7 +101,7 @@ def service(request):
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service):
-    service.dispatcher.commit((3, 2, 1, 0), alone(4), {})
+    service.commit((3, 2, 1, 0))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
     order = []
     for _ in range(4):
@@ -110,7 +116,7 @@ def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service)
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True], True)], indirect=True)
 def test_without_urgency_what_is_there_first_leaves_first(service):
-    service.dispatcher.commit((3, 2, 1, 0), alone(4), {})
+    service.commit((3, 2, 1, 0))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (1, 3, 0, 2)])
     order = []
     for _ in range(4):
@@ -122,7 +128,7 @@ def test_without_urgency_what_is_there_first_leaves_first(service):
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_a_trace_says_since_when_each_write_could_leave_and_when_it_did(service):
-    service.dispatcher.commit((1, 0), alone(2), {})
+    service.commit((1, 0))
     begin_ns = time.monotonic_ns()
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1)])
     assert service.written(0, 1) == [1]
@@ -137,7 +143,7 @@ def test_a_trace_says_since_when_each_write_could_leave_and_when_it_did(service)
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True], True)], indirect=True)
 def test_a_trace_without_urgency_says_how_urgent_each_write_was(service):
-    service.dispatcher.commit((1, 0), alone(2), {})
+    service.commit((1, 0))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part, 3) for part in (0, 1)])
     assert service.written(0, 1) == [0]
     service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0)])
@@ -148,7 +154,7 @@ def test_a_trace_without_urgency_says_how_urgent_each_write_was(service):
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_within_a_unit_partials_leave_before_results(service):
-    service.dispatcher.commit((3, 4, 5, 0, 1, 2), {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3}, {})
+    service.commit((3, 4, 5, 0, 1, 2), {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3})
     kinds = {0: EVENT_RESULT, 1: EVENT_FORWARD, 2: EVENT_FORWARD, 3: EVENT_RESULT, 4: EVENT_RESULT, 5: EVENT_FORWARD}
     service.dispatcher.handle([service.event(kind, 0, part) for part, kind in kinds.items()])
     order = []
@@ -161,7 +167,7 @@ def test_within_a_unit_partials_leave_before_results(service):
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_the_last_sum_for_a_slow_node_is_not_overtaken_by_the_next_step_of_a_fast_one(service):
-    service.dispatcher.commit((0, 1, 2), alone(3), {})
+    service.commit((0, 1, 2))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1)])
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 2)])
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, part, 2) for part in (0, 1)])
@@ -175,7 +181,7 @@ def test_the_last_sum_for_a_slow_node_is_not_overtaken_by_the_next_step_of_a_fas
 
 @pytest.mark.parametrize("service", [(3, 1 << 20, [True, False, True])], indirect=True)
 def test_a_result_goes_to_every_node_with_ranks(service):
-    service.dispatcher.commit((0, 1), alone(2), {})
+    service.commit((0, 1))
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 1), service.event(EVENT_FORWARD, 1, 0)])
     assert service.written(0, 1) == [1] and service.written(2, 1) == [1] and service.written(1, 1) == [0]
     assert service.dispatcher.counters()["partitions"] == 2
@@ -183,7 +189,7 @@ def test_a_result_goes_to_every_node_with_ranks(service):
 
 @pytest.mark.parametrize("service", [(1, 0, [True])], indirect=True)
 def test_an_empty_write_needs_no_credit_to_return(service):
-    service.dispatcher.commit((0, 1), alone(2), {})
+    service.commit((0, 1))
     service.dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, nbytes=0), service.event(EVENT_FORWARD, 0, 1)])
     assert service.written(0, 1) == [0]
     service.dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0, nbytes=0)])
@@ -193,7 +199,7 @@ def test_an_empty_write_needs_no_credit_to_return(service):
 @pytest.mark.parametrize("service", [(1, 250, [True])], indirect=True)
 def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
     n_parts = 40
-    service.dispatcher.commit(tuple(range(n_parts)), alone(n_parts), {})
+    service.commit(tuple(range(n_parts)))
     service.dispatcher.start()
     # Empty partials of 40 parts: forwarded by the engine's own event queue, delivered by the stream.
     sources = [service.engine.add_wire_peer() for _ in range(n_parts)]
@@ -211,7 +217,7 @@ def test_the_thread_gives_credit_back_by_itself_and_counts_its_time(service):
 
 @pytest.mark.parametrize("service", [(2, 1 << 20, [True, True])], indirect=True)
 def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
-    service.dispatcher.commit((0,), alone(1), {})
+    service.commit((0,))
     service.dispatcher.handle([service.event(EVENT_LOST, 0, 0), service.event(EVENT_LOST, 0, 0)])
     service.dispatcher.handle([service.event(EVENT_RESULT, 0, 0)])
     assert service.lost.get_nowait() == (0, 0) and service.lost.empty()
@@ -222,7 +228,7 @@ def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
 @pytest.mark.parametrize("service", [(1, 3 * NBYTES, [True])], indirect=True)
 def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(service):
     dispatcher = service.dispatcher
-    dispatcher.commit(tuple(range(6)), alone(6), {})
+    dispatcher.commit(tuple(range(6)), alone(6), {}, {})
     dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
     assert service.written(0, 3) == [0, 1, 2]  # and 3 waits for credit
     dispatcher.hold(0)

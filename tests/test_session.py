@@ -74,7 +74,7 @@ KILLS_ITS_NODE = """
 import os, bpsfast, numpy as np
 from bpsfast.trainer import current
 bpsfast.init()
-os.kill(current._watch._started.node.pid, 9)
+os.kill(current._watch.daemons.node.pid, 9)
 while True:
     bpsfast.push_pull(np.ones(9), name="x")
 """

@@ -59,6 +59,13 @@ class Daemons:
                 return f"the {name} (pid {process.pid}) {describe_exit(process.returncode)}; its output is above"
         return None
 
+    def reap(self) -> bool:
+        """Tell whether all have ended; then nothing is left to close."""
+        over = all(process is None or process.poll() is not None for process in (self.node, self.scheduler))
+        if over:
+            self.close(0.0)
+        return over
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait until the daemons have ended by themselves; end those that do not. Idempotent."""
         deadline = time.monotonic() + timeout_s
@@ -75,7 +82,7 @@ class Daemons:
 
 def start(place: Place, settings: Settings) -> Daemons:
     """Start what *place* has to start on this machine: the scheduler, the node, both or neither."""
-    reserved = None
+    reserved = place.reserved
     if place.starts_scheduler and place.scheduler[1] == 0:
         reserved = reserve_port(place.scheduler[0])
         place = msgspec.structs.replace(place, scheduler=(place.scheduler[0], reserved.getsockname()[1]))

@@ -19,6 +19,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -45,8 +46,8 @@ _DMLC_RANK = ("DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The place of one process in its job. -1 means unknown; under "dmlc" only the scheduler can count the ranks.
 
-    A `scheduler` port of 0 means: whoever starts it chooses a free one. `starts_node` and `starts_scheduler` say what
-    `daemons.start` has to do here.
+    A `scheduler` port of 0 means: whoever starts it chooses a free one; `reserved` holds one that was chosen before,
+    and belongs to `daemons.start`. `starts_node` and `starts_scheduler` say what that has to do here.
     """
 
     launcher: str
@@ -63,6 +64,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: tuple[str, int]
     starts_node: bool = False
     starts_scheduler: bool = False
+    reserved: socket.socket | None = None
     job_key: bytes
 
     @property

@@ -1,9 +1,9 @@
 """The communication service: one thread that decides what is written next to each node over a wire.
 
 The engine says what there is to send (`EVENT_FORWARD`: a partial to its owner, `EVENT_RESULT`: a result to every
-node with ranks) and what has arrived at the other side (`EVENT_DELIVERED`). In between stands the queue of the card
-(`orchestration.card_queue`): most urgent first, never more bytes under way than there is credit. Moving the bytes is
-the native streams' work; this thread never touches them.
+node with ranks that push it) and what has arrived at the other side (`EVENT_DELIVERED`). In between stands the queue of
+the card (`orchestration.card_queue`): most urgent first, never more bytes under way than there is credit. Moving the
+bytes is the native streams' work; this thread never touches them.
 """
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ class Detour(NamedTuple):
 class Destination:
     """A node behind a wire: its link, and what was posted last of each part. The dispatcher's own."""
 
-    def __init__(self, link: WireLink, has_ranks: bool) -> None:
+    def __init__(self, link: WireLink) -> None:
         self.link = link
-        self.has_ranks = has_ranks
         self.posted: dict[int, Write] = {}
 
 
@@ -89,6 +88,7 @@ class Dispatcher:
         self._order: tuple[int, ...] = ()
         self._first_parts: dict[int, int] = {}
         self._shares: dict[int, int] = {}
+        self._readers: dict[int, tuple[int, ...]] = {}
         self._planned = self._shares
         self._detours: deque[Detour] = deque()
         self._retired: deque[Sequence[int]] = deque()
@@ -98,22 +98,24 @@ class Dispatcher:
         self.error: Exception | None = None
         self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._cpu_ns = self._peak_queued = 0
 
-    def add(self, source: int, link: WireLink, has_ranks: bool, place: int = 0) -> None:
+    def add(self, source: int, link: WireLink, place: int = 0) -> None:
         """Add the node that the engine knows as *source*; *place* as in `CardQueue.add`. Before `start`."""
-        self._destinations[source] = Destination(link, has_ranks)
+        self._destinations[source] = Destination(link)
         self._card.add(source, place)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def commit(self, order: tuple[int, ...], first_parts: Mapping[int, int], shares: Mapping[int, int]) -> None:
+    def commit(self, order: tuple[int, ...], first_parts: Mapping[int, int], shares: Mapping[int, int],
+               readers: Mapping[int, tuple[int, ...]]) -> None:
         """Use these integer ranks from now on: called just before the engine's own commit, from any thread.
 
         *first_parts* gives, for each partition, the first one of its unit; *shares* by source the bytes of all
-        partitions that are written to it.
+        partitions that are written to it; *readers*, for each partition that is summed here, who gets its result.
         """
         self._order, self._first_parts, self._shares = order, dict(first_parts), dict(shares)
+        self._readers = dict(readers)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -222,9 +224,8 @@ class Dispatcher:
             elif kind == EVENT_RESULT:
                 place = self._place_of(part, is_result=True)
                 write = Write(part, round_, code, address, nbytes, place, now_ns)
-                for peer, destination in self._destinations.items():
-                    if destination.has_ranks:
-                        self._put(peer, write)
+                for peer in self._readers[part]:
+                    self._put(peer, write)
                 self._n_partitions += 1
             elif kind == EVENT_LOST:
                 self._lose(source, code)

@@ -1,16 +1,23 @@
 """One plan as a node has prepared it: what it uses for each unit, where results appear, whom it still waits for."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..orchestration.messages import Extent, PartPlan, Plan, UnitReady
+from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
 from .regions import Arena, Place
+
+
+def is_of(unit: UnitPlan, ranks: Sequence[int]) -> bool:
+    """Whether one of *ranks* pushes *unit*."""
+    return bool(ranks) and (not unit.ranks or not set(ranks).isdisjoint(unit.ranks))
 
 
 @dataclass
 class Holding:
     """What this node uses for one unit: parts of the engine, expected writes, memory."""
 
+    ranks: tuple[int, ...] = ()  # who pushes it, if not all
     parts: list[PartPlan] = field(default_factory=list)
     bound: list[tuple[int, int]] = field(default_factory=list)  # (node, part)
     places: list[tuple[Arena, Place, int]] = field(default_factory=list)
@@ -19,7 +26,7 @@ class Holding:
 @dataclass
 class Generation:
     """A prepared plan: where results of its parts appear, and which peers have not said where theirs do, or where this
-    node writes to."""
+    node writes to. All its units are of the same ranks."""
 
     plan: Plan
     holdings: dict[int, Holding] = field(default_factory=dict)
@@ -31,6 +38,10 @@ class Generation:
     def names(self) -> set[str]:
         """Names of all tensors in it."""
         return {member.name for unit in self.plan.units for member in unit.members}
+
+    def concerns(self, ranks: Sequence[int]) -> bool:
+        """Whether one of *ranks* pushes what is in it."""
+        return any(is_of(unit, ranks) for unit in self.plan.units)
 
     def ready_units(self) -> tuple[UnitReady, ...]:
         """Return what ranks are told once it is committed."""

@@ -218,12 +218,13 @@ class Household:
         return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)
 
     def declare(self, generation: Generation, wiring: Wiring) -> None:
-        """Tell every rank that *generation* was committed, and show it the segments its results appear in."""
-        if not self.ranks:
+        """Tell the ranks whose units are in *generation* that it was committed, and where their results appear."""
+        concerned = [rank for rank in self.ranks if generation.concerns([rank.rank])]
+        if not concerned:
             return
         segments = list(wiring.result_segments(generation))
         declared = messages.Declared(generation=generation.plan.generation, units=generation.ready_units())
-        for rank in self.ranks:
+        for rank in concerned:
             for node, number, segment in segments:
                 rank.share_result(node, number, segment)
             rank.tell(declared)

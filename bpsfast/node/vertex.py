@@ -124,7 +124,7 @@ class Vertex:
             else:  # a wire
                 source = engine.add_wire_peer()
                 n_nodes = len(welcome.nodes)
-                self._dispatcher.add(source, link, bool(welcome.nodes[index].ranks), (index - me.index) % n_nodes)
+                self._dispatcher.add(source, link, (index - me.index) % n_nodes)
             source_of[index] = source
             self._sources[source] = f"node {index}", index
         self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
@@ -214,7 +214,7 @@ class Vertex:
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
                       sum(len(holding.parts) for holding in generation.holdings.values()), under_way)
         self.wiring.committed(generation)
-        self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares)
+        self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares, self.wiring.readers)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 

@@ -1,9 +1,9 @@
 """From a plan to memory and engine calls: what this node does for each partition of a generation.
 
-    owner            result here (both parities); a slot per wire peer with ranks; inputs in node order
-    member           partial here if several ranks are local; the owner's result arrives here (a wire: tcp, rdma) or
-                     is read where the owner keeps it (shm)
-    neither          a helper that does not own the partition: nothing
+    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order
+    member           partial here if several of its ranks are local; the owner's result arrives here (a wire: tcp, rdma)
+                     or is read where the owner keeps it (shm)
+    neither          a node without a rank that pushes it, and which does not own it: nothing
 
 A generation is prepared whole before anybody is told `Ready`: allocated, bound to lanes, known to the engine (which
 keeps it inactive until the commit), shared with peers of this host, told to peers that write into it by RDMA. If
@@ -23,6 +23,7 @@ from ..transport import Link, WireLink, wire
 from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
 from .generation import Generation, Holding
+from .members import Members, members_of
 from .regions import Arena, Chunk, Place, Regions, page_round
 
 
@@ -52,8 +53,8 @@ class Wiring:
         self._sources = sources
         self._local = list(local)
         self._sums = sums
-        self._with_ranks = [node.index for node in nodes if node.ranks]
-        self._n_ranks = sum(len(node.ranks) for node in nodes)
+        self._nodes = nodes
+        self._members: dict[tuple[int, ...], Members] = {}  # by the ranks of units
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
@@ -61,6 +62,8 @@ class Wiring:
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
         self.shares: dict[int, int] = {}
+        #: part that this node owns -> sources that get its result over a wire
+        self.readers: dict[int, tuple[int, ...]] = {}
 
     @property
     def uses_wires(self) -> bool:
@@ -71,7 +74,7 @@ class Wiring:
     def ownable_nbytes(self) -> int:
         """Bytes of partitions that this node can own more, -1: any; with ranks its memory is first for their gradients.
         """
-        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._wire_peers()))
+        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._members_of(()).wired))
 
     # -- preparing ----------------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class Wiring:
             self.drop(generation)
             raise
         self._share(generation)
-        if self._me.ranks:
+        if generation.concerns(self._me.ranks):
             generation.awaited = {part.owner for unit in plan.units for part in unit.parts
                                   if isinstance(self._links.get(part.owner), ShmLink)}
         generation.awaited |= {link.index for link in self._rdma_links()}
@@ -122,7 +125,10 @@ class Wiring:
             for number, part in enumerate(unit.parts):
                 self.first_parts[part.part] = unit.parts[0].part
                 self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
-                for source in self._written_to(part):
+                written_to = self._written_to(unit.ranks, part)
+                if part.owner == self._me.index:
+                    self.readers[part.part] = written_to
+                for source in written_to:
                     self.shares[source] = self.shares.get(source, 0) + part.nbytes
         self._holdings |= generation.holdings
 
@@ -141,7 +147,8 @@ class Wiring:
             holding = self._holdings.pop(number)
             for part in holding.parts:
                 self.first_parts.pop(part.part, None)
-                for source in self._written_to(part):
+                self.readers.pop(part.part, None)
+                for source in self._written_to(holding.ranks, part):
                     self.shares[source] -= part.nbytes
             self._give_back(holding)
         return retired
@@ -184,33 +191,37 @@ class Wiring:
         link.bind(part.part, even, odd, part.nbytes, unit.n_streams)
         holding.bound.append((link.index, part.part))
 
-    def _appears_here(self, part: PartPlan) -> bool:
+    def _members_of(self, ranks: tuple[int, ...]) -> Members:
+        """Return who pushes what is of *ranks*."""
+        if ranks not in self._members:
+            self._members[ranks] = members_of(ranks, self._me, self._nodes, self._links, self._local)
+        return self._members[ranks]
+
+    def _appears_here(self, unit: UnitPlan, part: PartPlan) -> bool:
         """Whether the result of *part* is written into this node's memory."""
         if part.owner == self._me.index:
             return True
-        return bool(self._me.ranks) and wire(self._links[part.owner]) is not None
+        return bool(self._members_of(unit.ranks).local) and wire(self._links[part.owner]) is not None
 
-    def _written_to(self, part: PartPlan) -> list[int]:
-        """Return the sources that get a partial or the result of *part* from this node over a wire."""
+    def _written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
+        """Return the sources that get a partial or the result of *part*, of *ranks*, from this node over a wire."""
+        members = self._members_of(ranks)
         if part.owner == self._me.index:
-            return [self._sources[index] for index in self._wire_peers()]
-        to_owner = self._me.ranks and wire(self._links[part.owner]) is not None
-        return [self._sources[part.owner]] if to_owner else []
+            return tuple(self._sources[index] for index in members.wired)
+        to_owner = members.local and wire(self._links[part.owner]) is not None
+        return (self._sources[part.owner],) if to_owner else ()
 
-    def _has_partial(self, part: PartPlan) -> bool:
-        return part.owner != self._me.index and len(self._local) > 1
-
-    def _wire_peers(self) -> list[int]:
-        return [index for index in self._with_ranks if wire(self._links.get(index)) is not None]
+    def _has_partial(self, unit: UnitPlan, part: PartPlan) -> bool:
+        return part.owner != self._me.index and len(self._members_of(unit.ranks).local) > 1
 
     def _check_room(self, plan: Plan) -> None:
         results = partials = slots = 0
         for unit in plan.units:
             for part in unit.parts:
                 nbytes = page_round(part.nbytes)
-                results += 2 * nbytes * self._appears_here(part)
-                partials += nbytes * self._has_partial(part)
-                slots += nbytes * len(self._wire_peers()) * (part.owner == self._me.index)
+                results += 2 * nbytes * self._appears_here(unit, part)
+                partials += nbytes * self._has_partial(unit, part)
+                slots += nbytes * len(self._members_of(unit.ranks).wired) * (part.owner == self._me.index)
         self._room = {"result": results, "partial": partials, "slot": slots}
         regions = self._regions
         wanted = ((regions.results, results), (regions.partials, partials), (regions.slots, slots))
@@ -227,30 +238,32 @@ class Wiring:
         from .. import kernels
         from . import no_sum  # compiles: not before somebody needs a sum
 
-        here = [part for part in unit.parts if self._appears_here(part)]
+        holding.ranks = unit.ranks
+        kernel = kernels.address(unit.dtype, unit.op) if self._sums else no_sum.address()
+        here = [part for part in unit.parts if self._appears_here(unit, part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
         # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
         at = self._allocate(holding, self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
         for part in unit.parts:
-            kernel = kernels.address(unit.dtype) if self._sums else no_sum.address()
             outputs = (at.address, at.address + even_nbytes)
-            if self._appears_here(part):
+            if self._appears_here(unit, part):
                 generation.extents[part.part] = Extent(node=self._me.index, segment=at.segment, offset_even=at.offset,
                                                        offset_odd=at.offset + even_nbytes, nbytes=part.nbytes)
                 step = page_round(part.nbytes)
                 at = Place(at.segment, at.offset + step, at.address + step)
             if part.owner == self._me.index:
                 self._own(unit, part, kernel, outputs, holding)
-            elif self._me.ranks:
+            elif self._members_of(unit.ranks).local:
                 self._join_in(unit, part, kernel, outputs, holding)
             else:
                 continue
             holding.parts.append(part)
 
     def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
+        members = self._members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
-        for index in self._with_ranks:
+        for index in members.nodes:
             if index == self._me.index:
                 continue
             link = wire(self._links[index])
@@ -261,9 +274,9 @@ class Wiring:
             (before if index < self._me.index else after).append((self._sources[index], slot))
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, divisor=self._n_ranks if unit.average else 1, before=before, local=self._local, after=after,
-            outputs=outputs, to_wire=bool(self._wire_peers()),
-            shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in self._with_ranks],
+            kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
+            after=after, outputs=outputs, to_wire=bool(members.wired),
+            shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in members.nodes],
         )
 
     def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
@@ -271,11 +284,11 @@ class Wiring:
         if link is not None:
             self._bind(holding, link, unit, part, *outputs)
         partial = Place(0, 0, 0)
-        if self._has_partial(part):
+        if self._has_partial(unit, part):
             partial = self._allocate(holding, self._regions.partials, part.nbytes)
         self._engine.add_member(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, local=self._local, owner=self._sources[part.owner],
+            kernel=kernel, local=list(self._members_of(unit.ranks).local), owner=self._sources[part.owner],
             partial=(partial.address, partial.segment, partial.offset),
         )
 
@@ -302,7 +315,7 @@ class Wiring:
                 link.aim(message)
             generation.awaited.discard(index)
             return
-        if not self._me.ranks:
+        if not generation.concerns(self._me.ranks):
             return
         sizes = {part.part: part.nbytes for unit in generation.plan.units for part in unit.parts}
         for extent in message.extents:

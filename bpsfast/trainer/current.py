@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 
 from ..orchestration.errors import ClosedError
+from .joining import join, leave
 from .lifetime import Watch
 from .session import Session
 
@@ -32,10 +33,9 @@ def init(**settings: object) -> None:
     global _current, _watch
     if _current is not None and not _current.closed and _current.pid == os.getpid():
         return
-    from .. import __version__, logs
-    from ..launch import daemons, roles
+    from .. import logs
+    from ..launch import roles
     from ..settings import load
-    from . import attachment
 
     found = load(settings)
     logs.configure(found.log_level, "rank")
@@ -45,13 +45,7 @@ def init(**settings: object) -> None:
             f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
             "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
             "at the end of the program")
-    started = daemons.start(place, found)
-    try:
-        attached = attachment.attach(started.place, started.place.settings(found), __version__, started.failure)
-        session = Session(attached, found, started.failure)
-    except BaseException:
-        started.close(timeout_s=0.5)
-        raise
+    session, started = join(place, found)
     _current, _watch = session, Watch(shutdown, started, brief=place.launcher == "bpsfast")
 
 
@@ -66,10 +60,7 @@ def shutdown() -> None:
     if session is None or watch is None or session.pid != os.getpid():
         return
     _has_left = True
-    # Daemons end with their starter: who started some stays until the whole job has left.
-    timeout_s = session.settings.timeout_s if watch.holds_daemons else 5.0
-    session.close(watch.failure is None, watch.failure or "", timeout_s)
-    watch.close()
+    leave(session, watch)
 
 
 def current() -> Session:

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..orchestration.errors import BpsError, StallError
 from ..orchestration.messages import StallAnswer
-from ..pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
+from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
 from .inquiry import Inquiry
 from .patience import Patience
@@ -135,6 +137,30 @@ class GuardedPort:
         self._in_slices(
             lambda port, wait_s: port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
             unit, part, n_parts, round, timeout_s)
+
+    def convey(self, legs: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[Unit, int, int]],
+               timeout_s: float) -> bool:
+        """Put in and take out *legs* (`Port.convey`); whether the tickets among them agree. *subject_of* leg i is
+        (unit, partition of the job, round).
+
+        Raises as `wait`.
+        """
+        n_in = n_out = 0
+        raw = legs.view(np.uint8)
+        deferred = self._start_deferred()
+        with Patience(self._me, timeout_s, self._inquiry, self._inspector) as patience:
+            while True:
+                with self._inside as port:
+                    outcome, n_in, n_out = port.convey(
+                        raw, ahead, n_in, n_out, min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
+                if outcome in (DONE, DIFFERENT):
+                    return outcome == DONE
+                if outcome in (ABORTED, NODE_DIED):
+                    raise self._over()
+                unit, part, round = subject_of(n_out)
+                patience.look(lambda: self._ask(unit, part, 1, round),  # noqa: B023 - called before it changes
+                              lambda: self.done(part, 1, round))  # noqa: B023
+                deferred = self._start_deferred()
 
     def check(self) -> None:
         """Raise what the job was aborted with, if it was."""

@@ -1,13 +1,15 @@
-"""What happens to a session when its program ends, fails or forks.
+"""What happens to sessions when their program ends, fails or forks.
 
-At exit the session is shut down. An exception that nobody caught is noted on its way to ``sys.excepthook``, so that
-the other ranks hear of it at once instead of waiting for a deadline. A forked child needs nothing from here: the
-session knows the process it belongs to.
+At exit each is shut down. An exception that nobody caught is noted on its way to ``sys.excepthook``, so that the other
+ranks hear of it at once instead of waiting for a deadline. A forked child needs nothing from here: a session knows the
+process it belongs to.
 """
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from traceback import extract_tb
@@ -26,32 +28,87 @@ class Watch:
 
     def __init__(self, shutdown: Callable[[], None], started: Daemons, brief: bool = False) -> None:
         self.failure: str | None = None
-        self._brief = brief
+        self.daemons = started
+        self.brief = brief
         self._shutdown = shutdown
-        self._started = started
-        self._previous = sys.excepthook
-        self._hook = self._note  # one bound method: it must be recognised again
-        sys.excepthook = self._hook
+        _hook.watch(self)
         atexit.register(shutdown)
 
     @property
     def holds_daemons(self) -> bool:
         """Whether this process started the node or the scheduler."""
-        return self._started.node is not None or self._started.scheduler is not None
+        return self.daemons.node is not None or self.daemons.scheduler is not None
 
-    def _note(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        self.failure = f"{kind.__name__}: {value}"
-        if self._brief and isinstance(value, PeerLostError) and self._previous is sys.__excepthook__:
-            print(f"bpsfast.{kind.__name__}: {value} ({_place_in_program(traceback)})", file=sys.stderr)
-        else:
-            self._previous(kind, value, traceback)
+    def close(self, linger_s: float | None = None) -> None:
+        """Undo what the constructor did. If someone chained a hook onto ours, that chain stays whole.
 
-    def close(self) -> None:
-        """Undo what the constructor did. If someone chained a hook onto ours, that chain stays whole."""
-        if sys.excepthook is self._hook:
-            sys.excepthook = self._previous
+        *linger_s*: do not wait for the daemons here; they end with their job, which others may not have left yet, and
+        the end of the program waits for them so long.
+        """
+        _hook.forget(self)
         atexit.unregister(self._shutdown)
-        self._started.close()
+        if linger_s is None:
+            self.daemons.close()
+        else:
+            _linger(self.daemons, linger_s)
+
+
+class _Hook:
+    """The one ``sys.excepthook`` for all watches: it is there while there are some."""
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+        self._ours: Callable[..., None] | None = None
+
+    def watch(self, watch: Watch) -> None:
+        """Tell *watch* of what ends the program."""
+        if not self._watches:
+            self._install()
+        self._watches.append(watch)
+
+    def forget(self, watch: Watch) -> None:
+        """Tell *watch* no more; the last one to go takes the hook along."""
+        if watch in self._watches:
+            self._watches.remove(watch)
+        if not self._watches and self._ours is not None and sys.excepthook is self._ours:
+            self._remove()
+
+    def _install(self) -> None:
+        previous = sys.excepthook
+
+        def note(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+            for watch in self._watches:
+                watch.failure = f"{kind.__name__}: {value}"
+            brief = any(watch.brief for watch in self._watches)
+            if brief and isinstance(value, PeerLostError) and previous is sys.__excepthook__:
+                print(f"bpsfast.{kind.__name__}: {value} ({_place_in_program(traceback)})", file=sys.stderr)
+            else:
+                previous(kind, value, traceback)
+
+        self._ours, self._previous = note, previous
+        sys.excepthook = note
+
+    def _remove(self) -> None:
+        sys.excepthook, self._ours = self._previous, None
+
+
+_hook = _Hook()
+_lingering: list[tuple[int, float, Daemons]] = []
+
+
+def _linger(started: Daemons, timeout_s: float) -> None:
+    _lingering[:] = [each for each in _lingering if not each[2].reap()]
+    if not started.reap():
+        _lingering.append((os.getpid(), timeout_s, started))
+
+
+@atexit.register
+def _end_lingering() -> None:
+    """Runs after the shutdowns of all watches, which register later."""
+    begin = time.monotonic()
+    for pid, timeout_s, started in _lingering:
+        if pid == os.getpid():
+            started.close(max(0.0, begin + timeout_s - time.monotonic()))
 
 
 def _place_in_program(traceback: TracebackType | None) -> str:

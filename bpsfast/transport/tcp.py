@@ -13,8 +13,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-import psutil
-
+from ..launch.reach import chosen_host, require_source
 from ..orchestration import security
 from ..orchestration.errors import ConfigError, MismatchError, StallError
 from ..pyx.engine import Engine
@@ -41,24 +40,7 @@ def local_host(settings: Settings, scheduler_host: str) -> str:
     ConfigError
         If the interface does not exist or has no IPv4 address, or there is no route.
     """
-    if settings.node_host:
-        return settings.node_host
-    if settings.interface:
-        found = psutil.net_if_addrs()
-        for entry in found.get(settings.interface, ()):
-            if entry.family == socket.AF_INET:
-                return entry.address
-        raise ConfigError(f"interface={settings.interface!r} has no IPv4 address here; there are "
-                          f"{', '.join(sorted(found))}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((scheduler_host, 9))  # sends nothing: only asks the routing table
-        except OSError as exc:
-            raise ConfigError(
-                f"no route to the scheduler's host {scheduler_host!r} ({exc}): fix BPSFAST_SCHEDULER, or name this "
-                "machine's own address with BPSFAST_NODE_HOST"
-            ) from exc
-        return probe.getsockname()[0]
+    return chosen_host(settings) or require_source(scheduler_host)
 
 
 def listen(host: str) -> socket.socket:

@@ -1,0 +1,257 @@
+"""A group of ranks and its collectives.
+
+Each collective is a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined on
+the way by the summation services, as gradients are. Before its loads goes a *ticket*, by which all members find out
+whether they call the same: else sums of different things would be handed out as if they were one.
+"""
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
+from ..orchestration.partition import OPS
+from ..pyx.port import copy
+from ..trainer.tensor_input import TensorInput
+from .pipe import LEG, TINY, Bore, Pipe, bores, cut, spec_of
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+    from ..trainer.unit import Unit
+
+#: Bytes of what each member called that are shown to all after a mismatch.
+_SAID_NBYTES = 128
+_TICKET = "int64", "band"
+_BYTES = "uint8", "sum"  # of one contribution: its copy
+
+
+class _Load(NamedTuple):
+    """Bytes from `source` (0: not from here) to `destination` (0: not wanted here)."""
+
+    source: int
+    destination: int
+    nbytes: int
+
+
+class Group:
+    """Collectives of *ranks* of *session*, which is one of them; all members make the same calls in the same order.
+
+    Any thread, one call at a time: a second one waits for its turn. Memory is the caller's, contiguous, not written
+    meanwhile. A call that fails on a member (another one differs, or does not come in time) leaves the group unusable:
+    what comes next cannot be told from it.
+
+    Parameters
+    ----------
+    name
+        The same on all members, and no other group's of the job.
+
+    All calls raise
+    ---------------
+    MismatchError
+        If members do not call the same; the text says what each called.
+    StallError, PeerLostError, ClosedError
+        If a member does not come in time, or is gone.
+    """
+
+    def __init__(self, session: Session, ranks: Sequence[int], name: str, timeout_s: float) -> None:
+        self.session = session
+        self.ranks = tuple(ranks)
+        self.name = name
+        self.timeout_s = timeout_s
+        if sorted(set(self.ranks)) != sorted(self.ranks) or not set(self.ranks) <= set(range(session.size)):
+            raise ConfigError(f"group {name!r}: ranks {self.ranks} are not different ranks of a job of {session.size}")
+        if session.rank not in self.ranks:
+            raise ConfigError(f"group {name!r} is of ranks {self.ranks}; rank {session.rank} is none of them")
+        self.rank, self.size = self.ranks.index(session.rank), len(self.ranks)
+        self._declared = () if self.size == session.size else tuple(sorted(self.ranks))
+        self._bores = bores(session.n_nodes + session.n_helpers == 1)
+        self._pipes: dict[tuple[str, str, Bore], Pipe] = {}
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._broken: BpsError | None = None
+        self._closed = False
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: TensorInput, out: TensorInput, op: str = "sum") -> None:
+        """Combine *x* of all members into *out* on all (it may be *x*); *op*: "avg" or one of `partition.OPS`."""
+        self._check_op(op)
+        _check_size(x, out)
+        self._convey(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [_Load(x.address, out.address, x.nbytes)])
+
+    def reduce(self, x: TensorInput, out: TensorInput | None, root: int, op: str = "sum") -> None:
+        """Combine *x* of all members into *out* on the *root*-th member; others' is None."""
+        self._check_op(op)
+        self._check_root(root)
+        destination = out.address if out is not None and root == self.rank else 0
+        self._convey(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
+                     [_Load(x.address, destination, x.nbytes)])
+
+    def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
+        """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""
+        self._check_op(op)
+        self._check_number(xs)
+        _check_size(xs[self.rank], out)
+        self._convey(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
+                     [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
+
+    def broadcast(self, x: TensorInput, root: int) -> None:
+        """Overwrite *x* by that of the *root*-th member."""
+        self._check_root(root)
+        is_root = root == self.rank
+        self._convey(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
+                     [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
+
+    def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
+        """Put *x* of the i-th member into the i-th of *outs*, on all members. Sizes may differ, and are known to all.
+
+        The own one of *outs* may be *x*.
+        """
+        self._check_number(outs)
+        _check_size(x, outs[self.rank])
+        self._convey(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
+                     [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
+                      else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
+
+    def barrier(self) -> None:
+        """Wait until all members are here."""
+        self._convey("barrier", *_BYTES, [])
+
+    def close(self) -> None:
+        """Give up what the group uses; it is free once all members have. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._broken is None and not self.session.closed:
+                for pipe in self._pipes.values():
+                    pipe.close()
+            self._pipes.clear()
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
+        with self._lock:
+            self._require_usable()
+            self._calls += 1
+            if self.size == 1:
+                _alone(loads)
+                return
+            try:
+                self._call(f"call {self._calls}: {text}", dtype, op, loads)
+            except BaseException as exc:
+                self._broken = exc if isinstance(exc, MismatchError) else ClosedError(
+                    f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) did not get to its "
+                    f"end on rank {self.session.rank} ({type(exc).__name__}: {exc})")
+                raise
+
+    def _call(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
+        words = _ticket(text)
+        tickets = self._pipe(*_TICKET, TINY)
+        legs, units = [tickets.ticket(words)], [tickets.unit]
+        for load in loads:
+            for bore, n, load_rest in _strips(load, self._bores[0]):
+                pipe = self._pipe(dtype, op, bore)
+                legs.append(_laden(pipe.legs(n), load_rest, bore.strip_nbytes))
+                units.append(pipe.unit)
+        if not self._go(legs, units):
+            raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
+
+    def _go(self, legs: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
+        def subject_of(i: int) -> tuple[Unit, int, int]:
+            for some, unit in zip(legs, units):
+                if i < len(some):
+                    return unit, int(some["part"][i]), int(some["round"][i])
+                i -= len(some)
+            raise AssertionError("no such leg")
+
+        ahead = min(bore.n_strips for bore in self._bores)
+        return self.session.port.convey(np.concatenate(legs), ahead, subject_of, self.timeout_s)
+
+    def _who_said(self, text: str) -> str:
+        """Return in words what each member called: all have found out, and each says it in bytes of its own."""
+        said = np.full(self.size * _SAID_NBYTES, 0xFF, np.uint8)  # what others say is not changed by ones
+        mine = np.zeros(_SAID_NBYTES, np.uint8)
+        raw = text.encode()[:_SAID_NBYTES]
+        mine[:len(raw)] = np.frombuffer(raw, np.uint8)
+        said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
+        pipe = self._pipe(*_TICKET, TINY)
+        legs = pipe.legs(-(-said.nbytes // TINY.strip_nbytes))
+        self._go([_laden(legs, _Load(said.ctypes.data, said.ctypes.data, said.nbytes), TINY.strip_nbytes)], [pipe.unit])
+        who: dict[str, list[int]] = {}
+        for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
+            who.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+        return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}"
+                         for what, ranks in who.items())
+
+    def _pipe(self, dtype: str, op: str, bore: Bore) -> Pipe:
+        key = dtype, op, bore
+        if key not in self._pipes:
+            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore))
+        return self._pipes[key]
+
+    def _require_usable(self) -> None:
+        self.session.require_open()
+        if self._broken is not None:
+            self.session.port.check()  # if the job is over, that is the better reason
+            raise self._broken
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} is closed")
+
+    def _check_op(self, op: str) -> None:
+        if op != "avg" and op not in OPS:
+            raise UnsupportedError(f"group {self.name!r} cannot combine by {op!r}; it can by avg, {', '.join(OPS)}")
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root {root}, but group {self.name!r} has members 0 to {self.size - 1}")
+
+    def _check_number(self, memories: Sequence[TensorInput]) -> None:
+        if len(memories) != self.size:
+            raise ConfigError(f"{len(memories)} tensors for the {self.size} members of group {self.name!r}")
+
+
+def _strips(load: _Load, wide: Bore) -> list[tuple[Bore, int, _Load]]:
+    """Return (bore, number of strips, what they carry) of *load*."""
+    found = []
+    at = 0
+    for bore, n in cut(load.nbytes, wide):
+        nbytes = min(n * bore.strip_nbytes, load.nbytes - at)
+        found.append((bore, n, _Load(load.source and load.source + at, load.destination and load.destination + at,
+                                     nbytes)))
+        at += nbytes
+    return found
+
+
+def _laden(legs: np.ndarray[Any, Any], load: _Load, strip_nbytes: int) -> np.ndarray[Any, Any]:
+    """Return *legs* with *load* on them."""
+    at = np.arange(len(legs), dtype=np.uint64) * np.uint64(strip_nbytes)
+    legs["nbytes"] = np.minimum(np.uint64(load.nbytes) - at, np.uint64(strip_nbytes))
+    if load.source:
+        legs["source"] = at + np.uint64(load.source)
+    if load.destination:
+        legs["destination"] = at + np.uint64(load.destination)
+    return legs
+
+
+def _alone(loads: Sequence[_Load]) -> None:
+    for load in loads:
+        if load.source and load.destination and load.source != load.destination:
+            copy(load.destination, load.source, load.nbytes)
+
+
+def _ticket(text: str) -> np.ndarray[Any, Any]:
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return np.array([digest, ~digest & (1 << 64) - 1], np.uint64)
+
+
+def _check_size(x: TensorInput, out: TensorInput) -> None:
+    if x.nbytes != out.nbytes:
+        raise ConfigError(f"{x.nbytes} bytes of input for {out.nbytes} bytes of output")
+
+
+assert LEG.itemsize == 64, "convey.h says so"

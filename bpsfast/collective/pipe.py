@@ -1,0 +1,116 @@
+"""Pipes: units of few partitions, through which bytes of any size and number pass in the order of their calls.
+
+Gradients have units of their own (`Unit`): declared once, summed in every step. What a program calls collectives with
+may change with every call, so a pipe is declared instead, and each load is cut into *strips* that take turns on its
+partitions: strip c of the pipe's life is partition c mod n, round c div n + 1. All members cut alike. There are pipes
+of three sizes, so that few bytes take a short way and many take few turns.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..dtypes import TABLE
+from ..orchestration.messages import TensorSpec
+from ..pyx.port import TICKET
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+
+#: `convey.h: bps_leg`.
+LEG = np.dtype([
+    ("source", "<u8"), ("destination", "<u8"), ("nbytes", "<u8"), ("staging", "<u8"), ("result", "<u8"),
+    ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
+
+
+class Bore(NamedTuple):
+    """How wide a pipe is: bytes of a strip, and how many may be in it."""
+
+    name: str
+    strip_nbytes: int
+    n_strips: int
+
+
+TINY = Bore("tiny", 4 << 10, 32)
+SMALL = Bore("small", 64 << 10, 16)
+#: Within one machine few strips, which stay in the caches; between machines enough to fill the links.
+WIDE_WITHIN = Bore("wide", 256 << 10, 8)
+WIDE_BETWEEN = Bore("wide", 512 << 10, 32)
+#: A tail of more tiny strips than this takes one small one.
+_MOST_TINY = 4
+#: Whoever waits for a collective waits for nothing else: they go before gradients.
+_PRIORITY = 1 << 20
+
+
+def bores(is_within: bool) -> tuple[Bore, Bore, Bore]:
+    """Return the bores, widest first, for a job that is within one machine or not."""
+    return (WIDE_WITHIN if is_within else WIDE_BETWEEN), SMALL, TINY
+
+
+def cut(nbytes: int, wide: Bore) -> list[tuple[Bore, int]]:
+    """Return how many strips of which bore *nbytes* take, widest first; the last may be short."""
+    found = []
+    if nbytes >= wide.strip_nbytes:
+        found.append((wide, nbytes // wide.strip_nbytes))
+        nbytes %= wide.strip_nbytes
+    n_small, rest = divmod(nbytes, SMALL.strip_nbytes)
+    n_tiny = -(-rest // TINY.strip_nbytes)
+    if n_tiny > _MOST_TINY:
+        n_small, n_tiny = n_small + 1, 0
+    if n_small:
+        found.append((SMALL, n_small))
+    if n_tiny:
+        found.append((TINY, n_tiny))
+    return found
+
+
+class Pipe:
+    """One pipe of *session*; the ranks of *spec* make the same calls in the same order. One thread at a time.
+
+    It waits until all of them have it. Raises as `Tensors.unit`.
+    """
+
+    def __init__(self, session: Session, spec: TensorSpec) -> None:
+        session.tensors.declare([spec])
+        self.unit = unit = session.tensors.unit(spec.name)
+        self._next = 0
+        staging = unit.staging
+        slots = np.arange(unit.n_parts, dtype=np.uint64) * np.uint64(unit.stride)
+        self._slots = np.zeros(unit.n_parts, LEG)
+        self._slots["staging"] = slots + np.uint64(staging.address)
+        self._slots["offset"] = slots + np.uint64(staging.offset)
+        self._slots["segment"] = staging.segment
+        self._slots["part"] = np.arange(unit.first_part, unit.first_part + unit.n_parts)
+        self._results = np.array([[unit.result_address(parity, slot * unit.stride) for slot in range(unit.n_parts)]
+                                  for parity in (0, 1)], np.uint64)
+
+    def legs(self, n: int) -> np.ndarray[Any, Any]:
+        """Return the next *n* turns, without what is conveyed."""
+        strips = np.arange(self._next, self._next + n, dtype=np.uint64)
+        self._next += n
+        slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
+        legs = self._slots[slots]
+        legs["round"] = rounds = strips // np.uint64(self.unit.n_parts) + np.uint64(1)
+        legs["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
+        return legs
+
+    def ticket(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return one turn of a pipe of 64 bit words combined by "band": do all members give the same two *words*?"""
+        legs = self.legs(1)
+        legs["source"], legs["nbytes"], legs["flags"] = words.ctypes.data, words.nbytes, TICKET
+        return legs
+
+    def close(self) -> None:
+        """Give it up; what it uses is free when all members have. No call may be under way on any member."""
+        region = self.unit.staging
+        self.unit.session.retire([self.unit])
+        self.unit.session.release(region)
+
+
+def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, bore: Bore) -> TensorSpec:
+    """Return how the pipe of *bore* for the *op* of *dtype* ("avg": a sum that is averaged) is declared."""
+    n = bore.n_strips * bore.strip_nbytes // TABLE[dtype].itemsize
+    return TensorSpec(name=f"{name}/{dtype}.{op}.{bore.name}", dtype=dtype, shape=(n,), average=op == "avg",
+                      op="sum" if op == "avg" else op, ranks=ranks, priority=_PRIORITY,
+                      partition_nbytes=bore.strip_nbytes)

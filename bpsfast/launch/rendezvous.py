@@ -1,0 +1,356 @@
+"""A place from a store: how ranks that know nothing but their number and a key-value store become a job.
+
+A process group of torch gives its backend a store, a rank and a size; the environment may be empty. So
+
+    each rank   publishes its machine, the address others can reach it by, and what its settings demand
+    rank 0      reads all, numbers the nodes, chooses the scheduler's address on its own machine, binds the port,
+                draws the job's key, and publishes one table (or what is wrong, in words)
+    each rank   reads the table
+
+Nothing follows from MASTER_ADDR: rank 0 need not be there, and two jobs never meet, since ports are bound before
+anybody hears of them and keys are drawn anew. Ranks share a machine if they share its boot and its network namespace,
+which is how far a node's local socket reaches.
+
+The key travels through the store, so whoever reads the store can join, as with any backend of torch. A key that is
+given (BPSFAST_JOB_KEY on all ranks) does not: the job's own is derived from it and the table's nonce.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from ..orchestration import errors, security
+from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from ..settings import Settings, parse_address
+from .daemons import reserve_port
+from .reach import chosen_host, source_towards
+from .roles import Place, format_address, given_key, is_loopback, job_key
+
+_LOOPBACK = "127.0.0.1"
+#: An address of documentation (RFC 5737): the route to it is the default route, and nothing is sent there.
+_ANYWHERE = "192.0.2.1"
+#: A look at a key that is there or not. Stores take 0 for "no deadline", and count milliseconds.
+_LOOK = timedelta(milliseconds=20)
+#: Stores may give up a little before the time that they were given.
+_EARLY_S = 0.2
+_MOST_NAMES = 8
+#: The other ranks wait for rank 0's table a little longer, so that its reason is what they raise.
+_GRACE_S = 2.0
+
+
+class Store(Protocol):
+    """A key-value store that all ranks see; torch's are such. `get` and `wait` block until the keys are there."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set *key*."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of *key*."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Wait until all *keys* are set; raises an error of its own at the deadline."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add *amount* to the counter *key*, which begins at 0, and return it."""
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself. `key_proof`: shows which key it was given, "" if none."""
+
+    size: int
+    machine: str
+    host: str
+    key_proof: str
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 says to all. `nodes`: the ranks of each. `job_key` (hex): "" if it follows from the given one."""
+
+    nodes: tuple[tuple[int, ...], ...] = ()
+    scheduler: str = ""
+    num_helpers: int = 0
+    nonce: str = ""
+    job_key: str = ""
+    error: str = ""
+    reason: str = ""
+
+
+_Said = TypeVar("_Said", _Entry, _Table)
+
+
+def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: float,
+          environ: Mapping[str, str] | None = None) -> Place:
+    """Return the place of *rank* in a new job of *size* ranks, all of which call this with the same store.
+
+    The n-th calls of all ranks with one store belong together: a store may be used again after its job has ended. Of
+    the settings rank 0's count for the whole job: BPSFAST_SCHEDULER (where its scheduler listens; else it is found
+    here) and BPSFAST_NUM_HELPERS.
+
+    Parameters
+    ----------
+    timeout_s
+        Deadline of the rendezvous; *settings*' own is for what comes after it.
+    environ
+        Where MASTER_ADDR is looked up, which only says where the other machines may be; `os.environ` if None.
+
+    Returns
+    -------
+    Place
+        Rank 0's holds the scheduler's port (`Place.reserved`): give it to `daemons.start`, or close that socket.
+
+    Raises
+    ------
+    StallError
+        Some ranks did not come; the text names them.
+    ConfigError, MismatchError
+        The ranks contradict each other, or no address is known: the same error on all ranks.
+    PeerLostError
+        The store failed.
+    """
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank = {rank} must be at least 0 and less than the size of the job, {size}")
+    environ = os.environ if environ is None else environ
+    deadline = time.monotonic() + timeout_s
+    given = given_key(settings)
+    key = security.job_key(given, "") if given else b""
+    line = _Line(store, rank, size, timeout_s, deadline)
+    line.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
+                        key_proof=security.prove(key, "store").hex() if key else ""))
+    if rank == 0:
+        return _lead(line, settings, key)
+    table = line.table()
+    if table.error:
+        raise _error(table)
+    return _place(line, table, settings, key, parse_address(table.scheduler, "rank 0's store entry"))
+
+
+class _Line:
+    """One rank's view of one rendezvous in a store."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, deadline: float) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._timeout_s, self._deadline = store, timeout_s, deadline
+        try:
+            self._number = store.add(f"bpsfast/joined/{rank}", 1)
+        except Exception as exc:
+            raise self._lost(exc) from exc
+
+    def publish(self, entry: _Entry) -> None:
+        """Say who this rank is."""
+        self._set(self._key_of(self.rank), entry)
+
+    def entries(self) -> list[_Entry]:
+        """Return what all ranks say of themselves, by rank."""
+        found = []
+        for rank in range(self.size):
+            data = self._get(self._key_of(rank), self._deadline)
+            if data is None:
+                raise self._missing()
+            found.append(_decoded(data, _Entry, rank))
+        return found
+
+    def tell(self, table: _Table) -> None:
+        """Publish the table."""
+        self._set(self._table_key, table)
+
+    def table(self) -> _Table:
+        """Return rank 0's table."""
+        data = self._get(self._table_key, self._deadline + _GRACE_S)
+        if data is None:
+            raise self._missing()
+        return _decoded(data, _Table, 0)
+
+    @property
+    def _table_key(self) -> str:
+        return f"bpsfast/{self._number}/table"
+
+    def _key_of(self, rank: int) -> str:
+        return f"bpsfast/{self._number}/rank/{rank}"
+
+    def _set(self, key: str, value: msgspec.Struct) -> None:
+        try:
+            self._store.set(key, msgspec.json.encode(value).decode())
+        except Exception as exc:
+            raise self._lost(exc) from exc
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        """Return the value of *key*, None if it was not there at the deadline."""
+        left = timedelta(seconds=deadline - time.monotonic())
+        try:
+            self._store.wait([key], max(left, _LOOK))
+            return bytes(self._store.get(key))
+        except Exception as exc:  # each kind of store has errors of its own
+            if time.monotonic() < deadline - _EARLY_S:
+                raise self._lost(exc) from exc
+            return None
+
+    def _missing(self) -> StallError:
+        """Say who has not come; after the deadline."""
+        absent: list[int] = []
+        for rank in range(self.size):
+            if len(absent) <= _MOST_NAMES and self._get(self._key_of(rank), 0.0) is None:
+                absent.append(rank)
+        again = f" for the {self._number}. time" if self._number > 1 else ""
+        within = f"within {self._timeout_s:g} s"
+        if not absent:
+            return StallError(f"all {self.size} ranks have come to the store{again}, but rank 0 has not said {within} "
+                              "where its scheduler is: see its output")
+        shown = ", ".join(map(str, absent[:_MOST_NAMES])) + (" and others" if len(absent) > _MOST_NAMES else "")
+        who = f"rank {shown} of {self.size} has" if len(absent) == 1 else f"ranks {shown} of {self.size} have"
+        return StallError(f"{who} not come to the store{again} {within}: not started, ended, or with another store, "
+                          "rank or size")
+
+    def _lost(self, exc: Exception) -> PeerLostError:
+        return PeerLostError(f"rank {self.rank} of {self.size} cannot go on: the store by which the ranks find each "
+                             f"other failed ({type(exc).__name__}: {str(exc).strip() or 'no text'})")
+
+
+def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
+    """Be rank 0: read all entries, decide, tell."""
+    try:
+        entries = line.entries()
+        _check_agree(entries)
+        nodes = _nodes(entries)
+        reserved, address = None, _given_scheduler(settings)
+        if address is None:
+            host = _scheduler_host(entries, settings)
+            reserved = reserve_port(host if is_loopback(host) else "0.0.0.0")  # as the scheduler will bind it
+            address = host, reserved.getsockname()[1]
+        elif is_loopback(address[0]) and len(_machines(entries)) > 1:
+            raise ConfigError(f"BPSFAST_SCHEDULER = {settings.scheduler} cannot be reached from the other machines: "
+                              "name an address of rank 0's machine that can, or leave it out")
+    except BpsError as exc:
+        with contextlib.suppress(PeerLostError):  # the store has failed: that is what the others see, too
+            line.tell(_Table(error=type(exc).__name__, reason=str(exc)))
+        raise
+    try:
+        drawn = b"" if key else _drawn_key(settings, address)
+        table = _Table(nodes=nodes, scheduler=format_address(*address), num_helpers=settings.num_helpers,
+                       nonce=secrets.token_hex(8), job_key=drawn.hex())
+        found = _place(line, table, settings, key, address)
+        line.tell(table)
+    except BaseException:
+        if reserved is not None:
+            reserved.close()
+        raise
+    return msgspec.structs.replace(found, starts_scheduler=True, reserved=reserved)
+
+
+def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler: tuple[str, int]) -> Place:
+    index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if line.rank in ranks)
+    if not key:
+        job = bytes.fromhex(table.job_key)
+    elif table.num_helpers:  # they know the given key only
+        job = key
+    else:
+        job = security.prove(key, "store", table.nonce)
+    return Place(launcher="store", role="rank", rank=line.rank, size=line.size, local_rank=ranks.index(line.rank),
+                 local_size=len(ranks), node_id=f"{settings.node_id}-{table.nonce}", node_index=index,
+                 num_nodes=len(table.nodes), num_helpers=table.num_helpers, scheduler=scheduler,
+                 starts_node=line.rank == ranks[0], job_key=job)
+
+
+def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as exc:
+        raise MismatchError(f"what rank {rank} has left in the store cannot be read ({exc}): it has another version of "
+                            "bpsfast") from exc
+
+
+def _machine(settings: Settings) -> str:
+    """Return what tells machines apart: boot, network namespace, and the name that the user gave this one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = os.uname().nodename
+    return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {settings.node_id}"
+
+
+def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
+    """Return the address others can most likely reach this rank by, "" if it has none.
+
+    Where MASTER_ADDR is a name of this very machine it may mean the loopback (Debian's /etc/hosts): then the default
+    route decides, then any interface. Rank 0 knows better as soon as it knows the others: `_scheduler_host`.
+    """
+    return chosen_host(settings) or next(
+        (host for host in map(source_towards, (environ.get("MASTER_ADDR", ""), _ANYWHERE))
+         if host and not is_loopback(host)), "") or _any_host()
+
+
+def _any_host() -> str:
+    """Return the first address of an interface that is up, "" if there is none but the loopback."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    return next((entry.address for name, entries in psutil.net_if_addrs().items() if states[name].isup
+                 for entry in entries if entry.family.name == "AF_INET" and not is_loopback(entry.address)), "")
+
+
+def _check_agree(entries: Sequence[_Entry]) -> None:
+    first = entries[0]
+    for rank, entry in enumerate(entries):
+        if entry.size != first.size:
+            raise MismatchError(f"rank 0 says that the job has {first.size} ranks, rank {rank} says {entry.size}")
+        if entry.key_proof != first.key_proof:
+            which = "different ones" if entry.key_proof and first.key_proof else (
+                f"only rank {rank if entry.key_proof else 0} has one")
+            raise MismatchError(f"rank 0 and rank {rank} must be given the same BPSFAST_JOB_KEY, or none: {which}")
+
+
+def _nodes(entries: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, nodes by their first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        nodes.setdefault(entry.machine, []).append(rank)
+    return tuple(map(tuple, nodes.values()))
+
+
+def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
+    """Return an address of each machine: two nodes that differ in BPSFAST_NODE_ID alone share one."""
+    machines: dict[str, str] = {}
+    for entry in entries:
+        machines.setdefault(" ".join(entry.machine.split(" ")[:2]), entry.host)
+    return machines
+
+
+def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
+    """Return where the user wants the scheduler; the one of a job that a launcher has started is no such wish."""
+    if settings.scheduler and settings.rank < 0:
+        return parse_address(settings.scheduler)
+    if settings.num_helpers:
+        raise ConfigError(f"BPSFAST_NUM_HELPERS = {settings.num_helpers}, but helpers cannot read the store: set "
+                          "BPSFAST_SCHEDULER to an address of rank 0's machine, on all ranks and helpers")
+    return None
+
+
+def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
+    """Return rank 0's address towards the other machines."""
+    own, *others = _machines(entries).items()
+    if not others:
+        return _LOOPBACK
+    host = chosen_host(settings) or next(
+        (found for found in (source_towards(host) for _, host in others if host) if found and not is_loopback(found)),
+        own[1])
+    if not host:
+        raise ConfigError(f"the ranks are on {len(others) + 1} machines, but rank 0's has no address that the others "
+                          "could reach: set BPSFAST_NODE_HOST there")
+    return host
+
+
+def _drawn_key(settings: Settings, scheduler: tuple[str, int]) -> bytes:
+    """Return a new key; with helpers the one that they derive, too."""
+    return job_key(settings, format_address(*scheduler)) if settings.num_helpers else secrets.token_bytes(32)
+
+
+def _error(table: _Table) -> BpsError:
+    kind = getattr(errors, table.error)
+    return kind(f"{table.reason} (found by rank 0)")

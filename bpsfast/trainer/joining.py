@@ -1,0 +1,55 @@
+"""How a process becomes a rank of a job whose place it knows, and how it leaves: for one session or for several.
+
+    session, started = join(place, settings)
+    watch = Watch(leave_this_one, started)       # at exit, and when an exception ends the program
+    ...
+    leave(session, watch)
+
+Sessions of one process know nothing of each other: each has its own daemons, key, local socket and memory.
+"""
+from __future__ import annotations
+
+import os
+
+from .. import __version__
+from ..launch import daemons
+from ..launch.daemons import Daemons
+from ..launch.roles import Place
+from ..settings import Settings
+from . import attachment
+from .lifetime import Watch
+from .session import Session
+
+#: How long a rank that nobody needs any more waits for the others to leave as well.
+_GOODBYE_S = 5.0
+
+
+def join(place: Place, settings: Settings) -> tuple[Session, Daemons]:
+    """Start what *place* has to start here, attach to the machine's node, and return once the whole job is there.
+
+    Raises
+    ------
+    ConfigError, MismatchError, StallError, PeerLostError
+        If the job cannot come together; what was started is ended.
+    """
+    started = daemons.start(place, settings)
+    try:
+        attached = attachment.attach(started.place, started.place.settings(settings), __version__, started.failure)
+        return Session(attached, settings, started.failure), started
+    except BaseException:
+        started.close(timeout_s=0.5)
+        raise
+
+
+def leave(session: Session, watch: Watch, *, stays: bool = True) -> None:
+    """Leave the job of *session*, and close *watch*. Does nothing in a fork of the process that joined.
+
+    Daemons end with their starter, so who started some must live until the whole job has left. *stays*: wait for that
+    here, up to `timeout_s`. Else this returns after a few seconds at most, the daemons go on by themselves, and the end
+    of the program waits for them: ranks may then leave several jobs in any order.
+    """
+    if session.pid != os.getpid():
+        return
+    waits = stays and watch.holds_daemons
+    session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _GOODBYE_S)
+    watch.close(None if stays else session.settings.timeout_s)
