@@ -4,7 +4,13 @@ from __future__ import annotations
 import msgspec
 
 from .negotiation import Request, Response
-from .turn_line import Failed, FollowerLine, Hello, LeaderLine, Left
+from .turn_line import (
+    Failed as Failed,
+    FollowerLine as FollowerLine,
+    Hello as Hello,
+    LeaderLine as LeaderLine,
+    Left as Left,
+)
 
 
 class Requests(msgspec.Struct, tag=True, frozen=True):
