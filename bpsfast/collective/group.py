@@ -1,25 +1,29 @@
 """A group of ranks and its collectives.
 
-Each collective is a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined on
-the way by the summation services, as gradients are. Before its loads goes a *ticket*, by which all members find out
+Most collectives are a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined
+on the way by the summation services, as gradients are; where each byte has one sender and one receiver, they are
+messages. Before its loads, or messages, goes a *ticket*, by which all members find out
 whether they call the same: else sums of different things would be handed out as if they were one.
 """
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
 from ..orchestration.partition import OPS
+from ..post import exchange
 from ..pyx.port import copy
 from ..trainer.tensor_input import TensorInput
 from .pipe import LEG, TINY, Bore, Pipe, bores, cut, spec_of
 
 if TYPE_CHECKING:
+    from ..post.post import Post
     from ..trainer.session import Session
     from ..trainer.unit import Unit
 
@@ -35,6 +39,15 @@ class _Load(NamedTuple):
     source: int
     destination: int
     nbytes: int
+
+
+class _Call(NamedTuple):
+    """How a call that is made of messages tells them from others'."""
+
+    post: Post
+    channel: int
+    number: int
+    owner: object
 
 
 class Group:
@@ -71,6 +84,7 @@ class Group:
         self._bores = bores(session.n_nodes + session.n_helpers == 1)
         self._pipes: dict[tuple[str, str, Bore], Pipe] = {}
         self._lock = threading.Lock()
+        self._channel = zlib.crc32(name.encode())
         self._calls = 0
         self._broken: BpsError | None = None
         self._closed = False
@@ -117,6 +131,32 @@ class Group:
                      [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
                       else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
 
+    def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
+        """Put *x* of the i-th member into the i-th of *outs* of the *root*-th. Sizes may differ, and are known to it."""
+        self._check_root(root)
+        if root == self.rank:
+            self._check_number(outs)
+        self._exchange(f"gather to {root}", (x, outs), lambda call: exchange.gather(
+            call.post, call.channel, self.ranks, self.rank, root, _memory(x), _memories(outs), call.owner,
+            self.timeout_s, call.number))
+
+    def scatter(self, xs: Sequence[TensorInput], out: TensorInput, root: int) -> None:
+        """Put the i-th of *xs* of the *root*-th member into *out* of the i-th. Sizes may differ."""
+        self._check_root(root)
+        if root == self.rank:
+            self._check_number(xs)
+        self._exchange(f"scatter from {root}", (xs, out), lambda call: exchange.scatter(
+            call.post, call.channel, self.ranks, self.rank, root, _memories(xs), _memory(out), call.owner,
+            self.timeout_s, call.number))
+
+    def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
+        """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
+        self._check_number(xs)
+        self._check_number(outs)
+        self._exchange("all_to_all", (xs, outs), lambda call: exchange.all_to_all(
+            call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
+            self.timeout_s, call.number))
+
     def barrier(self) -> None:
         """Wait until all members are here."""
         self._convey("barrier", *_BYTES, [])
@@ -134,15 +174,21 @@ class Group:
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
-    def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
+    def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
+        """Move bytes from member to member, once all are known to want that."""
+        self._convey(text, *_BYTES, [], lambda: move(_Call(self.session.post, self._channel, self._calls, owner)))
+
+    def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
+                then: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._require_usable()
             self._calls += 1
-            if self.size == 1:
-                _alone(loads)
-                return
             try:
-                self._call(f"call {self._calls}: {text}", dtype, op, loads)
+                if self.size > 1:
+                    self._call(f"call {self._calls}: {text}", dtype, op, loads)
+                else:
+                    _alone(loads)
+                then()
             except BaseException as exc:
                 self._broken = exc if isinstance(exc, MismatchError) else ClosedError(
                     f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) did not get to its "
@@ -242,6 +288,14 @@ def _alone(loads: Sequence[_Load]) -> None:
     for load in loads:
         if load.source and load.destination and load.source != load.destination:
             copy(load.destination, load.source, load.nbytes)
+
+
+def _memory(x: TensorInput) -> exchange.Memory:
+    return exchange.Memory(x.address, x.nbytes)
+
+
+def _memories(xs: Sequence[TensorInput]) -> list[exchange.Memory]:
+    return [_memory(x) for x in xs]
 
 
 def _ticket(text: str) -> np.ndarray[Any, Any]:

@@ -25,6 +25,17 @@ def nobody_at(host: str, port: int) -> str:
                 "check BPSFAST_SCHEDULER, and that the scheduler runs there.")
 
 
+def local_host(settings: Settings, scheduler_host: str) -> str:
+    """Return this machine's own address: node_host, or the interface's, or that of the route to the scheduler.
+
+    Raises
+    ------
+    ConfigError
+        If the interface does not exist or has no IPv4 address, or there is no route.
+    """
+    return chosen_host(settings) or require_source(scheduler_host)
+
+
 def chosen_host(settings: Settings) -> str:
     """Return this machine's own address as the settings choose it: node_host, or the interface's; "" if neither is set.
 

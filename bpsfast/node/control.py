@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from .. import __version__, logs, transport
-from ..launch.reach import nobody_at
+from ..launch.reach import local_host, nobody_at
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.membership import Membership
@@ -81,7 +81,7 @@ class Node:
         self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code))
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._scheduler = parse_address(settings.scheduler)
-        self._data_listener = tcp.listen(tcp.local_host(settings, self._scheduler[0]))
+        self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)

@@ -22,8 +22,9 @@ _GRACE_S = 5.0
 
 @dataclass
 class Attachment:
-    """What the node gave to this rank. `node_pidfd` and everything else is the owner's to close."""
+    """What the node gave to this rank at *place*. `node_pidfd` and everything else is the owner's to close."""
 
+    place: Place
     channel: Channel
     attached: Attached
     lane: Segment
@@ -87,7 +88,7 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
             raise error_of(message.error, message.reason)
         if not isinstance(message, Attached) or len(fds) != 4:
             raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
-        return _map(connection, message, fds)
+        return _map(place, connection, message, fds)
     except BaseException:
         connection.close()
         raise
@@ -131,10 +132,10 @@ def _introduce(connection: Channel, place: Place, settings: Settings, version: s
         os.close(pidfd)
 
 
-def _map(connection: Channel, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, ...]) -> Attachment:
     lane, board, doorbell, node_pidfd = fds
     return Attachment(
-        channel=connection, attached=attached, node_pidfd=node_pidfd,
+        place=place, channel=connection, attached=attached, node_pidfd=node_pidfd,
         lane=Segment.attach(lane, writable=True), board=Segment.attach(board, writable=False),
         doorbell=Segment.attach(doorbell, writable=True),
     )

@@ -56,11 +56,33 @@ def shutdown() -> None:
     """
     global _current, _watch, _has_left
     session, watch = _current, _watch
+    if session is None or watch is None:  # or it is another's to end
+        return
     _current = _watch = None
-    if session is None or watch is None or session.pid != os.getpid():
+    if session.pid != os.getpid():
         return
     _has_left = True
     leave(session, watch)
+
+
+def session() -> Session | None:
+    """Return this process's session if one is open."""
+    found = _current
+    return found if found is not None and not found.closed and found.pid == os.getpid() else None
+
+
+def adopt(session: Session) -> None:
+    """Let *session*, which somebody else has made and will end, be this process's, unless there is one."""
+    global _current, _watch
+    if _current is None or _current.closed or _current.pid != os.getpid():
+        _current, _watch = session, None
+
+
+def forget(session: Session) -> None:
+    """Undo `adopt`."""
+    global _current
+    if _current is session:
+        _current = None
 
 
 def current() -> Session:

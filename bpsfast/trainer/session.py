@@ -68,6 +68,7 @@ from .tensors import Tensors
 from .unit import Region, Unit
 
 if TYPE_CHECKING:
+    from ..post import Post
     from .broadcaster import Broadcaster
     from .repeat import Repeat
 
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 _GOODBYE_S = 5.0
 #: How much longer than the scheduler a rank waits for its word on a notice.
 _FINDING_S = 5.0
+_GIVEN_UP = Found(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
 #: A killed process closes its sockets just before its pidfd fires.
 _DYING_S = 0.5
 
@@ -95,6 +97,7 @@ class Session:
         self.machines = attached.machines
         self.tunes = False  # whether the gradients of some model are tuned: those that come first
         self.settings = settings
+        self.place = attachment.place
         self.pid = os.getpid()
         self.closed = False
         port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
@@ -129,6 +132,7 @@ class Session:
         self.order: dict[str, int] = {}  # of names: the place at which `bpsfast.torch.declare` was told of them
         self._released = False
         self._broadcaster: Broadcaster | None = None
+        self._post: Post | None = None
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
                                 self._node_lost)
 
@@ -211,6 +215,17 @@ class Session:
                 self._broadcaster = Broadcaster(self)
             return self._broadcaster
 
+    @property
+    def post(self) -> Post:
+        """Messages from rank to rank. Others are reached once they have asked for theirs, too."""
+        from ..post import Post
+
+        with self._lock:
+            self.require_open()
+            if self._post is None:
+                self._post = Post(self)
+            return self._post
+
     def retire(self, units: Sequence[Unit]) -> None:
         """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
 
@@ -268,32 +283,39 @@ class Session:
         self.require_open()
         self._mailbox.send(Withdraw(rank=self.rank, prefix=prefix))
 
-    def lookup(self, key: str, timeout_s: float, who: str) -> bytes:
+    def lookup(self, key: str, timeout_s: float, who: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
         """Return the value of notice *key*, as soon as somebody has published it.
 
         Parameters
         ----------
         who
             Whose notice it is, for errors. Called "rank 3", it is not waited for once that rank has left the job.
+        given_up
+            Asked now and then whether this still matters to anybody.
 
         Raises
         ------
         StallError
             If it was not published within *timeout_s* seconds, or *who* has left without it.
+        ClosedError
+            If it was *given_up*.
         """
         notices.check(key)
         found = self._find(lambda question: Lookup(rank=self.rank, question=question, key=key, timeout_s=timeout_s,
-                                                   who=who), f"did not say whether {who} published {key!r}", timeout_s)
+                                                   who=who), f"did not say whether {who} published {key!r}", timeout_s,
+                           given_up)
         return found.value
 
-    def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float) -> Found:
-        found = self._ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S)
+    def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
+              given_up: Callable[[], bool] = lambda: False) -> Found:
+        found = self._ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S, given_up)
         assert isinstance(found, Found)
         if found.error:
             raise error_of(found.error, found.reason)
         return found
 
-    def _ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0) -> Message:
+    def _ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
+             given_up: Callable[[], bool] = lambda: False) -> Message:
         """Return the answer to a question; *timeout_s* 0: the setting."""
         timeout_s = timeout_s or self.settings.timeout_s
         self.require_open()
@@ -301,7 +323,8 @@ class Session:
             self._requests += 1
             request = self._requests
         self._mailbox.send(question(request))
-        told = self._mailbox.wait(lambda: self._told.pop(request, None), timeout_s)
+        told = self._mailbox.wait(lambda: self._told.pop(request, None) or (_GIVEN_UP if given_up() else None),
+                                  timeout_s)
         if told is None:
             raise StallError(f"{trouble} within {timeout_s:g} s")
         return told
@@ -407,6 +430,8 @@ class Session:
         """
         if self.closed or self.pid != os.getpid():
             return
+        if self._post is not None:
+            self._post.close()
         with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent
             self._mailbox.send(Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))

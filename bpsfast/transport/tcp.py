@@ -13,13 +13,11 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from ..launch.reach import chosen_host, require_source
 from ..orchestration import security
 from ..orchestration.errors import ConfigError, MismatchError, StallError
 from ..pyx.engine import Engine
 from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
-from ..settings import Settings
 from ..trace.records import Limits
 from .pace import Paces
 
@@ -30,17 +28,6 @@ CHALLENGE_TIMEOUT_S = 5.0
 #: machines they also have to cover the round trip.
 _NEAR_BUFFER_NBYTES = 128 << 10
 _FAR_BUFFER_NBYTES = 512 << 10
-
-
-def local_host(settings: Settings, scheduler_host: str) -> str:
-    """Return this node's own address: node_host, or the interface's, or that of the route to the scheduler.
-
-    Raises
-    ------
-    ConfigError
-        If the interface does not exist or has no IPv4 address, or there is no route.
-    """
-    return chosen_host(settings) or require_source(scheduler_host)
 
 
 def listen(host: str) -> socket.socket:

@@ -1,0 +1,278 @@
+"""How two posts find each other: addresses by notices, a connection when it is first needed, one for each pair.
+
+Every post listens on a local socket, and on a port if the job has several nodes. Whoever needs the other dials; both
+prove that they hold the job's key (`orchestration.security`) before anything is believed, and name themselves and each
+other. The acceptor then says one byte: JOINED, and frames follow; or CROSSED: both have dialled, and the connection of
+the lower rank is the one that counts; or REFUSED.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .. import channel
+from ..launch.reach import local_host
+from ..orchestration import security
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
+from ..orchestration.job import FIRST_EPOCH
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+
+log = logging.getLogger("bpsfast.post")
+
+JOINED, CROSSED, REFUSED = b"J", b"C", b"R"
+_CONTEXT = "bpsfast post"
+#: A stranger holds up one thread for at most so long, and only so many at a time.
+_CHALLENGE_S = 5.0
+_MOST_STRANGERS = 16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a rank's post listens: on the local socket `local` of `machine`, at `host`:`port` (0: nowhere)."""
+
+    node: int
+    machine: str
+    local: str
+    host: str
+    port: int
+
+
+class Meeting:
+    """Listens for, and dials, the posts of *session*'s job.
+
+    Parameters
+    ----------
+    come
+        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; takes the socket over and
+        says JOINED, or returns CROSSED or REFUSED, which is said for it.
+    reached
+        Called with the same when this rank was JOINED.
+    failed
+        Called with (rank, error) when a rank cannot be reached.
+    """
+
+    def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bytes],
+                 reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None]) -> None:
+        self._session = session
+        self._come, self._reached, self._failed = come, reached, failed
+        self._key = session.place.job_key
+        self._closed = False
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._unproven: set[socket.socket] = set()
+        self._strangers = 0
+        self._doing: dict[int, str] = {}  # by rank that is dialled, in words
+        self._machine = f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
+        self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listeners = [self._local]
+        try:
+            self._address = self._listen()
+            for listener in self.listeners:
+                listener.setblocking(False)
+            session.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
+        except BaseException:
+            for listener in self.listeners:
+                listener.close()
+            raise
+
+    def _listen(self) -> Address:
+        session = self._session
+        name = channel.address(self._key, f"post {session.rank} {secrets.token_hex(8)}")
+        self._local.bind(name)
+        self._local.listen(128)
+        host, port = "", 0
+        if session.n_nodes > 1:
+            host = local_host(session.settings, session.place.scheduler[0])
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self.listeners.append(listener)
+            try:
+                listener.bind((host, 0))
+                listener.listen(128)
+            except OSError as exc:
+                raise ConfigError(f"rank {session.rank} cannot listen for messages on {host!r}: {exc}; set "
+                                  "BPSFAST_NODE_HOST to an address of this machine") from exc
+            port = listener.getsockname()[1]
+        return Address(session.node, self._machine, name[1:].decode(), host, port)
+
+    def trouble(self, rank: int) -> str:
+        """Say what dialling *rank* is at."""
+        return self._doing.get(rank, "it has dialled, too, and is expected to be heard of")
+
+    def dial(self, rank: int) -> None:
+        """Connect to *rank*; `reached`, `come` or `failed` will be called, from another thread."""
+        self._doing[rank] = "its address is looked up"
+        self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
+
+    def accept(self, listener: socket.socket) -> None:
+        """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
+        with self._lock:
+            if self._strangers >= _MOST_STRANGERS:
+                return  # it is still there, and asks again
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            self._strangers += 1
+        self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+
+    def close(self) -> None:
+        """Take no more part. Waits for handshakes under way, which are short; a look-up is given up."""
+        with self._lock:
+            self._closed = True
+        for listener in self.listeners:
+            listener.close()
+        with self._lock:
+            threads = list(self._threads)
+            for sock in self._unproven:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # whoever reads from it wakes up
+        for thread in threads:
+            thread.join()
+
+    # -- in threads of their own -----------------------------------------------------------------------------------
+
+    def _begin(self, task: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    @contextlib.contextmanager
+    def _unproved(self, sock: socket.socket) -> Iterator[None]:
+        """Let `close` interrupt what is done with *sock* inside."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the post of rank {self._session.rank} is closed")
+            self._unproven.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._unproven.discard(sock)
+
+    def _dial(self, rank: int) -> None:
+        session = self._session
+        try:
+            found = self._find(rank)
+            self._doing[rank] = "it is dialled"
+            near = self._is_near(rank, found)
+            sock = socket.socket(socket.AF_UNIX if near else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                with self._unproved(sock):
+                    self._connect(sock, rank, found)
+                    hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH)
+                    answer = security.challenge_connect(sock, self._key, _CONTEXT, hello, self._patience_s)
+                    if answer.peer != rank:
+                        raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
+                    verdict = self._verdict(sock, rank)
+            except BaseException:
+                sock.close()
+                raise
+            if verdict == JOINED:
+                self._reached(rank, sock, _process_of(sock))
+            else:
+                sock.close()
+                if verdict != CROSSED:
+                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}: it has given it "
+                                        "up, see its output")
+            self._doing.pop(rank, None)
+        except BpsError as exc:
+            self._failed(rank, exc)
+        except OSError as exc:
+            self._failed(rank, PeerLostError(f"rank {session.rank} cannot connect to rank {rank}: {exc}"))
+
+    def _find(self, rank: int) -> Address:
+        data = self._session.lookup(_key_of(rank), self._session.settings.timeout_s, f"rank {rank}",
+                                    lambda: self._closed)
+        try:
+            return msgspec.msgpack.decode(data, type=Address)
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"the address of rank {rank}'s post cannot be read: {exc}") from exc
+
+    def _is_near(self, rank: int, found: Address) -> bool:
+        settings = self._session.settings
+        shares = settings.transport in ("auto", "shm") and settings.allow_shm
+        near = found.machine == self._machine and (shares or found.node == self._address.node)
+        if not near and not found.port:
+            raise ConfigError(f"rank {rank} is on another machine or another user's, and listens on no network: "
+                              "its job has one node only")
+        return near
+
+    def _connect(self, sock: socket.socket, rank: int, found: Address) -> None:
+        near = sock.family == socket.AF_UNIX
+        sock.settimeout(self._patience_s)
+        try:
+            sock.connect("\0" + found.local if near else (found.host, found.port))
+        except OSError as exc:
+            where = "its local socket" if near else f"{found.host}:{found.port}"
+            raise PeerLostError(f"rank {rank} does not listen on {where} any more ({exc}): it has ended, or a firewall "
+                                "is between") from exc
+        if not near:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        elif channel.peer_uid(sock)[1] != os.getuid():
+            raise ProtocolError(f"another user's process listens on rank {rank}'s local socket")
+
+    def _verdict(self, sock: socket.socket, rank: int) -> bytes:
+        sock.settimeout(self._patience_s)
+        try:
+            verdict = sock.recv(1)
+        except TimeoutError as exc:
+            raise StallError(f"rank {rank} did not answer a connection within {self._patience_s:g} s") from exc
+        return verdict
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""
+        session, taken = self._session, False
+        try:
+            if sock.family == socket.AF_UNIX:
+                if channel.peer_uid(sock)[1] != os.getuid():
+                    raise ProtocolError("another user's process has connected")
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._unproved(sock):
+                hello = security.challenge_accept(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
+                                                  timeout_s=_CHALLENGE_S)
+            if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
+                raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
+                                    f"{session.size}")
+            verdict = self._come(hello.peer, sock, _process_of(sock))
+            taken = verdict == JOINED
+            if not taken:
+                sock.send(verdict)
+        except (BpsError, OSError) as exc:
+            log.warning("rank %d refused a connection for messages: %s", session.rank, exc)
+        finally:
+            if not taken:
+                sock.close()
+            with self._lock:
+                self._strangers -= 1
+
+    @property
+    def _patience_s(self) -> float:
+        return min(self._session.settings.timeout_s, self._session.settings.start_timeout_s)
+
+
+def _key_of(rank: int) -> str:
+    return f"post:{rank}:"
+
+
+def _process_of(sock: socket.socket) -> int:
+    return channel.peer_uid(sock)[0] if sock.family == socket.AF_UNIX else 0

@@ -1,0 +1,458 @@
+"""A rank's post: sends messages to other ranks' posts, and receives theirs.
+
+Small messages travel at once and wait with the receiver, in bounded room; others wait with the sender until a receive
+has met them. So a send of up to `frames.EAGER_NBYTES` usually ends without a receive, a larger one never does; as with
+MPI_Send, a program may not rely on the former.
+"""
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..orchestration.errors import (
+    BpsError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    StallError,
+)
+from . import frames, pull
+from .allowance import Allowance, Usage
+from .matching import Matching
+from .meeting import CROSSED, JOINED, REFUSED, Meeting
+from .memory import view
+from .message import Arrival, Incoming, Outgoing
+from .peer import Peer
+from .progress import Progress
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+
+log = logging.getLogger("bpsfast.post")
+
+#: How long `close` waits until others have read what was said to them.
+_GOODBYE_S = 2.0
+
+
+class Post:
+    """Messages between the ranks of *session*'s job. Any thread; `Session.post` makes and closes it.
+
+    Two messages from one rank to another, on one channel, do not overtake each other where a receive could take either.
+    Channels keep groups apart that know nothing of each other: a number that its members have agreed on.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.rank, self.size = session.rank, session.size
+        self.token = pull.Token()
+        self.writing: set[int] = set()  # ranks to whom something waits for room in a socket
+        self._session = session
+        self._closed = False
+        self._error: BpsError | None = None  # what ended everything
+        self._n_open = 0
+        self._ended: list[Transfer] = []
+        self._matching: Matching[Transfer, Arrival] = Matching()
+        self._peers: dict[int, Peer] = {}
+        self._pulls: deque[Incoming] = deque()
+        self._pulling: Incoming | None = None
+        self._own_allowance, self._own_usage = Allowance(), Usage()
+        self.progress = Progress(
+            f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing), work=self._pull_piece,
+            settle=self._settle, check=session.port.check, failed=self._fail, awake_s=session.settings.awake_us / 1e6)
+        self._lock = self.progress.lock
+        try:
+            self.meeting = Meeting(session, self._come, self._reached, self._unreachable)
+        except BaseException:
+            self.progress.close()
+            raise
+        with self._lock:
+            for listener in self.meeting.listeners:
+                self.progress.watch(listener.fileno(), select.EPOLLIN, self._visitor_at(listener))
+        self.progress.start()
+        _open.add(self)
+
+    # -- what ranks call -------------------------------------------------------------------------------------------
+
+    def send(self, channel: int, destination: int, tag: int, address: int, nbytes: int, owner: object) -> Transfer:
+        """Begin to send the *nbytes* at *address* to rank *destination*, this rank too; the memory is read until done.
+
+        Parameters
+        ----------
+        channel
+            Of 32 bits.
+        tag
+            Of 64 bits, signed.
+        owner
+            Kept until the transfer has ended.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such rank, or a number is out of its range.
+        ClosedError
+            If the post is closed, or the session another process's.
+        """
+        self._check(channel, destination, tag, nbytes)
+        transfer = Transfer(self, True, channel, destination, tag, address, nbytes, owner)
+        with self._lock:
+            self._open(transfer)
+            if destination == self.rank:
+                self._send_to_self(Outgoing(transfer))
+            else:
+                self._peer(destination).send(Outgoing(transfer))
+        self._settle()
+        return transfer
+
+    def receive(self, channel: int, source: int | None, tag: int | None, address: int, nbytes: int,
+                owner: object) -> Transfer:
+        """Begin to receive a message of up to *nbytes* into the memory at *address*; None: from any rank, of any tag.
+
+        A longer message is an error of the receiver's, and is consumed. Errors and *owner* as in `send`.
+        """
+        self._check(channel, source, tag, nbytes)
+        return self._receive(Transfer(self, False, channel, source, tag, address, nbytes, owner))
+
+    def receive_any_size(self, channel: int, source: int | None, tag: int | None) -> Transfer:
+        """Begin to receive a message of any size, into memory that is allocated when it is there: `Transfer.data`."""
+        self._check(channel, source, tag, 0)
+        return self._receive(Transfer(self, False, channel, source, tag, 0, -1, None))
+
+    def close(self) -> None:
+        """Leave: what was sent at once is delivered, everything else ends with a `ClosedError`. Idempotent.
+
+        Waits up to two seconds for the others to notice.
+        """
+        if self._session.pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _open.discard(self)
+        self._say_goodbye()
+        with self._lock:
+            for listener in self.meeting.listeners:
+                self.progress.forget(listener.fileno())
+            error = ClosedError(f"the post of rank {self.rank} was closed while a message was under way")
+            self._fail(error)
+        self._settle()
+        self.meeting.close()
+        self.progress.close()
+
+    # -- for transfers ---------------------------------------------------------------------------------------------
+
+    def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
+        """See `Transfer.wait`."""
+        if not transfer.done():
+            self._require_open()
+            timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
+            if not self.progress.wait(transfer.done, timeout_s) and not transfer.done():
+                raise StallError(self._missing(transfer, timeout_s))
+        if transfer.error is not None:
+            raise type(transfer.error)(str(transfer.error))
+
+    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
+        """See `Transfer.on_done`."""
+        if not transfer.done():
+            self._session.require_open()
+            with self._lock:
+                if not transfer.done():
+                    transfer.callbacks.append(callback)
+                    return
+        callback(transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """See `Transfer.cancel`."""
+        self._session.require_open()
+        with self._lock:
+            if transfer.is_send or not self._matching.withdraw(transfer):
+                return False
+            transfer.finish(ClosedError(f"{transfer.describe()} is not waited for any more: its receive was cancelled"))
+        self._settle()
+        return True
+
+    def ended(self, transfer: Transfer) -> None:
+        """Note, with the lock, that *transfer* has ended; `_settle` does the rest."""
+        self._n_open -= 1
+        self._ended.append(transfer)
+
+    # -- for peers -------------------------------------------------------------------------------------------------
+
+    def arrived(self, channel: int, arrival: Arrival) -> None:
+        """Take a message that has come, or was announced. With the lock."""
+        transfer = self._matching.arrive(channel, arrival.source, arrival.tag, arrival)
+        if transfer is not None:
+            self._meet(transfer, arrival)
+        elif arrival.data is not None:
+            arrival.data = bytes(arrival.data)  # the staging buffer is used again
+
+    def lost(self, rank: int, error: BpsError) -> None:
+        """Fail what only *rank* could have brought to an end. What has come from it in full stays. With the lock."""
+        self._matching.take_arrivals(lambda source, each: source == rank and each.data is None)
+        for transfer in self._matching.take_receives(lambda source, each: source == rank):
+            transfer.finish(error)
+        for each in [each for each in self._pulls if each.arrival.source == rank]:
+            self._pulls.remove(each)
+            each.transfer.finish(error)
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _check(self, channel: int, peer: int | None, tag: int | None, nbytes: int) -> None:
+        if not 0 <= channel < 1 << 32:
+            raise ConfigError(f"channel={channel}: a channel is a number of 32 bits")
+        if peer is not None and not 0 <= peer < self.size:
+            raise ConfigError(f"rank {peer} is none of this job's ranks 0 to {self.size - 1}")
+        if tag is not None and not -(1 << 63) <= tag < 1 << 63:
+            raise ConfigError(f"tag={tag}: a tag is a signed number of 64 bits")
+        if not 0 <= nbytes <= frames.MESSAGE_MAX_NBYTES:
+            raise ConfigError(f"nbytes={nbytes}: a message has 0 to {frames.MESSAGE_MAX_NBYTES} bytes")
+        self._require_open()
+
+    def _require_open(self) -> None:
+        self._session.require_open()  # before any lock: a forked child may have inherited it locked
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+        if self._closed:
+            raise ClosedError(f"the post of rank {self.rank} is closed")
+
+    def _open(self, transfer: Transfer) -> None:
+        self._require_open()
+        self._n_open += 1
+
+    def _peer(self, rank: int) -> Peer:
+        """Return the peer, dialled if nobody has yet."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            peer = self._peers[rank] = Peer(self, rank)
+        if peer.state == "apart":
+            peer.state = "dialling"
+            self.meeting.dial(rank)
+        return peer
+
+    def _receive(self, transfer: Transfer) -> Transfer:
+        source = transfer.peer
+        with self._lock:
+            self._open(transfer)
+            arrival = self._matching.receive(transfer.channel, source, transfer.tag, transfer)
+            if arrival is not None:
+                self._meet(transfer, arrival)
+            elif source is not None and source != self.rank:
+                error = self._peer(source).error  # connected even so: the end of the connection is the peer's
+                if error is not None:
+                    self._matching.withdraw(transfer)
+                    transfer.finish(error)
+        self._settle()
+        return transfer
+
+    def _send_to_self(self, outgoing: Outgoing) -> None:
+        transfer, nbytes = outgoing.transfer, outgoing.nbytes
+        assert transfer.tag is not None
+        arrival = Arrival(self.rank, transfer.tag, nbytes)
+        if nbytes <= frames.EAGER_NBYTES and self._own_allowance.take_room(nbytes):
+            self._own_usage.eager(nbytes)
+            arrival.data = view(transfer.address, nbytes)
+            self.arrived(transfer.channel, arrival)
+            transfer.finish()
+        else:
+            arrival.outgoing = outgoing
+            self.arrived(transfer.channel, arrival)
+
+    def _meet(self, transfer: Transfer, arrival: Arrival) -> None:
+        """Bring a message into the memory of the receive that it has met."""
+        transfer.source, transfer.tag, transfer.nbytes = arrival.source, arrival.tag, arrival.nbytes
+        error = self._make_room(transfer)
+        if arrival.data is not None:
+            if error is None and arrival.nbytes:
+                view(transfer.address, arrival.nbytes, writable=True)[:] = arrival.data
+            self._consumed(arrival)
+        elif arrival.outgoing is not None:
+            if error is None:
+                ctypes.memmove(transfer.address, arrival.outgoing.transfer.address, arrival.nbytes)
+            arrival.outgoing.transfer.finish()
+        elif error is None and arrival.nbytes:
+            self._fetch(Incoming(transfer, arrival))
+            return
+        else:
+            self._peers[arrival.source].taken(arrival.number)
+        transfer.finish(error)
+
+    def _make_room(self, transfer: Transfer) -> BpsError | None:
+        """Return why the message does not fit; allocate memory if the receive has none."""
+        if transfer.capacity >= transfer.nbytes:
+            return None
+        if transfer.capacity >= 0:
+            return MismatchError(f"a message of {transfer.nbytes} bytes from rank {transfer.source} with tag "
+                                 f"{transfer.tag} on channel {transfer.channel} does not fit into the "
+                                 f"{transfer.capacity} bytes of rank {self.rank}'s receive")
+        try:
+            transfer.data = np.empty(transfer.nbytes, np.uint8)
+        except MemoryError:
+            return CapacityError(f"rank {self.rank} has no memory for a message of {transfer.nbytes} bytes from rank "
+                                 f"{transfer.source}")
+        transfer.address = transfer.data.ctypes.data
+        return None
+
+    def _consumed(self, arrival: Arrival) -> None:
+        if arrival.source == self.rank:
+            self._own_allowance.give_room(self._own_usage.received(arrival.nbytes))
+        else:
+            self._peers[arrival.source].consumed(arrival.nbytes)
+
+    def _fetch(self, incoming: Incoming) -> None:
+        peer = self._peers[incoming.arrival.source]
+        if peer.pid:
+            self._pulls.append(incoming)
+            self.progress.nudge()
+        else:
+            peer.want(incoming)
+
+    def _pull_piece(self) -> bool:
+        """Read a piece of the next payload that is read from its sender's memory; return whether more is to be done."""
+        if not self._pulls:
+            return False
+        with self._lock:
+            if not self._pulls:
+                return False
+            incoming = self._pulling = self._pulls.popleft()
+            transfer, arrival = incoming.transfer, incoming.arrival
+            peer, done = self._peers[arrival.source], incoming.n_received
+        n = 0
+        if peer.pid:
+            try:
+                n = pull.read(peer.pid, arrival.address + done, transfer.address + done,
+                              min(pull.PIECE_NBYTES, arrival.nbytes - done))
+            except OSError as exc:
+                log.info("rank %d reads no more of rank %d's memory: %s", self.rank, peer.rank, exc)
+        with self._lock:
+            self._pulling = None
+            incoming.n_received += n
+            if peer.link is None:
+                transfer.finish(peer.error)
+            elif n == 0 or peer.link.has_hung_up:  # what was read may be anything: its connection will say how it ended
+                peer.pid = incoming.n_received = 0
+                peer.want(incoming)
+            elif incoming.n_received == arrival.nbytes:
+                peer.taken(arrival.number)
+                transfer.finish()
+            else:
+                self._pulls.append(incoming)
+            return bool(self._pulls)
+
+    def _settle(self) -> None:
+        """Tell those who wait for transfers that have ended. Without the lock."""
+        if not self._ended:
+            return
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self.progress.tell()
+            callbacks = [(callback, transfer) for transfer in ended for callback in transfer.callbacks]
+            for transfer in ended:
+                transfer.callbacks = []
+        for callback, transfer in callbacks:
+            try:
+                callback(transfer)
+            except Exception:
+                log.exception("what waited for %s failed", transfer.describe())
+
+    def _missing(self, transfer: Transfer, timeout_s: float) -> str:
+        """Say who keeps *transfer* waiting."""
+        with self._lock:
+            peer = self._peers.get(-1 if transfer.peer is None else transfer.peer)
+            who = "any rank" if transfer.peer is None else f"rank {transfer.peer}"
+            if transfer.is_send:
+                state = peer.describe(transfer) if peer else "it waits for a receive here"
+                return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
+            lying = self._matching.describe(transfer.channel)
+            if peer is not None and peer.link is None:
+                state = f"not connected to it yet; {self.meeting.trouble(peer.rank)}"
+            else:
+                state = f"it has sent none; here are {lying}" if lying else "it has sent none"
+            return f"rank {self.rank} waited {timeout_s:g} s for {who} to send {transfer.describe()}: {state}"
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
+        return lambda events: self.meeting.accept(listener)
+
+    def _come(self, rank: int, sock: socket.socket, process: int) -> bytes:
+        """Decide, in a thread of the meeting, about a connection that *rank* has made."""
+        with self._lock:
+            if self._closed or self._error:
+                return REFUSED
+            peer = self._peers.get(rank)
+            if peer is None:
+                peer = self._peers[rank] = Peer(self, rank)
+            if peer.state == "dialling" and self.rank < rank:
+                return CROSSED
+            if peer.state not in ("apart", "dialling"):
+                return REFUSED
+            peer.join(sock, process, JOINED)
+        self._settle()
+        return JOINED
+
+    def _reached(self, rank: int, sock: socket.socket, process: int) -> None:
+        with self._lock:
+            peer = self._peers[rank]
+            if self._closed or self._error or peer.state != "dialling":
+                sock.close()
+                return
+            peer.join(sock, process)
+        self._settle()
+
+    def _unreachable(self, rank: int, error: BpsError) -> None:
+        with self._lock:
+            peer = self._peers[rank]
+            if peer.state == "dialling":
+                peer.lose(PeerLostError(f"rank {self.rank} cannot exchange messages with rank {rank}: {error}"))
+        self._settle()
+
+    def _fail(self, error: BpsError) -> None:
+        """End everything with *error*. With the lock."""
+        self._error = self._error or error
+        for peer in list(self._peers.values()):
+            peer.lose(error)
+        for transfer in self._matching.take_receives(lambda source, each: True):
+            transfer.finish(error)
+        for arrival in self._matching.take_arrivals(lambda source, each: True):
+            if arrival.outgoing is not None:
+                arrival.outgoing.transfer.finish(error)
+
+    def _say_goodbye(self) -> None:
+        """Withdraw the address, and give what was said to others the time to be read."""
+        with self._lock:
+            for peer in self._peers.values():
+                peer.leave()
+        try:
+            self._session.withdraw(f"post:{self.rank}:")
+            self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _GOODBYE_S)
+        except BpsError:
+            log.debug("the job is over: nobody is waited for")
+
+    def drop_in_child(self) -> None:
+        """Close, in a forked child, what belongs to its parent: whose end could not be seen otherwise."""
+        self.progress.drop_in_child()
+        links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
+        for sock in [*links, *self.meeting.listeners]:
+            sock.close()
+
+
+_open: weakref.WeakSet[Post] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for post in list(_open):
+        post.drop_in_child()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,137 @@
+"""Messages between the members of a group: torch's send and receive, and the barrier that says who is missing."""
+from __future__ import annotations
+
+import time
+import zlib
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...collective.group import Group
+from ...orchestration.errors import BpsError, StallError
+from .operands import Operand
+from .work import Work, torch_error
+
+if TYPE_CHECKING:
+    from ...post.transfer import Transfer
+
+
+class MessageWork(Work):
+    """A message under way; *one* is what it is written into, None for a send."""
+
+    def __init__(self, transfer: Transfer, one: Operand, members: tuple[int, ...], timeout_s: float,
+                 text: str) -> None:
+        super().__init__([one.tensor], timeout_s, text)
+        self._transfer = transfer
+        self._one = one
+        self._members = members
+        transfer.on_done(self._ended)
+
+    def _ended(self, transfer: Transfer) -> None:
+        error: BaseException | None = transfer.error
+        if not transfer.is_send and error is None:
+            self._one.take_back()
+        source = self._members.index(transfer.source) if error is None and transfer.source is not None else -1
+        self.finish(error, source)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the message has come, or left; the waiting thread moves messages on itself."""
+        given_s = timeout.total_seconds() if timeout is not None else 0.0
+        if not self.is_completed():
+            try:
+                self._transfer.wait(given_s if given_s > 0 else self._timeout_s)
+            except BpsError as exc:
+                raise torch_error(exc) from exc
+        return super().wait()
+
+
+class Messages:
+    """What members of *group* say to each other. Any thread; torch's tags are of a channel of the group's own."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._channel = zlib.crc32(f"{group.name}/messages".encode())
+        self._barriers = zlib.crc32(f"{group.name}/barriers".encode())
+        self._n_barriers = 0
+        self._receives: set[Transfer] = set()
+
+    def send(self, one: Operand, to: int, tag: int) -> Work:
+        """Begin to send *one* to member *to*."""
+        group, memory = self._group, one.memory
+        transfer = group.session.post.send(self._channel, group.ranks[to], tag, memory.address, memory.nbytes,
+                                           memory.owner)
+        return MessageWork(transfer, one, group.ranks, group.timeout_s, f"send to rank {to}")
+
+    def receive(self, one: Operand, source: int | None, tag: int) -> Work:
+        """Begin to receive *one* from member *source*, None: from any."""
+        group, memory = self._group, one.memory
+        transfer = group.session.post.receive(self._channel, None if source is None else group.ranks[source], tag,
+                                              memory.address, memory.nbytes, memory.owner)
+        self._receives.add(transfer)
+        transfer.on_done(self._receives.discard)
+        return MessageWork(transfer, one, group.ranks, group.timeout_s,
+                           "receive" + (f" from rank {source}" if source is not None else ""))
+
+    def barrier(self, timeout_s: float, names_all: bool) -> None:
+        """Wait for all members; member 0 finds out who is missing, and tells those that have come.
+
+        Raises
+        ------
+        StallError
+            Naming the first that has not come within *timeout_s*, or, with *names_all*, all of them.
+        """
+        self._n_barriers += 1
+        if self._group.rank == 0:
+            self._await_others(timeout_s, names_all)
+        else:
+            self._come(timeout_s)
+
+    def _await_others(self, timeout_s: float, names_all: bool) -> None:
+        group, post, tag = self._group, self._group.session.post, self._n_barriers
+        coming = {rank: post.receive_any_size(self._barriers, rank, tag) for rank in group.ranks[1:]}
+        missing: dict[int, BpsError] = {}
+        deadline = time.monotonic() + timeout_s
+        for member, (rank, transfer) in enumerate(coming.items(), 1):
+            try:
+                transfer.wait(max(0.0, deadline - time.monotonic()))
+            except BpsError as exc:
+                transfer.cancel()
+                missing[member] = exc
+                if not names_all:
+                    break
+        said = ""
+        if missing:
+            named = ", ".join(map(str, missing))
+            said = (f"rank{'s' if len(missing) > 1 else ''} {named} did not come to the monitored barrier within "
+                    f"{timeout_s:g} s")
+        text = np.frombuffer(said.encode() or b"\0", np.uint8)
+        for rank, transfer in coming.items():
+            if transfer.done() and transfer.error is None:
+                post.send(self._barriers, rank, tag, text.ctypes.data, text.nbytes, text).wait(group.timeout_s)
+            else:
+                transfer.cancel()
+        if missing:
+            raise StallError(said) from next(iter(missing.values()))
+
+    def _come(self, timeout_s: float) -> None:
+        post, tag, first = self._group.session.post, self._n_barriers, self._group.ranks[0]
+        here = np.ones(1, np.uint8)
+        post.send(self._barriers, first, tag, here.ctypes.data, here.nbytes, here)
+        answer = post.receive_any_size(self._barriers, first, tag)
+        try:
+            # Member 0 waits as long for others, and may have begun later.
+            answer.wait(2 * timeout_s + 1.0)
+        except StallError as exc:
+            answer.cancel()
+            raise StallError("rank 0 did not come to the monitored barrier, or has not said within "
+                             f"{2 * timeout_s + 1.0:g} s who is missing") from exc
+        assert answer.data is not None, "it has come"
+        said = answer.data.tobytes().strip(b"\0").decode()
+        if said:
+            raise StallError(said)
+
+    def close(self) -> None:
+        """Give up receives that no message has met."""
+        for transfer in list(self._receives):
+            transfer.cancel()

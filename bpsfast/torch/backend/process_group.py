@@ -1,0 +1,419 @@
+"""torch's process group: collectives in torch's terms, carried out by a `Group` in the order of the calls.
+
+A call checks its tensors, then goes to the group's conductor. What it returns is waited for, or followed by a future.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...collective import groups
+from ...collective.conductor import Conductor
+from ...collective.group import Group
+from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
+from . import shim, sparse, worlds
+from .messages import Messages
+from .operands import Operand, Reduction, check_same, flat, operand, operands, reducible
+from .work import Work, torch_error
+
+Tensor = torch.Tensor
+
+#: How long an ended session's last call may take to come out of it.
+_GOODBYE_S = 10.0
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A group of ranks, as `torch.distributed` makes it. Any thread; all members make the same calls in one order.
+
+    Errors of a call are raised by its `Work`, as `DistBackendError` with bpsfast's own error as its cause; bad arguments
+    at once. A group whose call has failed on a member cannot be used any more: destroy it.
+    """
+
+    def __init__(self, world: worlds.World, group: Group, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._world: worlds.World | None = world
+        self._group = group
+        self._messages = Messages(group)
+        self._conductor = Conductor(group.name)
+        self._coalesced: list[Work] | None = None
+        self._sequence = 0
+
+    # -- who it is -------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return the name under which it is registered."""
+        return shim.NAME
+
+    name = _get_backend_name = getBackendName
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Sub-groups are made anew: nothing is gained by splitting."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether calls may be collected and waited for together."""
+        return True
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """torch asks for this; calls are counted from the start."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let calls from now on take *timeout* at most."""
+        self._group.timeout_s = timeout.total_seconds()
+
+    # -- sums and the like -----------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Combine each of *tensors* with the other members', in place."""
+        opts = opts or dist.AllreduceOptions()
+        reduction = shim.reduction(opts)
+        if tensors[0].is_sparse:
+            return self._start("all_reduce", tensors, opts,
+                               lambda: sparse.all_reduce(self._group, tensors[0], reduction.op))
+        return self._start("all_reduce", tensors, opts, *self._reductions(tensors, reduction))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Combine the one of *tensors* into that of the root; others' stay as they are."""
+        opts = opts or dist.ReduceOptions()
+        reduction, root = shim.reduction(opts), opts.rootRank
+        (one,) = operands(tensors)
+        x, op = _prepared(one.dense, reduction)
+        out = reducible(one.dense, op)[0] if root == self.rank() else None
+        return self._start("reduce", tensors, opts, lambda: self._group.reduce(x, out, root, op), [one])
+
+    def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
+                       opts: Any = None) -> Work:
+        """Combine the i-th input of all members into the i-th member's output."""
+        opts = opts or dist.ReduceScatterOptions()
+        (output,), (inputs,) = output_tensors, input_tensors
+        _check_number(inputs, self.size(), "reduce_scatter")
+        return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """As `reduce_scatter`, with all inputs in one tensor."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
+                                        opts: Any = None) -> Work:
+        """`reduce_scatter_single` of each pair."""
+        opts = opts or dist.ReduceScatterOptions()
+        calls, written = [], []
+        for output, input in zip(outputs, inputs):
+            _check_pieces(input, output, self.size(), "reduce_scatter: the input")
+            pieces = flat(operand(input).dense, [output.numel()] * self.size())
+            run, kept = self._scattered(output, operands(pieces), opts)
+            calls.append(run)
+            written += kept
+        return self._start("reduce_scatter", outputs, opts, lambda: _run_all(calls), written)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Overwrite *tensors* by those of the root."""
+        opts = opts or dist.BroadcastOptions()
+        each, root = operands(tensors), opts.rootRank
+
+        def run() -> None:
+            for one in each:
+                self._group.broadcast(one.memory, root)
+
+        return self._start("broadcast", tensors, opts, run, each)
+
+    def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
+                  opts: Any = None) -> Work:
+        """Put the i-th member's input into the i-th output, on all members."""
+        opts = opts or dist.AllgatherOptions()
+        calls, written = [], []
+        for outputs, input in zip(output_tensors, input_tensors):
+            run, kept = self._gathered(outputs, input)
+            calls.append(run)
+            written += kept
+        results = [tensor for outputs in output_tensors for tensor in outputs]
+        return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
+
+    def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
+                            opts: Any = None) -> Work:
+        """`allgather` of each of *input_list*: ``output_lists[i][j]`` is the j-th of member i."""
+        if len(output_lists) != self.size() or any(len(outputs) != len(input_list) for outputs in output_lists):
+            raise ConfigError(f"all_gather_coalesced: {len(input_list)} inputs of {self.size()} members need as many "
+                              f"lists of as many outputs, got {[len(outputs) for outputs in output_lists]}")
+        return self.allgather(list(zip(*output_lists)), input_list, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """As `allgather`, with all outputs in one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
+                                    opts: Any = None) -> Work:
+        """`all_gather_single` of each pair."""
+        opts = opts or dist.AllgatherOptions()
+        calls, written = [], []
+        for output, input in zip(outputs, inputs):
+            _check_pieces(output, input, self.size(), "all_gather: the output")
+            whole = operand(output)
+            run, _ = self._gathered(flat(whole.dense, [input.numel()] * self.size()), input)
+            calls.append(run)
+            written.append(whole)
+        return self._start("all_gather", outputs, opts, lambda: _run_all(calls), written)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for all members."""
+        return self._start("barrier", [], opts or dist.BarrierOptions(), self._group.barrier)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def gather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
+               opts: Any = None) -> Work:
+        """Put the i-th member's input into the root's i-th output."""
+        opts = opts or dist.GatherOptions()
+        (input,), root = input_tensors, opts.rootRank
+        outputs = list(output_tensors[0]) if root == self.rank() else []
+        if root == self.rank():
+            _check_number(outputs, self.size(), "gather")
+            check_same([input, *outputs], "gather")
+        one, each = operand(input), operands(outputs)
+        return self._start("gather", outputs, opts, lambda: self._group.gather(
+            one.memory, [out.memory for out in each], root), each)
+
+    def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
+                opts: Any = None) -> Work:
+        """Put the root's i-th input into the i-th member's output."""
+        opts = opts or dist.ScatterOptions()
+        (output,), root = output_tensors, opts.rootRank
+        inputs = list(input_tensors[0]) if root == self.rank() else []
+        if root == self.rank():
+            _check_number(inputs, self.size(), "scatter")
+            check_same([output, *inputs], "scatter")
+        one, each = operand(output), operands(inputs)
+        return self._start("scatter", [output], opts, lambda: self._group.scatter(
+            [x.memory for x in each], one.memory, root), [one])
+
+    def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
+        _check_number(input_tensors, self.size(), "all_to_all")
+        _check_number(output_tensors, self.size(), "all_to_all")
+        outs, xs = operands(output_tensors), operands(input_tensors)
+        return self._start("all_to_all", output_tensors, opts or dist.AllToAllOptions(),
+                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), outs)
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
+                          input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
+        """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""
+        whole = operand(output)
+        outs = operands(_split(whole.dense, output_split_sizes, self.size(), "output"))
+        xs = operands(_split(operand(input).dense, input_split_sizes, self.size(), "input"))
+        return self._start("all_to_all", [output], opts or dist.AllToAllOptions(),
+                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), [whole])
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
+        """Send the one of *tensors* to member *dstRank*."""
+        (one,) = operands(tensors)
+        return self._message(lambda: self._messages.send(one, dstRank, tag))
+
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
+        """Receive the one of *tensors* from member *srcRank*."""
+        (one,) = operands(tensors)
+        return self._message(lambda: self._messages.receive(one, srcRank, tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        """Receive the one of *tensors* from whoever sends with *tag*."""
+        (one,) = operands(tensors)
+        return self._message(lambda: self._messages.receive(one, None, tag))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all members; who does not come in *timeout* is named on all that did. The group stays usable.
+
+        Raises
+        ------
+        DistBackendError
+            Naming the first member that is missing, or with *wait_all_ranks* all of them.
+        """
+        try:
+            self._messages.barrier(
+                timeout.total_seconds() if timeout is not None else self._group.timeout_s, wait_all_ranks)
+        except BpsError as exc:
+            raise torch_error(exc) from exc
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End the group at once: calls under way fail, on all members if it is the last group of the job."""
+        self._end(0.0)
+
+    def shutdown(self) -> None:
+        """End the group, once its calls are over."""
+        self._end(self._group.timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        world, self._world = self._world, None
+        if world is None:
+            return
+        ended = self._conductor.close(timeout_s)
+        self._messages.close()
+        with contextlib.suppress(BpsError):  # of a job that is over there is nothing to give back
+            self._group.close()
+        worlds.quit(world)
+        if not ended:
+            self._conductor.close(_GOODBYE_S)
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _start(self, text: str, results: Sequence[Tensor], opts: Any, run: Callable[[], None],
+               written: Sequence[Operand] = ()) -> Work:
+        self._sequence += 1
+        work = Work(results, self._group.timeout_s, text)
+
+        def job() -> None:
+            run()
+            for each in written:
+                each.take_back()
+
+        inline = shim.is_waited_for(opts) and self._coalesced is None
+        try:
+            self._conductor.run(job, work.finish, inline)
+        except BpsError as exc:
+            raise torch_error(exc) from exc
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _message(self, begin: Callable[[], Work]) -> Work:
+        try:
+            work = begin()
+        except BpsError as exc:
+            raise torch_error(exc) from exc
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return self._start("coalesced calls", [], dist.BarrierOptions(), lambda: _wait_all(works))
+
+    def _reductions(self, tensors: Sequence[Tensor], reduction: Reduction) -> tuple[Callable[[], None], list[Operand]]:
+        each = operands(tensors)
+        calls = []
+        for one in each:
+            x, op = _prepared(one.dense, reduction)
+            calls.append((x, reducible(one.dense, reduction.op)[0], op))
+
+        def run() -> None:
+            for x, out, op in calls:
+                self._group.all_reduce(x, out, op)
+
+        return run, each
+
+    def _scattered(self, output: Tensor, inputs: Sequence[Operand],
+                   opts: Any) -> tuple[Callable[[], None], list[Operand]]:
+        reduction = shim.reduction(opts)
+        one = operand(output)
+        if inputs[self.rank()].dense.numel() != output.numel():
+            raise ConfigError(f"reduce_scatter: output of {output.numel()} elements for an input of "
+                              f"{inputs[self.rank()].dense.numel()}")
+        xs = [_prepared(x.dense, reduction) for x in inputs]
+        out = reducible(one.dense, reduction.op)[0]
+        return lambda: self._group.reduce_scatter([x for x, _ in xs], out, xs[0][1]), [one]
+
+    def _gathered(self, outputs: Sequence[Tensor], input: Tensor) -> tuple[Callable[[], None], list[Operand]]:
+        _check_number(outputs, self.size(), "all_gather")
+        each, one = operands(outputs), operand(input)
+        if outputs[self.rank()].numel() * outputs[self.rank()].element_size() != one.memory.nbytes:
+            check_same([input, outputs[self.rank()]], "all_gather")
+        return lambda: self._group.all_gather(one.memory, [out.memory for out in each]), each
+
+
+def _prepared(dense: Tensor, reduction: Reduction) -> tuple[Any, str]:
+    """Return the memory of what goes in, and the op; it is multiplied here where the op says so."""
+    if reduction.factor is not None:
+        if not (dense.is_floating_point() or dense.is_complex()):
+            raise UnsupportedError(f"PREMUL_SUM multiplies first: it takes floating point, not {dense.dtype}")
+        dense = dense * reduction.factor
+    return reducible(dense, reduction.op)
+
+
+def _check_number(tensors: Sequence[Tensor], size: int, what: str) -> None:
+    if len(tensors) != size:
+        raise ConfigError(f"{what}: {len(tensors)} tensors for the {size} members of the group")
+
+
+def _check_pieces(whole: Tensor, piece: Tensor, size: int, what: str) -> None:
+    if whole.numel() != piece.numel() * size or whole.dtype != piece.dtype:
+        raise ConfigError(f"{what} has {whole.numel()} elements of {whole.dtype}; {size} times {piece.numel()} of "
+                          f"{piece.dtype} were expected")
+
+
+def _split(whole: Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[Tensor]:
+    length = whole.shape[0] if whole.dim() else whole.numel()
+    if not sizes:
+        if length % size:
+            raise ConfigError(f"all_to_all: the {what} of length {length} cannot be split evenly among {size} members")
+        sizes = [length // size] * size
+    _check_number(sizes, size, f"all_to_all: {what} splits")  # type: ignore[arg-type]
+    if sum(sizes) != length:
+        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} say {sum(sizes)}")
+    row = whole.numel() // length if length else 0
+    return flat(whole, [n * row for n in sizes])
+
+
+def _run_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _wait_all(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def create(options: Any, _: Any = None) -> ProcessGroup:
+    """Make a group as torch asks for it (`DistributedBackendOptions`): on all its members, in one order.
+
+    Raises
+    ------
+    DistBackendError
+        If the job cannot come together; the text says who is missing, or what differs.
+    """
+    timeout_s = options.timeout.total_seconds()
+    try:
+        world = worlds.enter(options.store, options.group_rank, options.group_size, options.global_ranks_in_group,
+                             timeout_s)
+        try:
+            ranks = options.global_ranks_in_group or range(options.group_size)
+            group = groups.make(world.session, world.session_ranks(ranks), timeout_s)
+            return ProcessGroup(world, group, options.group_rank, options.group_size)
+        except BaseException:
+            worlds.quit(world)
+            raise
+    except BpsError as exc:
+        raise torch_error(exc) from exc

@@ -1,0 +1,105 @@
+"""One collective under way, as torch's `Work`: waited for, asked about, or followed by a future."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...orchestration.errors import BpsError
+
+
+def torch_error(error: BaseException) -> BaseException:
+    """Return *error* as torch's users expect it from a backend; the cause has bpsfast's own class."""
+    if not isinstance(error, BpsError):
+        return error
+    raised = dist.DistBackendError(f"{type(error).__name__}: {error}")
+    raised.__cause__ = error
+    return raised
+
+
+class Work(dist.Work):
+    """A call whose results are *tensors*. `wait` and the rest from any thread, `finish` once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], timeout_s: float, text: str) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._timeout_s = timeout_s
+        self._text = text
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._base: Any = None
+        self._future: Any = None
+        self._source = -1
+
+    def finish(self, error: BaseException | None, source: int = -1) -> None:
+        """Enter how the call ended, and from which member it was received."""
+        self._error = None if error is None else torch_error(error)
+        self._source = source
+        with self._lock:
+            self._event.set()
+            base = self._base
+        if base is not None:
+            base.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call is over; raises what it failed with.
+
+        The call itself gives up at its group's timeout, naming who is missing; a shorter *timeout* names the call only.
+        """
+        given_s = timeout.total_seconds() if timeout is not None else 0.0
+        # What carries the call out has the same deadline, and the better reason: it is given a little more.
+        if not self._event.wait(given_s if given_s > 0 else None):
+            raise torch_error(TimeoutError(f"{self._text} was not complete within {given_s:g} s"))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call is over, well or not."""
+        return self._event.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the call is over, and went well."""
+        return self._event.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What the call failed with, if it did."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that were written."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """The member whose message was received."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors. A failure is one of the future's own: an exception stored as its value would
+        be read as tensors by torch's reducer."""
+        with self._lock:
+            if self._future is None:
+                self._base = torch.futures.Future()
+                self._future = self._base.then(self._value)
+                is_over = self._event.is_set()
+            else:
+                is_over = False
+        if is_over:
+            self._base.set_result(None)
+        return self._future
+
+    def _value(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors

@@ -1,0 +1,114 @@
+"""The sessions behind process groups: each made by the first group of its ranks, shared by groups among them.
+
+The default group makes one of all ranks, through torch's store, so that no address but the store's must be known; under
+``bpsfast run``, or after `bpsfast.init()`, it is the job that is there already. It ends with its last group.
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ... import logs
+from ...launch import rendezvous, roles
+from ...orchestration.errors import ConfigError
+from ...settings import load
+from ...trainer import current
+from ...trainer.joining import join, leave
+from ...trainer.lifetime import Watch
+from ...trainer.session import Session
+
+
+class World:
+    """A session whose rank i is rank ``ranks[i]`` of torch's default group."""
+
+    def __init__(self, session: Session, ranks: Sequence[int], watch: Watch | None) -> None:
+        self.session = session
+        self.ranks = tuple(ranks)
+        self.n_groups = 0
+        self._watch = watch  # None: whoever made the session ends it
+
+    @property
+    def is_open(self) -> bool:
+        """Whether groups can be made here."""
+        return not self.session.closed and self.session.pid == os.getpid()
+
+    def session_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return what the session calls *ranks* of the default group."""
+        return [self.ranks.index(rank) for rank in ranks]
+
+    def close(self) -> None:
+        """End the session if this made it; the daemons end once all ranks have."""
+        if self._watch is not None:
+            current.forget(self.session)
+            leave(self.session, self._watch, stays=False)
+
+
+_worlds: list[World] = []
+_lock = threading.Lock()
+
+
+def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout_s: float) -> World:
+    """Return the world for a new group of *global_ranks* (empty: all), made by all of them with the same *store*.
+
+    `quit` gives it back. Raises what `rendezvous.place` and `joining.join` raise.
+    """
+    with _lock:
+        _worlds[:] = [world for world in _worlds if world.is_open]
+        is_default = not global_ranks
+        ranks = range(size) if is_default else global_ranks
+        # Groups are made in one order on all their members, and a world was made by all its ranks: all find the same.
+        world = next((each for each in _worlds if set(ranks) <= set(each.ranks)), None)
+        if world is None:
+            world = _present(rank, size) or _make(store, rank, size, ranks, timeout_s)
+            _worlds.append(world)
+        world.n_groups += 1
+        return world
+
+
+def quit(world: World) -> None:
+    """Say that one group fewer uses *world*; the last one ends it."""
+    with _lock:
+        world.n_groups -= 1
+        is_last = world.n_groups == 0
+        if is_last and world in _worlds:
+            _worlds.remove(world)
+    if is_last:
+        world.close()
+
+
+def _present(rank: int, size: int) -> World | None:
+    """Return the world of the job that this process is a rank of already, or that its launcher has made for it."""
+    session = current.session()
+    if session is None:
+        settings = load({})
+        if settings.rank < 0 or (settings.rank, settings.size) != (rank, size):
+            return None
+        place = roles.detect(settings)
+        if place.starts_scheduler:  # nobody has: nothing is gained by it
+            return None
+        current.init()
+        session = current.current()
+    if session.size != size:
+        return None
+    if session.rank != rank:
+        raise ConfigError(f"this process is rank {session.rank} of {session.size} of bpsfast's job, but torch's process "
+                          f"group is made with rank {rank}: give both the same")
+    return World(session, range(size), None)
+
+
+def _make(store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: float) -> World:
+    settings = load({})
+    logs.configure(settings.log_level, "rank")
+    place = rendezvous.place(store, rank, size, settings, min(timeout_s, settings.start_timeout_s))
+    session, started = join(place, settings)
+    world: World
+
+    def end() -> None:
+        world.close()
+
+    watch = Watch(end, started)
+    world = World(session, ranks, watch)
+    current.adopt(session)
+    return world
