@@ -32,6 +32,7 @@ import pytest
 from bpsfast import settings
 from bpsfast.launch import daemons, job as launch
 from bpsfast.launch.supervisor import Kind
+from tests.every_shape import SHAPES, SturdyJob
 from tests.sysfs_trees.machine import Machine
 
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
@@ -219,6 +220,13 @@ def three(shared_job: Callable[..., Job]) -> Job:
     """Two ranks of one node and one of another, over tcp."""
     return shared_job(ranks=(2, 1), transport="tcp")
 
+
+@pytest.fixture(scope="session", params=SHAPES, ids=lambda ranks: "+".join(map(str, ranks)))
+def everywhere(request: pytest.FixtureRequest) -> Iterator[SturdyJob]:
+    """Each of the shapes of jobs in turn, for all tests that want it: see `tests.every_shape`."""
+    job = SturdyJob(lambda: Job(ranks=request.param), request.param)
+    yield job
+    job.close()
 
 
 def _end(jobs: list[Job]) -> None:

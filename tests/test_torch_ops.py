@@ -1,8 +1,6 @@
 """bpsfast.torch's operations on real ranks: BytePS's signatures, broadcast, compression."""
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
@@ -18,32 +16,6 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 @pytest.fixture
 def three(shared_job):
     return shared_job(ranks=(2, 1), transport="tcp")
-
-
-@pytest.mark.parametrize(("function", "signature"), [
-    (bps.init, "(lazy=True)"),
-    (bps.declare, "(name)"),
-    (bps.push_pull_async, "(tensor, average=True, name=None, version=0, priority=0)"),
-    (bps.push_pull_async_inplace, "(tensor, average=True, name=None, version=0, priority=0)"),
-    (bps.push_pull, "(tensor, average=True, name=None, version=0, priority=0, compression=none)"),
-    (bps.push_pull_inplace, "(tensor, average=True, name=None, version=0, priority=0)"),
-    (bps.poll, "(handle)"),
-    (bps.synchronize, "(handle)"),
-    (bps.DistributedOptimizer, "(optimizer, named_parameters=None, compression=none, backward_passes_per_step=1)"),
-    (bps.CrossBarrier, "(model, optimizer, named_parameters=None, compression=none, backward_passes_per_step=1, "
-                       "num_steps=1000000)"),
-    (bps.broadcast_parameters, "(params, root_rank, prefix='Parameter.')"),
-    (bps.broadcast_optimizer_state, "(optimizer, root_rank, prefix='Parameter.')"),
-    (bps.broadcast_object, "(obj, root_rank=0, name=None)"),
-])
-def test_signatures_are_bytepss(function, signature):
-    shown = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            continue  # ours
-        default = "none" if parameter.default is Compression.none else repr(parameter.default)
-        shown.append(parameter.name + ("" if parameter.default is parameter.empty else f"={default}"))
-    assert f"({', '.join(shown)})" == signature
 
 
 def sums(dtype, average):

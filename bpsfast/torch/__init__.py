@@ -7,22 +7,23 @@
 """
 from __future__ import annotations
 
-from ..trainer import current as _current
-from ..trainer.current import barrier, local_rank, local_size, rank, size
 from ..trainer.stats import get_pushpull_speed
+from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .compression import Compression
-from .cross_barrier import settle_everything as _settle_everything
+from .compression import Compression, Compressor
 from .ops import (
+    byteps_torch_set_num_grads,
     declare,
     poll,
     push_pull,
     push_pull_async,
     push_pull_async_inplace,
+    push_pull_group_sync_inplace,
     push_pull_inplace,
     synchronize,
 )
 from .optimizer import CrossBarrier, DistributedOptimizer
+from .parallel import DistributedDataParallel
 from .scheduling import schedule
 
 #: BytePS's second name for it.
@@ -30,13 +31,16 @@ byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
     "Compression",
+    "Compressor",
     "CrossBarrier",
+    "DistributedDataParallel",
     "DistributedOptimizer",
     "barrier",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "byteps_push_pull",
+    "byteps_torch_set_num_grads",
     "declare",
     "get_pushpull_speed",
     "init",
@@ -46,23 +50,13 @@ __all__ = [
     "push_pull",
     "push_pull_async",
     "push_pull_async_inplace",
+    "push_pull_group_sync_inplace",
     "push_pull_inplace",
     "rank",
+    "resume",
     "schedule",
     "shutdown",
     "size",
+    "suspend",
     "synchronize",
 ]
-
-
-def init(lazy: bool = True) -> None:
-    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
-    _current.init()
-
-
-def shutdown() -> None:
-    """Make the updates that are due (`cross_barrier`), then leave the job (`bpsfast.shutdown`)."""
-    try:
-        _settle_everything()
-    finally:
-        _current.shutdown()

@@ -1,6 +1,7 @@
 """Everybody starts from the same state: parameters, optimizer state and objects of one rank, given to all."""
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import pickle
 from collections.abc import Iterable, Mapping
@@ -106,30 +107,60 @@ def dump(obj: Any) -> bytes:
     return cloudpickle.dumps(obj)
 
 
+def broadcast_buffers(named: list[tuple[str, torch.Tensor]], root_rank: int, title: str) -> None:
+    """As `broadcast_parameters`, in one message: that of every forward pass. *title* must be the same on all ranks."""
+    session = process.current()
+    kinds = hashlib.sha256(repr(_manifest(named)).encode()).hexdigest()[:16]
+    text = f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}"
+    dense = _dense(named)
+    if session.rank == root_rank:
+        session.broadcaster.send(text, _pieces(dense))
+    else:
+        session.broadcaster.receive(root_rank, text, lambda nbytes: _pieces(dense))
+        _copy_back(dense)
+
+
 def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
     """Send all tensors as one stream, after a list of what they are."""
     session = process.current()
     check_root(session, root_rank)
-    for name, tensor in named:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense CPU tensors can "
-                                   "be broadcast")
-    mine: _Manifest = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+    mine = _manifest(named)
     is_root = session.rank == root_rank
     theirs: _Manifest = broadcast_object(mine, root_rank, "list of tensors")
-    dense = [(tensor, tensor.detach().contiguous()) for _, tensor in named]
-    pieces = [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
+    dense = _dense(named)
     text = f"{len(theirs)} tensors"
     if session.size == 1:
         return
     if is_root:
-        session.broadcaster.send(text, pieces)
+        session.broadcaster.send(text, _pieces(dense))
         return
     difference = _difference(mine, theirs, session.rank, root_rank)
     # What does not fit is received all the same, so that the channel stays in step.
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if difference else pieces)
+    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if difference else _pieces(dense))
     if difference:
         raise MismatchError(difference)
+    _copy_back(dense)
+
+
+def _manifest(named: list[tuple[str, torch.Tensor]]) -> _Manifest:
+    for name, tensor in named:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense CPU tensors can "
+                                   "be broadcast")
+    return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+
+
+def _dense(named: list[tuple[str, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each tensor with a contiguous one: itself, or a copy."""
+    return [(tensor, tensor.detach().contiguous()) for _, tensor in named]
+
+
+def _pieces(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int]]:
+    return [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
+
+
+def _copy_back(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Overwrite the tensors by their copies."""
     with torch.no_grad():
         for tensor, copy in dense:
             if copy.data_ptr() != tensor.data_ptr():

@@ -1,45 +1,103 @@
-"""Compression of torch tensors: travel in a narrower floating-point dtype, come back in the own one."""
+"""Compression of torch tensors: what travels instead of a tensor, and how the tensor is made of the sum of that.
+
+A compressor is a class (or an object) with two functions, as in BytePS; derive from `Compressor` for one of your own:
+
+    class Scaled(bps.Compressor):
+        @staticmethod
+        def compress(tensor):                 # -> what travels, and what decompress needs
+            return (tensor * 1024).half(), tensor.dtype
+
+        @staticmethod
+        def decompress(tensor, context):      # the sum (mean) of what all ranks sent
+            return tensor.to(context) / 1024
+
+What travels is summed, so compress should be linear; its shape and dtype depend on those of the tensor alone.
+"""
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from ..orchestration.errors import ConfigError
+
 
 class Compressor:
-    """Leave everything as it is; the others derive from this. `narrow` is the dtype that travels, None: the own one."""
+    """Leaves everything as it is: what other compressors derive from."""
 
-    narrow: torch.dtype | None = None
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what travels, a dense CPU tensor, and what `decompress` needs. Does not change *tensor*."""
+        return tensor, None
 
-    @classmethod
-    def wire_dtype(cls, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which tensors of *dtype* travel: only wider floating-point ones change."""
-        if cls.narrow is None or not dtype.is_floating_point or dtype.itemsize <= cls.narrow.itemsize:
-            return dtype
-        return cls.narrow
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """Return the tensor whose shape is that before `compress`; *tensor*, the sum, may be changed and returned."""
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Leaves everything as it is."""
+
+
+class _Narrowing(Compressor):
+    """Lets wide floating-point tensors travel as `narrow`; others stay as they are."""
+
+    narrow: torch.dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, and what `decompress` needs."""
-        return tensor.to(cls.wire_dtype(tensor.dtype)), tensor.dtype
+        """Return *tensor* in the dtype that travels, and its own dtype."""
+        return tensor.to(_narrowed(tensor.dtype, cls.narrow)), tensor.dtype
 
-    @classmethod
-    def decompress(cls, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
         """Return *tensor* in the dtype it had before `compress`."""
         return tensor.to(context)
 
 
-class _Float16(Compressor):
+class FP16Compressor(_Narrowing):
+    """Floating-point tensors travel as float16."""
+
     narrow = torch.float16
 
 
-class _BFloat16(Compressor):
+class BF16Compressor(_Narrowing):
+    """Floating-point tensors travel as bfloat16."""
+
     narrow = torch.bfloat16
 
 
 class Compression:
     """The compressors to choose from. Sums are made in float32 and rounded once to the travelling dtype."""
 
-    none = Compressor
-    fp16 = _Float16
-    bf16 = _BFloat16
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+
+
+#: What may be given as *compression*: a class, as in BytePS, or an object of one.
+CompressorLike: TypeAlias = type[Compressor] | Compressor
+
+
+def check_compressor(compression: Any) -> None:
+    """Raise `ConfigError` if *compression* is no compressor."""
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ConfigError(f"compression={compression!r} has no functions compress and decompress: use "
+                          "Compression.none, .fp16, .bf16, or a class derived from bpsfast.torch.Compressor")
+
+
+def cast_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype | None:
+    """Return in which dtype tensors of *dtype* travel if *compression* only casts, which copies do on the way.
+
+    None: it is code of the user's, to be called.
+    """
+    if compression is Compressor or compression is NoneCompressor:
+        return dtype
+    if compression is FP16Compressor or compression is BF16Compressor:
+        return _narrowed(dtype, compression.narrow)
+    return None
+
+
+def _narrowed(dtype: torch.dtype, narrow: torch.dtype) -> torch.dtype:
+    return narrow if dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import BusyError, UnsupportedError
-from .compression import Compressor
+from .compression import CompressorLike
 from .exchange import Exchange
 
 #: Keep the whole history of steps, or look for a step along a line: one parameter at a time means nothing to them.
@@ -115,7 +115,7 @@ class CrossBarrierExchange(Exchange):
     """
 
     def __init__(self, base: type[torch.optim.Optimizer], named: list[tuple[str, torch.Tensor]],
-                 compression: type[Compressor], n_passes: int, n_steps: int) -> None:
+                 compression: CompressorLike, n_passes: int, n_steps: int) -> None:
         if issubclass(base, _UNABLE):
             raise UnsupportedError(f"cross_barrier updates one parameter at a time, which {base.__name__} cannot do: "
                                    "its step depends on all parameters. Use it without cross_barrier")
@@ -166,7 +166,7 @@ class CrossBarrierExchange(Exchange):
             self.settle((name,))  # which nobody used in this step
             if self.parameters[name].grad is not None:
                 self._send(name)
-        for name in self.gradients.zero_missing():
+        for name in self._zero_missing():
             self._hide(name, torch.empty_like(self.parameters[name], requires_grad=False))
         self.gradients.step(wait=False)
         self.forget_passes()
@@ -277,3 +277,12 @@ def _outside() -> Iterator[None]:
     """Be outside of what the forward pass around may have switched on."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
+
+
+def __getattr__(name: str) -> Any:
+    """Return what `bpsfast.torch` calls *name*: BytePS's programs ``import byteps.torch.cross_barrier as bps``."""
+    from .. import torch as api
+
+    if name in api.__all__:
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,25 +20,38 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..orchestration.errors import BusyError, UnsupportedError
+from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..trainer.gradients import Gradients
-from .compression import Compressor
+from .compression import CompressorLike, cast_dtype, check_compressor
 from .ops import wire_dtype_name
 
 
 class Exchange:
-    """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer; one thread at a time."""
+    """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
+    time.
+    """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: type[Compressor], n_passes: int) -> None:
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike,
+                 n_passes: int) -> None:
+        check_compressor(compression)
         self.parameters = dict(named)
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
-        self._wire = {name: compression.wire_dtype(p.dtype) for name, p in named}
-        self._kinds = {name: (tuple(p.shape), wire_dtype_name(self._wire[name])) for name, p in named}
+        self._compression = compression
+        self._wire: dict[str, torch.dtype] = {}
+        self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
+        self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
+        for name, p in named:
+            cast = cast_dtype(compression, p.dtype)
+            if cast is None:
+                sample, self._contexts[name] = self._compress(name, _zeros(p))
+            self._wire[name] = sample.dtype if cast is None else cast
+            self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
         self._gradients: Gradients | None = None
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
         self._order = list(self.parameters)
+        self.prefix = "Gradient."  # of the names, which are the job's
         self.synchronized = False
         # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
         me = weakref.ref(self)
@@ -49,13 +62,18 @@ class Exchange:
     @property
     def gradients(self) -> Gradients:
         """The gradients as the job knows them. The first use declares them, and waits for all ranks if any was kept."""
+        gradients = self.declare()
+        copies, self._copies = self._copies, {}
+        for name, gradient in copies.items():
+            self._fill(name, gradient)
+        return gradients
+
+    def declare(self) -> Gradients:
+        """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
             if not _is_compiled():
                 self._order = forward_order(self.parameters, self._seen)
-            self._gradients = Gradients(self._kinds, prefix="Gradient.", order=self._order)
-            copies, self._copies = self._copies, {}
-            for name, gradient in copies.items():
-                self._fill(name, gradient)
+            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order)
         return self._gradients
 
     @property
@@ -90,8 +108,10 @@ class Exchange:
             self._fill(name, gradient)
 
     def _fill(self, name: str, gradient: torch.Tensor) -> None:
-        """Copy *gradient* into its place in the segment, in the dtype that travels, and announce it."""
+        """Copy *gradient* into its place in the segment, as it travels, and announce it."""
         with torch.no_grad():
+            if name in self._contexts:
+                gradient, self._contexts[name] = self._compress(name, gradient.detach())
             if gradient.dtype != self._wire[name]:
                 self._place(name).copy_(gradient)
                 self.gradients.ready(name)
@@ -106,10 +126,27 @@ class Exchange:
 
     def synchronize(self) -> None:
         """Send what no backward pass has sent, wait for everything, and write the averages into the gradients."""
+        self.send_rest()
+        self.receive()
+
+    def send_rest(self) -> None:
+        """Send what no backward pass has sent, zeros where there is no gradient."""
         for name in self.gradients.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
+        self._zero_missing()
+
+    def _zero_missing(self) -> list[str]:
+        """Let every gradient that was not sent contribute zeros; return their names."""
+        missing = self.gradients.missing()
+        for name in missing:
+            if name in self._contexts:
+                self._fill(name, _zeros(self.parameters[name]))
         self.gradients.zero_missing()
+        return missing
+
+    def receive(self) -> None:
+        """Wait for everything, and write the averages into the gradients: the step is over."""
         with torch.no_grad():
             for name in self._order:
                 self._receive(name, self.parameters[name])
@@ -122,7 +159,15 @@ class Exchange:
         if gradient is None:
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
-        if target.dtype == self._wire[name] and target.is_contiguous():
+        if name in self._contexts:
+            sums = _tensor_over(self.gradients.wait(name), self._wire[name])
+            own = self._compression.decompress(sums.clone(), self._contexts[name])  # it may write into what it gets
+            if own.shape != target.shape:
+                raise MismatchError(f"{_title(self._compression)}.decompress has made a tensor of shape "
+                                    f"{tuple(own.shape)} of the gradient of {name!r}, whose shape is "
+                                    f"{tuple(target.shape)}")
+            target.copy_(own)
+        elif target.dtype == self._wire[name] and target.is_contiguous():
             self.gradients.deliver(name, target.data_ptr(), target.numel() * target.element_size())
         elif target.dtype == self._wire[name]:
             dense = torch.empty(target.shape, dtype=target.dtype)
@@ -130,6 +175,19 @@ class Exchange:
             target.copy_(dense)
         else:
             target.copy_(_tensor_over(self.gradients.wait(name), self._wire[name]))
+
+    def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what travels of *gradient* by the user's compressor, and what decompressing it needs."""
+        small, context = self._compression.compress(gradient)
+        if not isinstance(small, torch.Tensor) or small.layout != torch.strided or small.device.type != "cpu":
+            raise UnsupportedError(f"{_title(self._compression)}.compress has made of the gradient of {name!r} what is "
+                                   f"no dense CPU tensor: {type(small).__name__}")
+        kind = tuple(small.shape), wire_dtype_name(small.dtype)
+        if kind != self.kinds.get(name, kind):
+            raise MismatchError(f"{_title(self._compression)}.compress has made a tensor of shape {kind[0]} and dtype "
+                                f"{kind[1]} of the gradient of {name!r}; of zeros it has made {self.kinds[name][0]} "
+                                f"and {self.kinds[name][1]}: it must be the same for all")
+        return small, context
 
     def forget_passes(self) -> None:
         """Count the backward passes from the start."""
@@ -145,7 +203,9 @@ class Exchange:
             return
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
-            if gradient is None or gradient.dtype != self._wire[name] or not gradient.is_contiguous():
+            if name in self._contexts or gradient is None:
+                continue
+            if gradient.dtype != self._wire[name] or not gradient.is_contiguous():
                 continue
             place = self._place(name)
             if gradient.data_ptr() != place.data_ptr():
@@ -163,6 +223,14 @@ def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
         after = place.get(name, after)
         keys[name] = after, position
     return sorted(keys, key=lambda name: keys[name])
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(parameter.shape, dtype=parameter.dtype)
+
+
+def _title(compression: object) -> str:
+    return getattr(compression, "__name__", type(compression).__name__)
 
 
 def _is_compiled() -> bool:

@@ -1,16 +1,27 @@
 """push_pull of torch tensors, with BytePS's signatures (`byteps.torch.ops`)."""
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
 from ..dtypes import NAMES
-from ..orchestration.errors import UnsupportedError
+from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process, handle as operations
 from ..trainer.handle import Handle
 from ..trainer.tensor_input import TensorInput
-from .compression import Compression, Compressor
+from .basics import (  # BytePS's programs import them from here, too
+    init as init,
+    local_rank as local_rank,
+    local_size as local_size,
+    rank as rank,
+    resume as resume,
+    shutdown as shutdown,
+    size as size,
+    suspend as suspend,
+)
+from .compression import Compression, CompressorLike, check_compressor
 
 
 def tensor_memory(tensor: torch.Tensor) -> TensorInput:
@@ -72,6 +83,47 @@ def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: st
     return operations.start(memory, name, average, _priority(name, priority), memory, tensor)
 
 
+class _Group:
+    """Counts the push_pulls of a group of *n_members*; 0: no end of it. Any thread."""
+
+    def __init__(self, n_members: int = 0) -> None:
+        self._n_members = n_members
+        self._n_begun = 0
+        self._lock = threading.Lock()
+
+    def count(self) -> int:
+        """Return the place of one more push_pull in its group, from 1 on."""
+        with self._lock:
+            self._n_begun += 1
+            place = self._n_begun
+            if place == self._n_members:
+                self._n_begun = 0
+            return place
+
+
+_group = _Group()
+
+
+def byteps_torch_set_num_grads(num_grads_: int) -> int:
+    """Let every *num_grads_* calls of `push_pull_group_sync_inplace` be a group, beginning with the next. Returns 0."""
+    global _group
+    if num_grads_ < 1:
+        raise ConfigError(f"byteps_torch_set_num_grads({num_grads_}): a group has at least one gradient")
+    _group = _Group(num_grads_)
+    return 0
+
+
+def push_pull_group_sync_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
+                                 priority: int = 0) -> tuple[Handle, int]:
+    """As `push_pull_async_inplace`; return the handle and the place of this call in its group, from 1 on.
+
+    Whoever gets the size of the group (`byteps_torch_set_num_grads`) has begun the last one and waits for all. There is
+    one count in a process; `DistributedDataParallel` does without it.
+    """
+    handle = push_pull_async_inplace(tensor, average, name, version, priority)
+    return handle, _group.count()
+
+
 def _push_pull(tensor: torch.Tensor, average: bool, name: str, version: int, priority: int) -> torch.Tensor:
     """Sum *tensor* into a new one."""
     output = torch.empty_like(tensor, requires_grad=False)
@@ -100,7 +152,7 @@ class _PushPull(torch.autograd.Function):
 
 
 def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
-              compression: type[Compressor] = Compression.none) -> torch.Tensor:
+              compression: CompressorLike = Compression.none) -> torch.Tensor:
     """Return the sum (mean) of *tensor* over all ranks as a new tensor. Differentiable: backward sums the gradients.
 
     Raises
@@ -108,6 +160,7 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
     UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
         As `bpsfast.push_pull`.
     """
+    check_compressor(compression)
     compressed, context = compression.compress(tensor)
     summed = _PushPull.apply(compressed, average, name, version, priority)
     return compression.decompress(summed, context)

@@ -13,7 +13,7 @@ import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import current as process
-from .compression import Compression, Compressor
+from .compression import Compression, CompressorLike, check_compressor
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
 
@@ -176,7 +176,7 @@ _MIXED_IN = ("step", "synchronize", "skip_synchronize", "set_backward_passes_per
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, *, cross_barrier: bool = False,
+    compression: CompressorLike = Compression.none, backward_passes_per_step: int = 1, *, cross_barrier: bool = False,
     num_steps: int = 10**6,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that averages its gradients over all ranks before each step.
@@ -190,7 +190,8 @@ def DistributedOptimizer(
     named_parameters
         (name, tensor) of at least all parameters of the optimizer; None: they are numbered.
     compression
-        `Compression.fp16` and `Compression.bf16` let gradients travel in half the bytes.
+        `Compression.fp16` and `Compression.bf16` let gradients travel in half the bytes; or one of your own
+        (`bpsfast.torch.compression`).
     backward_passes_per_step
         Gradients travel after this many backward passes; the sum over passes is not divided.
     cross_barrier
@@ -209,6 +210,7 @@ def DistributedOptimizer(
     """
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least one pass is needed")
+    check_compressor(compression)
     base = type(optimizer)
     if hasattr(base, "skip_synchronize"):
         raise ConfigError("the optimizer is a DistributedOptimizer already")
@@ -232,7 +234,7 @@ def DistributedOptimizer(
 def CrossBarrier(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
+    compression: CompressorLike = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as `DistributedOptimizer` does with *cross_barrier*; BytePS's name and arguments for it.
 

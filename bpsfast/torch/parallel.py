@@ -1,0 +1,238 @@
+"""DistributedDataParallel: a module whose gradients are averages over all ranks when `backward` returns.
+
+    construction  rank 0's parameters and buffers are given to all ranks
+    forward       rank 0's buffers are given to all ranks, then the module's own forward pass
+    backward      each gradient leaves as soon as it is there (`exchange`); at its end all averages are awaited
+
+The end of a backward pass is what autograd calls last in the pass that has begun at the module's output: a hook on the
+output asks for that. So it does not matter which parameters were used, and passes within the pass (checkpoints that
+compute again) end nothing. BytePS counts gradients instead, in one count for the process.
+
+Several modules may be used in one backward pass. Then all of them send what is left before any of them waits, so ranks
+may come to them in different orders.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..trainer import current as process
+from ..trainer.session import Session
+from .broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
+from .compression import Compression, CompressorLike, check_compressor
+from .exchange import Exchange
+
+_queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+#: What the backward passes that go on (autograd's numbers of them) have to end.
+_to_end: dict[int, set[_ModuleExchange]] = {}
+
+
+class _ModuleExchange(Exchange):
+    """The gradients of one module. They are sent while `sends` is true, else they add up."""
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike) -> None:
+        super().__init__(named, compression, n_passes=1)
+        self.number = 0  # of the module among those of the job
+        self.sends = True
+        self.synchronized = True
+        self._n_left = len(named)
+
+    def accumulated(self, name: str) -> None:
+        """Send the gradient of *name*."""
+        if not self.sends:
+            self.synchronized = False
+            return
+        if not self._left[name]:
+            raise BusyError(f"the gradient of {name!r} has come twice in one backward pass, or the last pass was not "
+                            "ended by synchronize(). Checkpoints that use one parameter twice need use_reentrant=False")
+        super().accumulated(name)
+        self._n_left -= 1
+        if not self._n_left:  # whether or not this pass goes through an output that is known
+            _end_later(self)
+
+    def forget_passes(self) -> None:
+        """Expect all gradients again."""
+        super().forget_passes()
+        self._n_left = len(self.parameters)
+
+    def output_reached(self, _: torch.Tensor) -> None:
+        """Be told that a backward pass has come to an output of the module."""
+        if self.sends:
+            self.synchronized = False
+            _end_later(self)
+
+
+def _end_later(exchange: _ModuleExchange) -> None:
+    """Let the backward pass that calls this end by averaging the gradients of *exchange*."""
+    number = torch._C._current_graph_task_id()
+    _to_end.setdefault(number, set()).add(exchange)
+    _queue_at_end(partial(_end_pass, number))
+
+
+def _end_pass(number: int) -> None:
+    """Average the gradients of all modules that this backward pass has used, unless that was done."""
+    exchanges = _to_end.pop(number, set())
+    _average(sorted((each for each in exchanges if not each.synchronized), key=lambda each: each.number))
+
+
+def _forget_passes_of(exchange: _ModuleExchange) -> None:
+    """End nothing of *exchange* later: passes that an exception has ended never come to their end."""
+    for number in [number for number, exchanges in _to_end.items() if exchange in exchanges]:
+        _to_end[number].discard(exchange)
+        if not _to_end[number]:
+            del _to_end[number]
+
+
+def _average(exchanges: Sequence[_ModuleExchange]) -> None:
+    for exchange in exchanges:
+        exchange.declare()
+    for exchange in exchanges:
+        exchange.send_rest()
+    for exchange in exchanges:
+        exchange.receive()
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """*module*, trained by all ranks together: its gradients are the averages over all ranks. One thread at a time.
+
+    All ranks make the same modules in the same order; a process may have several. ``state_dict`` is that of a module
+    whose only child is ``module``, as of torch's class of this name. Unlike that class, and as in BytePS, it needs no
+    process group, and every forward pass gives out the buffers, also while evaluating: evaluate on one rank alone by
+    ``model.module``.
+
+    Parameters
+    ----------
+    module
+        On the CPU. Parameters that shall be trained require gradients now, and are all there.
+    device_ids
+        BytePS's: at most one device, which changes nothing for a module on the CPU.
+    broadcast_buffers
+        Give rank 0's buffers to all ranks before each forward pass.
+    compression
+        As of `DistributedOptimizer`.
+
+    Raises
+    ------
+    UnsupportedError
+        If a parameter or buffer is not on the CPU, or of a dtype that is not summed.
+    MismatchError
+        If the ranks' modules differ; the text names the first difference.
+    StallError, PeerLostError
+        As `bpsfast.push_pull`; also from forward and backward.
+    """
+
+    def __init__(self, module: torch.nn.Module, device_ids: Sequence[Any] | None = None, broadcast_buffers: bool = True,
+                 compression: CompressorLike = Compression.none) -> None:
+        super().__init__()
+        check_compressor(compression)
+        if device_ids is not None and len(device_ids) > 1:
+            raise ConfigError(f"device_ids={list(device_ids)}: a rank has one device; start a rank for each")
+        for name, p in module.named_parameters():
+            if p.device.type != "cpu":
+                raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
+        self.module = module
+        self.device_ids = None if device_ids is None else list(device_ids)
+        self.broadcast_buffers = broadcast_buffers
+        self._exchange: _ModuleExchange | None = None
+        if process.size() == 1:
+            return
+        exchange = _ModuleExchange([(name, p) for name, p in module.named_parameters() if p.requires_grad], compression)
+        mine = _take_number(exchange) if process.rank() == 0 else None
+        exchange.number = broadcast_object(mine, 0, "number of a DistributedDataParallel")
+        exchange.prefix = _prefix(exchange.number)
+        broadcast_parameters(module.state_dict(), root_rank=0)
+        self._exchange = exchange
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Give rank 0's buffers to all ranks; return what the module makes of the arguments."""
+        exchange = self._exchange
+        if exchange is None:
+            return self.module(*inputs, **kwargs)
+        if self.broadcast_buffers:
+            buffers = list(self.module.named_buffers())
+            if buffers:
+                broadcast_buffers(buffers, 0, f"buffers of DistributedDataParallel {exchange.number}")
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and exchange.parameters:
+            exchange.synchronized = False
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(exchange.output_reached)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside the block add up on this rank; the next one outside averages the whole."""
+        exchange = self._exchange
+        if exchange is None:
+            yield
+            return
+        before, exchange.sends = exchange.sends, False
+        try:
+            yield
+        finally:
+            exchange.sends = before
+
+    def synchronize(self) -> None:
+        """Average the gradients, if that has not happened since the last forward pass.
+
+        `backward` does it wherever it comes through an output of the module. This is for ranks whose loss does not
+        depend on the module's output, for passes inside `no_sync`, and for passes that an exception has ended.
+        """
+        if self._exchange is not None and not self._exchange.synchronized:
+            _forget_passes_of(self._exchange)
+            _average([self._exchange])
+
+
+class _Taken(NamedTuple):
+    """Who has a number, and what is pushed under it, in order."""
+
+    user: weakref.ref[_ModuleExchange]
+    kinds: list[tuple[str, Any]]
+
+
+#: Rank 0's: who has the numbers 0, 1, ... of a job; None: names of other gradients are in the way.
+_taken: weakref.WeakKeyDictionary[Session, list[_Taken | None]] = weakref.WeakKeyDictionary()
+
+
+def _take_number(exchange: _ModuleExchange) -> int:
+    """Return a number for a new module: a new one, or that of a module like it that is gone, with its memory."""
+    session = process.current()
+    taken = _taken.setdefault(session, [])
+    mine = _Taken(weakref.ref(exchange), list(exchange.kinds.items()))
+    for number, other in enumerate(taken):
+        if other is not None and other.user() is None and other.kinds == mine.kinds:
+            taken[number] = mine
+            return number
+    while any(session.n_users[_prefix(len(taken)) + name] for name in exchange.kinds):
+        taken.append(None)
+    taken.append(mine)
+    return len(taken) - 1
+
+
+def _prefix(number: int) -> str:
+    """Return what the names of module *number* begin with; BytePS, which knows one module, has that of number 0."""
+    return f"Gradient@{number}." if number else "Gradient."
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module has returned."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name))
