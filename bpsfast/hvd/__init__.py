@@ -9,6 +9,7 @@ Operations are matched by name, in whatever order each rank begins its own.
 """
 from __future__ import annotations
 
+from ..orchestration.errors import UnsupportedError
 from .allgather_ops import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from .allreduce_ops import (
     allreduce,
@@ -52,20 +53,24 @@ from .errors import HorovodInternalError
 from .handle import poll, synchronize
 from .meeting_ops import barrier, join
 from .objects import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .reduce_op import Adasum, Average, Max, Min, Product, Sum
 from .reducescatter_ops import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
+from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -123,3 +128,14 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+class _NotThereError(UnsupportedError, AttributeError):
+    """A part of Horovod that is not in here."""
+
+
+def __getattr__(name: str) -> object:
+    if name == "elastic":
+        raise _NotThereError("bpsfast.hvd.elastic is not there yet: a job that loses a rank ends, and goes on from a "
+                             "checkpoint of its own when it is started again")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

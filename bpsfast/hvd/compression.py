@@ -1,4 +1,4 @@
-"""Compression of what travels: floating-point tensors as float16."""
+"""What travels of tensors, and what the results are made of: by compressors of `bpsfast.torch`, or the user's own."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -7,40 +7,7 @@ from typing import Any
 
 import torch
 
-
-class NoneCompressor:
-    """Leave tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, and what `decompress` needs."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return *tensor* as it was before `compress`."""
-        return tensor
-
-
-class FP16Compressor:
-    """Floating-point tensors of any width travel as float16."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, and what `decompress` needs."""
-        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return *tensor* in the dtype that it had before `compress`."""
-        return tensor.to(ctx)
-
-
-class Compression:
-    """The compressors to choose from; any class with their two static methods does."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor
+from ..torch.compression import Compression as Compression
 
 
 def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
 
 import torch
 
+from ..collective.group import Group
 from ..orchestration.negotiation import Response, Spec
 from ..torch.ops import tensor_memory
 from ..trainer.tensor_input import TensorInput
@@ -28,7 +28,7 @@ class Executor:
     *change* adds and removes process sets, and returns the number of the set.
     """
 
-    def __init__(self, group: Any, fusion_nbytes: int, change: Callable[[Response], int]) -> None:
+    def __init__(self, group: Group, fusion_nbytes: int, change: Callable[[Response], int]) -> None:
         self._group = group
         self._fusion_nbytes = fusion_nbytes
         self._change = change
@@ -114,12 +114,9 @@ class Executor:
         me = self._group.rank
         received = [splits[me] for splits in response.counts]
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        sent = [sum(splits) for splits in response.counts]
-        if sum(sent) and prod(tensor.shape[1:]):
-            every = tensor.new_empty((sum(sent), *tensor.shape[1:]))
-            self._group.all_gather(_memory(tensor[: sent[me]]), _rows(every, sent))
-            pieces = every.split([n for splits in response.counts for n in splits])
-            torch.cat(pieces[me :: self._group.size], out=output)
+        sent = response.counts[me]
+        if any(map(sum, response.counts)) and prod(tensor.shape[1:]):
+            self._group.all_to_all(_rows(tensor[: sum(sent)], sent), _rows(output, received))
         operation.result = [output], received
 
     def _reducescatter(self, response: Response, operations: list[Operation | None]) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ..launch.reach import local_host
 from ..orchestration.errors import ConfigError
 from ..orchestration.negotiation_line import FollowerLine, LeaderLine, connect, listen
-from ..settings import parse_address
 from ..trainer.session import Session
-from ..transport.tcp import local_host
 
 _KEY_NBYTES = 32
 
@@ -64,4 +63,4 @@ def _own_host(session: Session) -> str:
     """Return where the other ranks reach this process."""
     if session.n_nodes == 1:
         return "127.0.0.1"
-    return local_host(session.settings, parse_address(session.settings.scheduler, "the scheduler")[0])
+    return local_host(session.settings, session.place.scheduler[0])

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..collective import groups
+from ..collective.group import Group
 from ..orchestration.errors import ClosedError, ConfigError
 from ..orchestration.negotiation import Kind, Request, Response
 from ..trainer import current as process
@@ -37,7 +39,7 @@ class Runtime:
         self._next = 1
         self._ranks: dict[int, tuple[int, ...]] = {0: tuple(range(session.size))}
         self._services: dict[int, Service] = {}
-        self._groups: dict[int, groups.Group] = {}
+        self._groups: dict[int, Group] = {}
         self._open(0)
 
     def _open(self, number: int) -> None:
@@ -49,9 +51,16 @@ class Runtime:
         group = self._groups[number] = groups.make(self.session, ranks)
         line = meet(self.session, ranks, f"hvd.{self._begun}.{number}")
         self._services[number] = Service(
-            ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self.session.port.check,
+            ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
         self._services[number].observer = None if self._timeline is None else self._timeline.note
+
+    def _check(self) -> bool:
+        """Raise if the job is broken; return whether this process still takes part in it."""
+        if self.session.closed:
+            return False
+        self.session.port.check()
+        return True
 
     def change(self, kind: Kind, ranks: tuple[int, ...]) -> int:
         """Add or remove the set of *ranks*, as all ranks of the job do now; return its number."""
@@ -148,7 +157,7 @@ def end() -> None:
     global _current
     found, _current = _current, None
     atexit.unregister(end)
-    if found is not None and _is_running():
+    if found is not None and found.session.pid == os.getpid():
         found.close()
 
 

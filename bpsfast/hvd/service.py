@@ -83,13 +83,13 @@ class Service:
     execute
         Called by the service's thread, in one order on all ranks. Sets results; an exception ends the service.
     check
-        Called now and then while something is to be done: raises if the job is broken.
+        Called now and then: raises if the job is broken; returns whether this rank is still in it.
     fusion_nbytes, warn_s, timeout_s
         See `Coordinator`; the first rank's count.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, line: LeaderLine | FollowerLine | None, execute: Execute,
-                 check: Callable[[], None], *, fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:
+                 check: Callable[[], bool], *, fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:
         self.ranks, self.rank = tuple(ranks), rank
         self._line = line
         self._execute, self._check = execute, check
@@ -160,7 +160,7 @@ class Service:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._closing and self._check():
                 self._sleep()
                 self._turn(time.monotonic())
             self._say(says.Left(self.rank))
@@ -187,8 +187,6 @@ class Service:
         with self._lock:
             asked, self._outbox = self._outbox, []
             waits = bool(self._open)
-        if waits:
-            self._check()
         if self._coordinator is not None:
             self._coordinate(self._coordinator, asked, now)
         elif not self._leader_has_left:
