@@ -127,7 +127,9 @@ class DenseExchange(Exchange):
         self._sparse_as_dense = sparse_as_dense
         self._sparse: dict[str, Callable[[], torch.Tensor]] = {}  # of this step, under way
         found = runtime.current()
-        self._stand_in = StandIn(f"DistributedOptimizer.{len(found.stand_ins)}", self.kinds, op is Average, self.prefix)
+        number = len(found.stand_ins)
+        self.prefix = f"Gradient{number or ''}."  # two models may have the same names
+        self._stand_in = StandIn(f"DistributedOptimizer.{number}", self.kinds, op is Average, self.prefix)
         found.stand_ins.append(self._stand_in)
         me = weakref.ref(self)
         self._stand_in.forget = lambda: _forget(me)

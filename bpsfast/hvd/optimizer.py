@@ -145,7 +145,8 @@ def DistributedOptimizer(
     """Return *optimizer* as one that reduces its gradients over all ranks of *process_set* before each step.
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the original
-    must not be used any more. All ranks of *process_set* wrap the same parameters.
+    must not be used any more. All ranks of *process_set* wrap the same parameters; where a program has several such
+    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own until `shutdown`.
 
     Parameters
     ----------
