@@ -1,4 +1,4 @@
-"""DistributedOptimizer of bpsfast.hvd against one process that computes all ranks' gradients and reduces them itself."""
+"""DistributedOptimizer of bpsfast.hvd against one process that computes all ranks' gradients, and reduces them."""
 from __future__ import annotations
 
 import warnings

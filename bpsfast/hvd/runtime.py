@@ -50,10 +50,12 @@ class Runtime:
         settings = self.session.settings
         group = self._groups[number] = groups.make(self.session, ranks)
         line = meet(self.session, ranks, f"hvd.{self._begun}.{number}")
-        self._services[number] = Service(
+        service = self._services[number] = Service(
             ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
-        self._services[number].observer = None if self._timeline is None else self._timeline.note
+        service.observer = None if self._timeline is None else self._timeline.note
+        # From here on every rank hears of another one's end: all are connected.
+        service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
 
     def _check(self) -> bool:
         """Raise if the job is broken; return whether this process still takes part in it."""
