@@ -10,14 +10,14 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest bench expr1 expr3 setup system guest clean
+.PHONY: demo test test-guest bench expr1 expr3 setup system sshd mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
 # All tests but those that need RDMA devices, two files at a time.
-test: $(stamp)
+test: $(stamp) sshd mpi
 	$(bin)/pytest -q --durations=10 --ignore=tests/guest --numprocesses=2 --dist=loadfile
 	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
 
@@ -62,6 +62,20 @@ system:
 	if [ -n "$$needed" ]; then echo "missing system packages; as root: apt-get install$$needed$$wished" >&2; exit 1; fi; \
 	echo "no ip command (package iproute2): the demo uses loopback, tests of network namespaces are skipped"
 
+# What tests of jobs over ssh need: the program sshd, not the service, which is neither started nor left enabled.
+sshd:
+	@if test -x /usr/sbin/sshd && command -v ssh >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  policy=/usr/sbin/policy-rc.d; \
+	  if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; ours=$$policy; fi; \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openssh-server openssh-client \
+	  && { systemctl disable --quiet ssh.service ssh.socket 2>/dev/null; installed=yes; }; \
+	  test -z "$$ours" || rm -f "$$ours"; \
+	  test -z "$$installed" || exit 0; \
+	fi; \
+	echo "no sshd (package openssh-server): tests of jobs over ssh are skipped"
+
 # What the tests' guest with RDMA devices needs. Where it cannot be had, the tests that are skipped say so themselves.
 guest:
 	@packages=""; \
@@ -73,6 +87,12 @@ guest:
 	  apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages \
 	  || echo "not installed:$$packages"; fi
+
+# Open MPI's mpirun, under which one test trains. Where it cannot be had, that test is skipped, and says so.
+mpi:
+	@command -v mpirun >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin \
+	  || echo "not installed: openmpi-bin"; fi
 
 clean:
 	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV)

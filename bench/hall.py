@@ -18,8 +18,8 @@ from bpsfast import settings
 from bpsfast.bench.group import Group, Start
 from bpsfast.cluster import Cluster
 from bpsfast.launch import job as launch
+from bpsfast.launch.child import Kind
 from bpsfast.launch.daemons import clean_environment, reserve_port
-from bpsfast.launch.supervisor import Kind
 
 _LOOPBACK = "127.0.0.1"
 #: In a cluster's namespaces every port is free; each contestant takes the next one of its kind.

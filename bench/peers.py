@@ -12,6 +12,7 @@ import numpy as np
 
 from bpsfast.bench import pattern
 from bpsfast.bench.contestant import Operation
+from bpsfast.bench.post import ping_pong
 
 PIECE_NBYTES = 4 << 20
 #: Operations of each peer; pieces only where there is more than one.
@@ -39,7 +40,11 @@ class Gloo:
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Sum in place, whole."""
+        """Sum in place, whole; or send a message there and back."""
+        if variant == ping_pong.VARIANT:
+            message = self._torch.zeros(nbytes, dtype=self._torch.uint8)
+            return ping_pong.operation(self.rank, message.numpy(), lambda to: self._dist.send(message, to),
+                                       lambda source: self._dist.recv(message, source))
         tensor = self._torch.zeros(nbytes // 4, dtype=self._torch.float32)
         array = tensor.numpy()
         return Operation(

@@ -1,7 +1,7 @@
 """``bpsfast bench push_pull``: how long a push_pull takes, how near that is to what can be had, and what others need.
 
-One node: `one_machine`. Two nodes: `two_nodes`. All contestants are measured in turns within one run; ratios of one
-run mean something, times of two runs beside each other do not.
+One node: `one_machine`. Two nodes: `two_nodes`. Real hosts: `over_hosts`. All contestants are measured in turns within
+one run; ratios of one run mean something, times of two runs beside each other do not.
 """
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bpsfast import sizes
-from bpsfast.bench import one_machine, peers, table, two_nodes
+from bpsfast.bench import one_machine, over_hosts, peers, table, two_nodes
 from bpsfast.bench.plan import Plan
+from bpsfast.launch import over_ssh
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES = {1: "4K:256M", 2: "64M:64M"}
@@ -19,7 +20,7 @@ _QUICK_SIZES = {1: "4K,64K,1M,16M,64M", 2: "64M:64M"}
 _APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
 
 
-def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def run(options: Mapping[str, Any], hosts: over_ssh.Plan | None = None) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
     Parameters
@@ -27,6 +28,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     options
         n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy,
         torch, both), rate (of shaped links), json_path, quick. All may be missing or None.
+    hosts
+        Where the ranks run, if not on this machine; then n_ranks and n_nodes are theirs.
 
     Raises
     ------
@@ -35,15 +38,24 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.get("quick", False)
-    if n_nodes not in _SIZES or n_ranks < 2:
-        raise ConfigError(f"bench push_pull measures 2 or more ranks on 1 or 2 nodes, got {n_ranks} on {n_nodes}")
+    if hosts is not None:
+        n_ranks, n_nodes = sum(hosts.shape.ranks), len(hosts.shape.ranks)
+    elif n_nodes not in _SIZES:
+        raise ConfigError(f"bench push_pull plays 1 or 2 nodes on this machine, got {n_nodes}; -H names real ones")
+    if n_ranks < 2:
+        raise ConfigError(f"bench push_pull measures 2 or more ranks, got {n_ranks}")
     if given.get("dtype", "float32") != "float32":
         raise ConfigError(f"bench push_pull sums float32, got {given['dtype']} (bench kernels has all dtypes)")
-    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[n_nodes])
+    played = 1 if hosts is not None else n_nodes
+    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[played])
     operations = _operations(given.get("api", "both"), n_nodes)
     chosen = _peers(given.get("compare") or "")
     start = time.time()
-    if n_nodes == 1:
+    if hosts is not None:
+        if set(chosen) - {"gloo"}:
+            raise ConfigError(f"compare {', '.join(chosen)}: between hosts it is gloo that is compared with")
+        records = over_hosts.run(Plan(wanted, n_ranks, operations[:1], chosen, quick), hosts)
+    elif n_nodes == 1:
         records = one_machine.run(Plan(wanted, n_ranks, operations, chosen, quick))
     else:
         rate = {"rate": given["rate"]} if "rate" in given else {}

@@ -13,8 +13,10 @@ import numpy as np
 import bpsfast
 from bpsfast.bench import pattern
 from bpsfast.bench.contestant import Operation
+from bpsfast.bench.post import ping_pong
 from bpsfast.models import catalog
 from bpsfast.pyx.port import copy
+from bpsfast.trainer.current import current
 
 #: What one rank copies in one call while the memory is measured: as large as a partition.
 _PIECE_NBYTES = 4 << 20
@@ -33,6 +35,8 @@ class Ranks:
         A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
     ``memory``
         No communication: each rank streams its share of *nbytes* from one segment to another.
+    ``ping-pong``
+        A message from rank 0 to rank 1 and back.
     """
 
     def __init__(self) -> None:
@@ -47,7 +51,7 @@ class Ranks:
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
         make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
-                "one tensor": self._numpy, "memory": self._memory}[variant]
+                "one tensor": self._numpy, "memory": self._memory, ping_pong.VARIANT: self._ping_pong}[variant]
         return make(nbytes)
 
     def barrier(self) -> None:
@@ -116,6 +120,13 @@ class Ranks:
                 copy(target.ctypes.data + at, source.ctypes.data + at, min(_PIECE_NBYTES, share - at))
 
         return Operation(run, lambda known: None, lambda: 0)
+
+    def _ping_pong(self, nbytes: int) -> Operation:
+        post, array = current().post, np.zeros(nbytes, np.uint8)
+        address = array.ctypes.data
+        return ping_pong.operation(
+            self.rank, array, lambda to: post.send(0, to, 0, address, nbytes, array).wait(),
+            lambda source: post.receive(0, source, 0, address, nbytes, array).wait())
 
     # -- what is asked beside times --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from . import __version__, settings
-from .commands import LazyGroup
+from .commands import LazyGroup, host_options
 from .commands.assignments import overrides, set_option
 from .commands.exits import errors_in_words
 from .orchestration.errors import ConfigError
@@ -25,37 +25,6 @@ _COUNT = click.IntRange(1)
 @click.version_option(__version__, message="%(version)s")
 def cli() -> None:
     """Sum gradients on spare CPUs and NICs."""
-
-
-@cli.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, default=1, show_default=True, help="Ranks in all.")
-@click.option("--nodes", "n_nodes", type=_COUNT, default=1, show_default=True, help="Machines to spread them over.")
-@click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
-@click.option("--helpers", "n_helpers", type=click.IntRange(0), default=0, show_default=True,
-              help="Machines that only sum.")
-@click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
-@click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
-@click.option("--tee-dir", type=click.Path(file_okay=False, path_type=Path), help="Also write every output here.")
-@click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
-@set_option
-@click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
-@errors_in_words
-def run(n_ranks: int, n_nodes: int, ranks: str | None, n_helpers: int, netns: bool, rate: str | None,
-        timeout_s: float | None, tee_dir: Path | None, dry_run: bool, assignments: tuple[str, ...],
-        program: tuple[str, ...]) -> None:
-    """Run PROGRAM as a job of several ranks on this machine: bpsfast run -n 4 --nodes 2 -- python train.py"""
-    from .launch import job as launch
-    from .launch.supervisor import Limits
-
-    if rate is not None and not netns:
-        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
-    shape = launch.shape_of(n_ranks, n_nodes, n_helpers, ranks)
-    loaded = settings.load(overrides(assignments), _without_place(os.environ))
-    if dry_run:
-        return launch.dry_run(shape, program, loaded, click.echo)
-    limits = Limits(job_s=timeout_s)
-    sys.exit(launch.run(shape, program, loaded, netns=netns, rate=rate, limits=limits, tee_dir=tee_dir))
 
 
 @cli.command()
@@ -117,6 +86,15 @@ def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
 
 
+@cli.command(hidden=True)
+@errors_in_words
+def agent() -> None:
+    """Act for a launcher on another host, which is at the other end of standard input and output."""
+    from .launch import remote
+
+    sys.exit(remote.main())
+
+
 @cli.command()
 @set_option
 @errors_in_words
@@ -171,8 +149,9 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 
 
 @bench.command("push_pull")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, default=2, show_default=True, help="Ranks in all.")
-@click.option("--nodes", "n_nodes", type=_COUNT, default=1, show_default=True, help="Machines to spread them over.")
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 2; of hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
+@host_options.job_options
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
@@ -180,10 +159,25 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 @click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
 @errors_in_words
 def bench_push_pull(**options: Any) -> None:
-    """Time and bandwidth of push_pull by size, with the bound and how near it comes."""
+    """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
     from .bench import push_pull
 
-    push_pull.run(options)
+    plan = host_options.take_plan(options, ["n_nodes"])
+    push_pull.run(options, plan)
+
+
+@bench.command("post")
+@click.option("--nodes", "n_nodes", type=click.IntRange(1, 2), help="Nodes of the two ranks.  [default: 1, then 2]")
+@click.option("--sizes", help="Bytes of a message.  [default: 8,4K,64K,1M,16M,64M]", metavar="N,N")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 5]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Two sizes, one turn.")
+@errors_in_words
+def bench_post(**options: Any) -> None:
+    """A message from rank to rank and back, beside gloo's send and recv."""
+    from .bench import post
+
+    post.run(options)
 
 
 @bench.command("optimum")
@@ -270,14 +264,6 @@ def bench_ladder(**options: Any) -> None:
     from .bench import ladder
 
     ladder.run(options)
-
-
-def _without_place(environ: Any) -> dict[str, str]:
-    """Return *environ* without a place of another job: a launcher gives places, it has none."""
-    places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
-              "num_servers", "scheduler")
-    aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
-    return {name: value for name, value in environ.items() if name not in aliases}
 
 
 def _shown(name: str, value: Any) -> str:

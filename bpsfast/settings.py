@@ -106,6 +106,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
 
+    torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
+                                           "(read by `import torch`)")] = False
+
     # tuning while the job trains
     autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "
                                      "and tcp streams while it trains", agree=True)] = False

@@ -10,8 +10,9 @@ from .messages import VERSION, Join, NodeInfo
 
 @dataclass(frozen=True)
 class Expected:
-    """What makes the job complete. -1: not known.
+    """What makes the job complete. -1: not known; of `num_nodes` and `size` one must be.
 
+    Where nobody knows the number of machines with ranks, they are all there when all ranks are.
     `num_server_processes` >= 0 counts BytePS's way: those on machines with ranks are those machines' nodes, so the
     number of helpers follows and `num_helpers` is not looked at.
     """
@@ -62,12 +63,16 @@ class Admission:
         """Return why the joins so far can never become a complete job, if so."""
         try:
             workers, helpers = self._split()
-            _check_wishes(workers, self._expected.num_nodes)
+            _check_wishes(workers, self._expected.num_nodes if self._expected.num_nodes >= 0 else None)
             _check_wishes(helpers, None)
         except ConfigError as exc:
             return exc
         expected = self._expected
-        if len(workers) > expected.num_nodes:
+        n_ranks = _count(workers)
+        if expected.num_nodes < 0 and n_ranks > expected.size:
+            hosts = ", ".join(f"{len(join.ranks)} on host {join.host}" for _, join in workers)
+            return ConfigError(f"size is {expected.size}, but {n_ranks} ranks came: {hosts}")
+        if 0 <= expected.num_nodes < len(workers):
             hosts = ", ".join(join.host for _, join in workers)
             return ConfigError(f"num_nodes is {expected.num_nodes}, but {len(workers)} nodes with ranks came: {hosts}")
         if expected.num_server_processes >= 0:
@@ -84,7 +89,10 @@ class Admission:
     def complete(self) -> bool:
         """Tell whether everybody has joined."""
         workers, helpers = self._split()
-        if len(workers) != self._expected.num_nodes:
+        if self._expected.num_nodes < 0:
+            if _count(workers) != self._expected.size:
+                return False
+        elif len(workers) != self._expected.num_nodes:
             return False
         if self._expected.num_server_processes >= 0:
             return self._server_processes() == self._expected.num_server_processes
@@ -120,6 +128,10 @@ class Admission:
         texts = [f"node {seat} ({join.host}, {_ranks(len(join.ranks))})" for seat, join in have]
         texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers)]
         missing = [f"node {seat} (never joined)" for seat in range(self._expected.num_nodes) if seat not in seats]
+        if self._expected.num_nodes < 0:
+            came = {rank for _, join in workers for rank in join.ranks}
+            missing += [f"rank {rank} (its node never joined)" for rank in range(self._expected.size)
+                        if rank not in came]
         if self._expected.num_server_processes >= 0:
             found = self._server_processes()
             if found < self._expected.num_server_processes:
@@ -135,6 +147,10 @@ class Admission:
     def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
         everybody = list(self.joins.items())
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def _count(workers: list[tuple[bytes, Join]]) -> int:
+    return sum(len(join.ranks) for _, join in workers)
 
 
 def _ranks(n: int) -> str:

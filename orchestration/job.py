@@ -55,8 +55,8 @@ class Job:
     """One job from the first join to the end. Owner thread only; *now* is any clock that only moves forward."""
 
     def __init__(self, settings: JobSettings, now: float) -> None:
-        if settings.num_nodes < 1:
-            raise ConfigError(f"num_nodes must be at least 1, got {settings.num_nodes}")
+        if settings.num_nodes < 1 and not (settings.num_nodes == -1 and settings.size > 0):
+            raise ConfigError(f"num_nodes must be at least 1, got {settings.num_nodes}; -1 (not known) needs the size")
         check_policy(settings.placement)
         self.settings = settings
         self.finished = False

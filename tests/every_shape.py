@@ -41,8 +41,9 @@ class SturdyJob:
         try:
             return self.job.run(check, *arguments)
         except BaseException:
-            self._job.kill()
-            self._job = None
+            if self._job is not None:
+                self._job.kill()
+                self._job = None
             raise
 
     def close(self) -> None:

@@ -49,6 +49,23 @@ def test_the_first_node_is_the_reference_if_the_scheduler_has_no_settings():
     assert "x differs: 2 on host b (pid 1), 1 on host a (pid 1)" in str(ours.check(join("b", settings={"x": "2"})))
 
 
+def test_where_nobody_knows_the_machines_all_ranks_are_everybody():
+    ours = admission(join("b", 1, ranks=(3,)), num_nodes=-1, size=4)
+    assert not ours.complete() and ours.contradiction() is None
+    assert "missing rank 0 (its node never joined), rank 1 (its node never joined), rank 2" in ours.describe()
+    ours.add(b"9", join("a", ranks=(0, 1, 2)))
+    assert ours.complete() and order(ours) == [("a", (0, 1, 2)), ("b", (3,))]
+    ours.add(b"10", join("c", ranks=(1,)))
+    assert "size is 4, but 5 ranks came: 1 on host b, 3 on host a, 1 on host c" in str(ours.contradiction())
+
+
+def test_helpers_are_waited_for_where_nobody_knows_the_machines():
+    ours = admission(join("a", ranks=(0, 1)), num_nodes=-1, size=2, num_helpers=1)
+    assert not ours.complete()
+    ours.add(b"9", join("h", 0))
+    assert ours.complete()
+
+
 # -- order and ranks --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("joins", "expected"), [

@@ -89,7 +89,8 @@ def test_a_placement_that_cannot_place_aborts_at_the_start(fields, words):
     assert (table.job.aborted.reason.startswith(words) if words else table.got(b"A", m.Welcome))
 
 
-@pytest.mark.parametrize("fields", [{"num_nodes": 0}, {"placement": "best"}])
+@pytest.mark.parametrize("fields", [{"num_nodes": 0}, {"num_nodes": -1}, {"num_nodes": -2, "size": 2},
+                                    {"placement": "best"}])
 def test_settings_are_checked(fields):
     with pytest.raises(ConfigError):
         Job(JobSettings(**{"num_nodes": 1, **fields}), 0.0)

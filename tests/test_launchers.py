@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.slow
 _TIMEOUT_S = 60.0
 _DMLC = [sys.executable, "-m", "bpsfast", "dmlc"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+_MPIRUN = ["mpirun", "--oversubscribe", "-np", "2"] + ["--allow-run-as-root"] * (os.geteuid() == 0) + [sys.executable]
 
 #: Prints "sum SIZE NODES HELPERS": the ranks' numbers, each plus one, added up.
 _PROGRAM = """
@@ -84,12 +86,20 @@ def test_torchrun(program):
     assert sums(done.stdout) == [[3, 2, 1, 0]] * 2
 
 
-def test_torchrun_leaves_no_daemon_when_a_rank_is_killed(tmp_path):
+@pytest.mark.parametrize(
+    "launch",
+    [
+        _TORCHRUN,
+        pytest.param(_MPIRUN, marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (make mpi)")),
+    ],
+    ids=["torchrun", "mpirun"],
+)
+def test_no_daemon_is_left_when_a_rank_is_killed(tmp_path, launch):
     pytest.importorskip("torch")
     path = tmp_path / "train.py"
     path.write_text(_RANK_1_IS_KILLED)
     with subprocess.Popen(
-        [*_TORCHRUN, str(path)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*launch, str(path)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as launcher:
         word, *pids = next(line for line in launcher.stdout if line.startswith("daemons")).split()
         assert word == "daemons" and len(pids) == 2

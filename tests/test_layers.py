@@ -17,7 +17,7 @@ STDLIB = sys.stdlib_module_names
 
 
 class Layer(NamedTuple):
-    """A folder: other packages its modules import at once, and those they import inside functions only."""
+    """A folder, or one file: other packages its modules import at once, and those they import inside functions only."""
 
     folder: str
     at_once: frozenset[str]
@@ -27,6 +27,7 @@ class Layer(NamedTuple):
 _CORE = frozenset({"numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "psutil", "click", "zmq", "bpsfast"})
 _SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
 LAYERS = [  # the most special folder first
+    Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client"}),
@@ -78,8 +79,12 @@ def forbidden(path: Path, layer: Layer, found: Import) -> str | None:
 
 def python_files() -> list[tuple[Path, Layer]]:
     """Return every Python file of the package with its layer."""
-    files = {path: layer for layer in reversed(LAYERS) for path in sorted((ROOT / layer.folder).rglob("*.py"))}
+    files = {path: layer for layer in reversed(LAYERS) for path in _files(ROOT / layer.folder)}
     return sorted(files.items())
+
+
+def _files(place: Path) -> list[Path]:
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
 def test_no_module_imports_what_its_layer_may_not() -> None:

@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+
+import pytest
 
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
 from bpsfast.trainer.lifetime import Watch
@@ -43,6 +46,39 @@ def test_a_hook_chained_onto_ours_stays(monkeypatch):
     sys.excepthook = other
     watch.close()
     assert sys.excepthook is other and daemons.closed == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_watches_may_end_in_any_order(first, capsys):
+    before = sys.excepthook
+    watches = [Watch(lambda: None, _NoDaemons()) for _ in range(2)]
+    watches[first].close()
+    error = ValueError("a bug")
+    sys.excepthook(ValueError, error, None)
+    assert [watch.failure for watch in watches] == [None if i == first else "ValueError: a bug" for i in range(2)]
+    assert capsys.readouterr().err.count("ValueError: a bug") == 1, "both watches are one hook"
+    watches[1 - first].close()
+    assert sys.excepthook is before
+
+
+_LINGERS = """
+import subprocess, sys
+from bpsfast.trainer.lifetime import Watch
+from bpsfast.launch.daemons import Daemons
+daemons = Daemons(None)
+daemons.node = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); print('the node ends')"],
+                                stdin=subprocess.PIPE)
+watch = Watch(lambda: None, daemons)
+watch.close(linger_s=30.0)
+assert daemons.node.poll() is None
+print("the program ends", flush=True)
+daemons.node.stdin.close()
+"""
+
+
+def test_the_end_of_the_program_waits_for_daemons_that_linger():
+    done = subprocess.run([sys.executable, "-c", _LINGERS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the program ends\nthe node ends\n", "")
 
 
 def ended_by(error, capsys, **options):

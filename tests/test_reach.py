@@ -1,17 +1,25 @@
-"""Whether anybody answers: a listener, and nobody."""
+"""Who reaches whom: own addresses, names that come late, and whether anybody answers."""
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from bpsfast.launch.reach import nobody_at
+from bpsfast.launch import reach
+from bpsfast.orchestration.errors import ConfigError, StallError
+from bpsfast.settings import load_with_origins
+
+_AS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")]
 
 
 @pytest.mark.usefixtures("no_leaks")
 def test_who_listens_is_nothing_to_complain_about():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert nobody_at(*listener.getsockname()) == ""
+        assert reach.nobody_at(*listener.getsockname()) == ""
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -19,9 +27,67 @@ def test_nobody_is_named_with_the_address_and_what_to_check():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
         port = bound.getsockname()[1]
-        text = nobody_at("127.0.0.1", port)
+        text = reach.nobody_at("127.0.0.1", port)
     assert f"address 127.0.0.1:{port} (Connection refused)" in text and "BPSFAST_SCHEDULER" in text
 
 
 def test_a_port_that_this_process_does_not_know_is_nobodys_fault():
-    assert nobody_at("127.0.0.1", 0) == ""
+    assert reach.nobody_at("127.0.0.1", 0) == ""
+
+
+def chosen(**settings: str) -> str:
+    return reach.chosen_host(load_with_origins(settings, {})[0])
+
+
+def test_the_settings_choose_an_address():
+    assert chosen() == "" and chosen(node_host="here") == "here"
+    assert chosen(interface="lo") == "127.0.0.1" and chosen(interface="lo", node_host="here") == "here"
+    with pytest.raises(ConfigError, match=r"interface='none0' has no IPv4 address here; there are .*lo"):
+        chosen(interface="none0")
+
+
+def test_the_source_of_a_route():
+    assert reach.source_towards("127.0.0.5") == "127.0.0.1"
+    assert reach.source_towards("") is None and reach.source_towards("no-such-name.invalid") is None
+    assert reach.source_of_job("127.0.0.1", 1.0) == "127.0.0.1", "an address is meant as it is"
+
+
+def test_a_name_that_never_comes_is_named():
+    with pytest.raises(StallError, match=r"the name 'pod-0.invalid' .* was not resolved within 0.1 s .*getent hosts"):
+        reach.source_of_job("pod-0.invalid", 0.1)
+
+
+_PRINTS_SOURCE = """
+import logging, sys
+from bpsfast.launch import reach
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+print(reach.source_of_job("pod-0.example", 30.0), flush=True)
+"""
+
+
+def with_hosts(hosts: Path) -> subprocess.Popen:
+    """Start the program with a file of its own for /etc/hosts; it may be written to meanwhile."""
+    command = ["unshare", "--mount", "sh", "-c", f"mount --bind {hosts} /etc/hosts && exec \"$@\"", "sh",
+               sys.executable, "-u", "-c", _PRINTS_SOURCE]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("marks", [pytest.param("", marks=_AS_ROOT)])
+def test_a_name_that_comes_late_is_waited_for(tmp_path, marks):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    with with_hosts(hosts) as program:
+        assert "'pod-0.example' cannot be resolved yet" in program.stdout.readline()
+        with hosts.open("a") as file:
+            file.write("127.0.0.9 other pod-0.example\n")
+        out, _ = program.communicate(timeout=30)
+    assert program.returncode == 0 and out.splitlines()[-1] == (reach.outward_host() or "127.0.0.1")
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("marks", [pytest.param("", marks=_AS_ROOT)])
+def test_a_machine_without_addresses_has_none(marks):
+    program = "from bpsfast.launch import reach\nprint(repr(reach.outward_host()))"
+    alone = subprocess.run(["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True,
+                           timeout=30, check=True)
+    assert alone.stdout.strip() == "''"

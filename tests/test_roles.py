@@ -203,6 +203,88 @@ def test_two_sets_that_disagree_are_an_error_that_names_both(one, other, texts):
     assert all(text in str(caught.value) for text in texts)
 
 
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+OPEN_MPI = dict(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="1",
+                OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_ADDR="10.0.0.1")
+PMI = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2", MASTER_ADDR="10.0.0.1")
+HOROVOD = dict(HOROVOD_RANK="3", HOROVOD_SIZE="5", HOROVOD_LOCAL_RANK="1", HOROVOD_LOCAL_SIZE="2",
+               MASTER_ADDR="10.0.0.1")
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2",
+       "MASTER_ADDR": "10.0.0.1"}
+SETS = {"bpsfast": EXPLICIT, "torchrun": TORCHRUN, "dmlc": WORKER, "Horovod": HOROVOD, "Open MPI": OPEN_MPI,
+        "PMI": PMI, "slurm": SLURM, "kubernetes": POD}
+_MPI, _OUTER = ("Open MPI", "PMI"), ("slurm", "kubernetes")
+
+
+@pytest.mark.parametrize(
+    "inner, outer",
+    [
+        *((inner, outer) for inner in ("bpsfast", "torchrun", "dmlc", "Horovod") for outer in (*_MPI, *_OUTER)),
+        *((inner, outer) for inner in _MPI for outer in _OUTER),
+        ("slurm", "kubernetes"),
+    ],
+)
+def test_of_launchers_inside_each_other_the_innermost_counts(inner, outer):
+    alone, both = place(SETS[inner]), place(SETS[outer] | SETS[inner])
+    assert both == alone and both.launcher == inner
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("bpsfast", "torchrun"), ("bpsfast", "Horovod"), ("torchrun", "dmlc"), ("torchrun", "Horovod"),
+        ("dmlc", "Horovod"), ("Open MPI", "PMI"),
+    ],
+)
+def test_launchers_beside_each_other_must_agree(one, other):
+    """No two of the sets above say the same once one of them is changed."""
+    changed = {"torchrun": {"LOCAL_WORLD_SIZE": "3"}, "dmlc": {"BYTEPS_LOCAL_SIZE": "3"}, "PMI": {"PMI_SIZE": "5"},
+               "Horovod": {"HOROVOD_LOCAL_SIZE": "3"}}[other]
+    with pytest.raises(ConfigError) as caught:
+        place(SETS[one] | SETS[other] | changed)
+    assert "disagree" in str(caught.value) and one in str(caught.value) and other in str(caught.value)
+
+
+@pytest.mark.parametrize("outer", [SLURM | {"SLURM_LOCALID": "0"}, OPEN_MPI, PMI])
+def test_what_a_script_writes_from_a_complete_set_is_no_set_of_its_own(outer):
+    alone = place(outer)
+    written = {"RANK": str(alone.rank), "WORLD_SIZE": str(alone.size), "LOCAL_RANK": str(alone.local_rank)}
+    assert place(outer | written) == alone
+    for name in written:
+        with pytest.raises(ConfigError, match=f"set, but .*{alone.launcher}"):
+            place(outer | written | {name: "0" if written[name] != "0" else "1"})
+
+
+def test_pmi_of_slurm_is_slurms():
+    """Slurm knows where its first node is, and MPI's variables do not say."""
+    numbers = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    by_pmix = {f"OMPI_COMM_WORLD_{name}": number for name, number in numbers.items()}
+    for more in ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "10"}, by_pmix):
+        assert place(SLURM | more) == place(SLURM)
+    with pytest.raises(ConfigError, match=r"PMI_RANK set, but .*slurm"):
+        place(SLURM | {"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+@pytest.mark.parametrize("half", [{"BPSFAST_RANK": "1"}, {"DMLC_ROLE": "worker"}, {"HOROVOD_RANK": "1"}])
+def test_half_a_set_inside_a_complete_one_is_an_error_that_names_both(half):
+    (mark,) = half
+    if mark == "HOROVOD_RANK":
+        half = half | {"HOROVOD_SIZE": "3"}  # and Slurm says 2
+    with pytest.raises(ConfigError, match=rf"{mark} set, but .*SLURM_PROCID.*\(slurm\)"):
+        place(SLURM | half)
+
+
+def test_a_set_that_contradicts_itself_around_a_complete_one_is_nobodys_business():
+    assert place(OPEN_MPI | SLURM | {"SLURM_NTASKS": "9"}) == place(OPEN_MPI)
+
+
+def test_half_a_set_around_a_complete_one_is_nobodys_business():
+    assert place(TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}) == place(TORCHRUN)
+
+
 def test_two_sets_that_agree_are_fine():
     same = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     assert place(EXPLICIT | same).launcher == "bpsfast"

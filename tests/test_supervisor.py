@@ -14,6 +14,7 @@ import time
 import pytest
 
 from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.output import Output
 from bpsfast.launch.supervisor import Limits, Supervisor
 
 _FAST = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=1.5)
@@ -44,7 +45,8 @@ def program(name: str, text: str, kind: Kind = Kind.RANK, **variables: str) -> C
 def supervise(*commands: Command, limits: Limits = _FAST, **options):
     """Run *commands*; return exit code, output and error output."""
     out, err = io.BytesIO(), io.BytesIO()
-    code = Supervisor(commands, limits=limits, out=out, err=err, **options).run()
+    with contextlib.closing(Output(out, err, **options)) as output:
+        code = Supervisor(commands, limits=limits, output=output).run()
     return code, out.getvalue().decode(), err.getvalue().decode()
 
 

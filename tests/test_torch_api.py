@@ -361,11 +361,8 @@ def wrong(compression):
     ("Longer", "MismatchError", "(2,)"), ("Loses", "MismatchError", "decompress"),
     ("Integer", "UnsupportedError", "int"), ("pytest", "ConfigError", "no functions compress"),
 ])
-def test_compressors_that_break_their_word(job, compression, error, text):
-    broken = job(ranks=(2,))
-    outcomes = broken.attempt(wrong, compression)
-    broken.kill()
-    for outcome in outcomes:
+def test_compressors_that_break_their_word(two, compression, error, text):
+    for outcome in two.attempt(wrong, compression):
         assert outcome.error == error and text in outcome.text, outcome
 
 

@@ -2,8 +2,8 @@
 
 Most collectives are a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined
 on the way by the summation services, as gradients are; where each byte has one sender and one receiver, they are
-messages. Before its loads, or messages, goes a *ticket*, by which all members find out
-whether they call the same: else sums of different things would be handed out as if they were one.
+messages. Before them goes a *ticket*, by which all members find out whether they call the same: else sums of different
+things would be handed out as if they were one.
 """
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Group:
                       else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
 
     def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
-        """Put *x* of the i-th member into the i-th of *outs* of the *root*-th. Sizes may differ, and are known to it."""
+        """Put *x* of the i-th member into the i-th of *outs* of the *root*-th, which knows their sizes."""
         self._check_root(root)
         if root == self.rank:
             self._check_number(outs)
@@ -199,12 +199,18 @@ class Group:
         words = _ticket(text)
         tickets = self._pipe(*_TICKET, TINY)
         legs, units = [tickets.ticket(words)], [tickets.unit]
-        for load in loads:
-            for bore, n, load_rest in _strips(load, self._bores[0]):
-                pipe = self._pipe(dtype, op, bore)
-                legs.append(_laden(pipe.legs(n), load_rest, bore.strip_nbytes))
-                units.append(pipe.unit)
-        if not self._go(legs, units):
+        strips = [strip for load in loads for strip in _strips(load, self._bores[0])]
+        if any((dtype, op, bore) not in self._pipes for bore, _, _ in strips):
+            self._check(text, self._go(legs, units))  # before members wait for each other to make different pipes
+            legs, units = [], []
+        for bore, n, load in strips:
+            pipe = self._pipe(dtype, op, bore)
+            legs.append(_laden(pipe.legs(n), load, bore.strip_nbytes))
+            units.append(pipe.unit)
+        self._check(text, self._go(legs, units))
+
+    def _check(self, text: str, do_agree: bool) -> None:
+        if not do_agree:
             raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
 
     def _go(self, legs: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
@@ -237,7 +243,7 @@ class Group:
     def _pipe(self, dtype: str, op: str, bore: Bore) -> Pipe:
         key = dtype, op, bore
         if key not in self._pipes:
-            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore))
+            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore), self.timeout_s)
         return self._pipes[key]
 
     def _require_usable(self) -> None:

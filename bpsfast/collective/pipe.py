@@ -68,12 +68,12 @@ def cut(nbytes: int, wide: Bore) -> list[tuple[Bore, int]]:
 class Pipe:
     """One pipe of *session*; the ranks of *spec* make the same calls in the same order. One thread at a time.
 
-    It waits until all of them have it. Raises as `Tensors.unit`.
+    It waits until all of them have it, *timeout_s* at most. Raises as `Tensors.unit`.
     """
 
-    def __init__(self, session: Session, spec: TensorSpec) -> None:
+    def __init__(self, session: Session, spec: TensorSpec, timeout_s: float) -> None:
         session.tensors.declare([spec])
-        self.unit = unit = session.tensors.unit(spec.name)
+        self.unit = unit = session.tensors.unit(spec.name, timeout_s)
         self._next = 0
         staging = unit.staging
         slots = np.arange(unit.n_parts, dtype=np.uint64) * np.uint64(unit.stride)

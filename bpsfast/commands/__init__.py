@@ -21,6 +21,7 @@ COMMANDS = {
     "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
     "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
     "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
+    "run": ("run", "Run a program as a job of several ranks, here or on several hosts."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
     "trace": ("trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
     "tune": ("tune", "Find better settings by measuring, within a budget of time."),

@@ -1,13 +1,15 @@
 """``bpsfast perf bw`` and ``perf lat``: what two machines can do, measured as perftest does it."""
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from . import exits, output
+from ..orchestration.errors import BpsError
+from . import exits, host_options, output
 from .assignments import overrides, set_option
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
@@ -17,6 +19,7 @@ _EXAMPLES = """
     \b
     bpsfast perf {verb}                              on one machine: listens
     bpsfast perf {verb} HOST                         on the other one
+    bpsfast perf {verb} -H HOST                      the same, the first one started over ssh
     bpsfast perf {verb} HOST -d mlx5_0 -x 3 -a       this device and GID, all sizes
     bpsfast perf {verb} HOST --op write              as ib_write_{verb}
     bpsfast perf {verb} HOST --transport tcp --json  our own streams, for a program
@@ -32,8 +35,10 @@ def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
     options: list[Callable[[Any], Any]] = [
         click.argument("host", required=False),
+        host_options.hosts_option,
+        host_options.ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
-                     "[default: 18515]."),
+                     "[default: 18515; with -H a free one]."),
         click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
         click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
                      help="RDMA operation; write_imm is what jobs use [default: write_imm]."),
@@ -91,6 +96,30 @@ def latency(**options: Any) -> None:
 
 
 def _run(verb: str, options: dict[str, Any]) -> None:
+    """Measure as *options* say; with -H, start the other side first."""
+    from .. import settings
+    from ..launch import roles
+    from ..launch.listeners import Listeners
+
+    there, typed = host_options.hosts_of(options.pop("hosts_text"), None), host_options.given(options)
+    ssh = host_options.take_ssh(options)
+    if not there:
+        if typed:
+            raise click.UsageError(f"{', '.join(typed)}: for which host? Name it by -H")
+        return _measure(verb, options)
+    if len(there) > 1 or options["host"] is not None:
+        raise click.UsageError("-H: one host; what is measured is between here and there")
+    secret = roles.given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+    with Listeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
+        address, options["control_port"] = started.addresses[0]
+        try:
+            _measure(verb, options | {"host": address}, secret)
+        except BpsError:
+            started.check()
+            raise
+
+
+def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     from .. import settings
     from ..launch import roles
     from ..orchestration import security
@@ -122,7 +151,7 @@ def _run(verb: str, options: dict[str, Any]) -> None:
         assert visit.plan is not None
         say(report.line(visit.plan, row))
 
-    key = security.job_key(roles.given_key(loaded) or None, "bpsfast perf")
+    key = security.job_key(secret or roles.given_key(loaded) or None, "bpsfast perf")
     if host is None:
         # what a server was not told, the client says; but what it was told must be possible
         plans.make(verb, given)

@@ -1,13 +1,15 @@
 """``bpsfast ping``: who reaches whom, over TCP and from each RDMA port to each."""
 from __future__ import annotations
 
+import contextlib
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from . import exits, output
+from . import exits, host_options, output
 from .assignments import overrides, set_option, verbs_option
 
 
@@ -17,7 +19,10 @@ from .assignments import overrides, set_option, verbs_option
 @click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="More hosts, one a line.")
-@click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520].")
+@host_options.hosts_option
+@host_options.ssh_options
+@click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
+              "a free one].")
 @click.option("-d", "--ib-dev", "device", metavar="DEV", help="Only this RDMA device here.")
 @click.option("-x", "--gid-index", type=click.IntRange(0), help="This row of the GID table.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
@@ -28,7 +33,7 @@ from .assignments import overrides, set_option, verbs_option
 @exits.errors_in_words
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
             device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
-            as_json: bool, path: str | None, no_color: bool) -> None:
+            as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
     """Try to reach hosts over TCP and from every RDMA port here to every one there.
 
     Exit code 1 if a host cannot be reached, or by none of its RDMA ports.
@@ -37,20 +42,27 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     bpsfast ping --listen              on each host
     bpsfast ping gpu01 gpu02           from here to each
     bpsfast ping --all gpu01 gpu02     from each to each
+    bpsfast ping --all -H gpu01,gpu02  the same, the other side started over ssh
     """
     from .. import settings
     from ..launch import roles
+    from ..launch.listeners import Listeners
     from ..orchestration import security
     from ..perf import control as lines, listener, reach
 
     form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
                                      rdma_gid_index=gid_index, verbs=verbs))
-    key = security.job_key(roles.given_key(loaded) or None, "bpsfast perf")
-    default_port = port or reach.DEFAULT_PORT
+    there = host_options.hosts_of(hosts_text, None)
+    typed = host_options.given(ssh_options)
+    if typed and not there:
+        raise click.UsageError(f"{', '.join(typed)}: for which hosts? Name them by -H")
     names = [*hosts, *_names(hostfile)]
-    if listen == bool(names):
-        raise click.UsageError("give hosts to ping, or --listen")
+    if listen + bool(names) + bool(there) != 1:
+        raise click.UsageError("give hosts to ping, or --listen, or -H for hosts where the other side is to be started")
+    given = roles.given_key(loaded) or (secrets.token_hex(32) if there else None)
+    key = security.job_key(given, "bpsfast perf")
+    default_port = port or reach.DEFAULT_PORT
     if listen:
         with lines.listen(default_port, loaded.node_host) as sock:
             click.echo(f"bpsfast ping: listening on port {default_port}", err=True)
@@ -59,12 +71,19 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
             except KeyboardInterrupt:
                 sys.exit(130)
         return
-    where = [lines.host_and_port(name, default_port) for name in names]
-    if matrix:
-        found = [reach.ask_to_reach(source, target, key, wait_s) for source in where for target in where
-                 if source != target]
-    else:
-        found = [reach.reach(*target, key, loaded, wait_s) for target in where]
+    with contextlib.ExitStack() as stack:
+        where = [lines.host_and_port(name, default_port) for name in names]
+        if there:
+            ssh = host_options.take_ssh(ssh_options)
+            started = stack.enter_context(Listeners(there, ssh, ["ping", "--listen"], given or "", port))
+            where = started.addresses
+        if matrix:
+            found = [reach.ask_to_reach(source, target, key, wait_s) for source in where for target in where
+                     if source != target]
+        else:
+            found = [reach.reach(*target, key, loaded, wait_s) for target in where]
+        if there and any(each["error"] for each in found):
+            started.check()
     output.show(form, lambda: text(found, where if matrix else []), found)
     if not all(map(reached, found)):
         sys.exit(exits.FAILED)

@@ -1,1 +1,3 @@
-"""Launching: who a process is (`roles`), the daemons it starts (`daemons`), and whole jobs (`job`, `supervisor`)."""
+"""Launching: who a process is (`roles`), daemons it starts (`daemons`), whole jobs here (`job`, `supervisor`) and on
+other hosts (`over_ssh`).
+"""

@@ -1,20 +1,20 @@
-"""One process that a launcher has started: its command, its output by lines, its end."""
+"""Processes of a job that this process has started itself: commands, output, ends."""
 from __future__ import annotations
 
 import enum
+import functools
 import os
+import selectors
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Protocol
 
 import msgspec
 
-from .daemons import tethered
-
-_TAIL_LINES = 200
+from .daemons import describe_exit, tethered
+from .output import Sink
 
 
 class Kind(enum.Enum):
@@ -37,15 +37,49 @@ class Command(msgspec.Struct, frozen=True):
     via: Sequence[str] = ()
 
 
-class Child:
-    """One running process, its two pipes, and the last lines it wrote to standard error."""
+class Process(Protocol):
+    """One process of a job, wherever it runs. `code` as of `Popen.returncode`, None until its end."""
 
-    def __init__(self, command: Command, colour: int, tee: Path | None) -> None:
+    command: Command
+    code: int | None
+
+    def signal_group(self, number: int) -> None:
+        """Send *number* to the process and everything it started that did not leave its group."""
+
+    def end_in_words(self) -> str:
+        """Return how it ended: "ended with exit code 3"."""
+
+
+class Place(Protocol):
+    """Where processes run. What happens there are events of the launcher's selector, whose data are functions: each
+    handles its event and returns the processes whose end it has seen.
+    """
+
+    def open(self, selector: selectors.BaseSelector) -> None:
+        """Have events from now on."""
+
+    def start(self, command: Command, out: Sink, err: Sink) -> Process:
+        """Start *command*; what it writes goes to *out* and *err*."""
+
+    def tick(self, now_s: float) -> tuple[float, Sequence[Process]]:
+        """Do what time asks for; return when to be called again (`time.monotonic`), and what has ended."""
+
+    def drain(self) -> None:
+        """All processes have ended: hand on what they have written and nobody has read."""
+
+    def hang_up(self) -> None:
+        """Begin to `close`, so that many places end at once."""
+
+    def close(self) -> None:
+        """End whatever is left, wait for it, give everything back. Idempotent."""
+
+
+class Child:
+    """One process of this machine, and its two pipes."""
+
+    def __init__(self, command: Command) -> None:
         self.command = command
-        self.colour = colour
-        self.code: int | None = None  # as of Popen.returncode
-        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
-        self.tee: BinaryIO | None = None if tee is None else (tee / f"{command.name.replace(' ', '-')}.log").open("wb")
+        self.code: int | None = None
         self.process = subprocess.Popen(
             [*command.via, *tethered(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
@@ -53,11 +87,15 @@ class Child:
         self.pidfd = os.pidfd_open(self.process.pid)
 
     def signal_group(self, number: int) -> None:
-        """Send *number* to the process and everything it started that did not leave its group."""
+        """See `Process`."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
             return  # all of them have ended
+
+    def end_in_words(self) -> str:
+        """See `Process`."""
+        return describe_exit(self.code or 0)
 
     def exit_code(self) -> int:
         """Return the code of the ended process as `Popen.returncode` would, and leave it a zombie.
@@ -73,48 +111,115 @@ class Child:
         self.signal_group(signal.SIGKILL)
         self.process.wait(timeout=10.0)
         os.close(self.pidfd)
-        for file in (self.process.stdout, self.process.stderr, self.tee):
+        for file in (self.process.stdout, self.process.stderr):
             if file is not None:
                 file.close()
 
 
 class Pipe:
-    """One output stream of one child, cut into lines."""
+    """One output stream of one child, and where it goes."""
 
-    def __init__(self, child: Child, source: IO[bytes], target: BinaryIO, keeps_tail: bool) -> None:
-        self.child = child
+    def __init__(self, source: IO[bytes], sink: Sink) -> None:
         self.source = source
-        self.target = target
-        self.rest = b""
-        self._keeps_tail = keeps_tail
+        self._sink = sink
+        self.has_ended = False
         os.set_blocking(source.fileno(), False)
 
-    def take(self) -> list[bytes] | None:
-        """Return the lines completed by one read; None at the end of the stream.
+    def forward(self) -> bool:
+        """Hand on what one read gives; return whether another may give more now."""
+        try:
+            data = os.read(self.source.fileno(), 65536)
+        except BlockingIOError:
+            return False
+        if data:
+            self._sink.feed(data)
+        else:
+            self._sink.finish()
+            self.has_ended = True
+        return bool(data)
 
-        Raises
-        ------
-        BlockingIOError
-            If there is nothing to read now.
-        """
-        data = os.read(self.source.fileno(), 65536)
-        if not data:
-            return None
-        # a progress bar rewrites its line by \r: each state becomes a line
-        lines = (self.rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self.rest = lines.pop()
-        return lines
+    def flush(self) -> None:
+        """Hand on a line without an end."""
+        self._sink.finish()
 
-    def show(self, lines: Sequence[bytes]) -> None:
-        """Write *lines* to the target, headed by the child's name, and to its log; keep them if they are errors."""
-        head = f"[{self.child.command.name}]"
-        if self.target.isatty():
-            head = f"\x1b[{self.child.colour}m{head}\x1b[0m"
-        for line in lines:
-            if self._keeps_tail:
-                self.child.tail.append(line)
-            if self.child.tee is not None:
-                self.child.tee.write(line + b"\n")
-            self.target.write(head.encode() + b" " + line + b"\n")
-        if lines:
-            self.target.flush()
+
+class Children:
+    """The `Place` that is this machine. Main thread only: children die with the thread that started them (`tether`)."""
+
+    def __init__(self) -> None:
+        self._selector: selectors.BaseSelector | None = None
+        self._children: list[Child] = []
+        self._pipes: dict[Child, deque[Pipe]] = {}
+
+    def open(self, selector: selectors.BaseSelector) -> None:
+        """See `Place`."""
+        self._selector = selector
+
+    def start(self, command: Command, out: Sink, err: Sink) -> Child:
+        """See `Place`."""
+        child = Child(command)
+        self._children.append(child)
+        assert child.process.stdout is not None and child.process.stderr is not None
+        self._pipes[child] = deque([Pipe(child.process.stdout, out), Pipe(child.process.stderr, err)])
+        for pipe in self._pipes[child]:
+            self._listen(pipe.source, functools.partial(self._forward, child, pipe))
+        self._listen(child.pidfd, functools.partial(self._reap, child))
+        return child
+
+    def tick(self, now_s: float) -> tuple[float, Sequence[Child]]:
+        """See `Place`."""
+        return float("inf"), ()
+
+    def drain(self) -> None:
+        """See `Place`; what *their* children write is not waited for."""
+        for child in self._children:
+            self.drain_one(child)
+
+    def drain_one(self, child: Child) -> None:
+        """Hand on what one ended child has written."""
+        for pipe in list(self._pipes[child]):
+            while pipe.forward():
+                continue
+            if pipe.has_ended:
+                self._forget(child, pipe)
+            else:
+                pipe.flush()
+
+    def hang_up(self) -> None:
+        """See `Place`."""
+        for child in self._children:
+            child.signal_group(signal.SIGKILL)
+
+    def close(self) -> None:
+        """See `Place`."""
+        for child in self._children:
+            child.close()
+        self._children.clear()
+
+    def _listen(self, source: IO[bytes] | int, handler: Callable[[], Sequence[Child]]) -> None:
+        assert self._selector is not None, "opened"
+        self._selector.register(source, selectors.EVENT_READ, handler)
+
+    def _forward(self, child: Child, pipe: Pipe) -> Sequence[Child]:
+        if pipe in self._pipes[child]:  # else drained since the event came
+            pipe.forward()
+            if pipe.has_ended:
+                self._forget(child, pipe)
+        return ()
+
+    def _forget(self, child: Child, pipe: Pipe) -> None:
+        assert self._selector is not None, "opened"
+        self._selector.unregister(pipe.source)
+        self._pipes[child].remove(pipe)
+
+    def _reap(self, child: Child) -> Sequence[Child]:
+        assert self._selector is not None, "opened"
+        self._selector.unregister(child.pidfd)
+        child.code = child.exit_code()
+        return (child,)
+
+
+def thread_defaults(n_ranks: int) -> dict[str, str]:
+    """Return the variables that *n_ranks* ranks need to share this machine's cores."""
+    cores = len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(max(1, cores // n_ranks)), "PYTHONUNBUFFERED": "1"}

@@ -26,7 +26,7 @@ import msgspec
 from .. import logs
 from ..orchestration.errors import ConfigError
 from ..settings import Settings, environment, fingerprint, parse_address
-from .roles import Place, is_loopback, job_key
+from .place import Place, is_loopback, job_key
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -146,8 +146,9 @@ def run_scheduler(settings: Settings) -> int:
     from ..orchestration.job import JobSettings
     from ..orchestration.scheduler import Scheduler
 
-    if settings.num_nodes < 1:
-        raise ConfigError("the scheduler must know how many machines have ranks: set BPSFAST_NUM_NODES (--num-nodes)")
+    if settings.num_nodes < 1 and settings.size < 1:
+        raise ConfigError("the scheduler must know how many machines have ranks: set BPSFAST_NUM_NODES (--num-nodes), "
+                          "or BPSFAST_SIZE where only the number of ranks is known")
     if not settings.scheduler:
         raise ConfigError("the scheduler must know where to listen: set BPSFAST_SCHEDULER (--scheduler host:port)")
     host, port = parse_address(settings.scheduler, "BPSFAST_SCHEDULER")

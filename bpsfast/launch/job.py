@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -19,8 +18,10 @@ from ..cluster.cluster import Cluster, Machine
 from ..orchestration.errors import ConfigError
 from ..settings import Settings, environment
 from . import roles
+from .child import Command, Kind, thread_defaults
 from .daemons import clean_environment, reserve_port, run_node, run_scheduler
-from .supervisor import Command, Kind, Limits, Supervisor
+from .output import Output
+from .supervisor import Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"
 _LOOPBACK = "127.0.0.1"
@@ -59,7 +60,7 @@ def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = Non
 
 
 def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
-         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None) -> list[Command]:
+         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None, python: str = "") -> list[Command]:
     """Return the job's processes in the order of starting: scheduler, nodes, helpers, ranks.
 
     Parameters
@@ -68,6 +69,9 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
         Its address, and the job's key in hex: both end up in every environment and in no command line.
     cluster
         Machines to start on (named as `Shape.machines`), or None: all on this one, over loopback.
+    python
+        If given, the processes run on hosts of their own (`over_ssh`), daemons by this interpreter: their environments
+        are what is added there, and each node finds its own address.
     """
     base = clean_environment(environ)
     job = msgspec.structs.replace(
@@ -75,34 +79,34 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
         num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
         node_index=-1,
     )
-    commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None)]
+    commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None, python)]
     ranks: list[Command] = []
     for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
         machine = cluster[name] if cluster else None
-        host = machine.address if machine else job.node_host or _LOOPBACK
+        host = machine.address if machine else job.node_host or ("" if python else _LOOPBACK)
         here = msgspec.structs.replace(job, node_id=name, node_index=index, local_size=n_local, node_host=host)
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
-        commands.append(_daemon("node", title, here, base, machine))
+        commands.append(_daemon("node", title, here, base, machine, python))
         for local_rank in range(n_local):
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
-            variables = _thread_defaults({**base, **environment(mine)}, mine.size)
+            variables = {**({} if python else thread_defaults(mine.size)), **base, **environment(mine)}
             ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
     return commands + ranks
 
 
 def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
-        limits: Limits | None = None, tee_dir: Path | None = None, environ: Mapping[str, str] | None = None) -> int:
+        limits: Limits | None = None, output: Output | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Run the job to its end; return its exit code. Main thread only."""
-    _check_program(program)
+    check_program(program)
     environ = os.environ if environ is None else environ
     key = settings.job_key or secrets.token_hex(32)
     if netns:
         with Cluster(shape.machines, rates=rate) as cluster:
             commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster)
-            return Supervisor(commands, limits=limits, tee_dir=tee_dir).run()
+            return Supervisor(commands, limits=limits, output=output).run()
     with reserve_port(_LOOPBACK) as reserved:
         commands = plan(shape, program, settings, environ, reserved.getsockname(), key)
-        return Supervisor(commands, limits=limits, tee_dir=tee_dir).run()
+        return Supervisor(commands, limits=limits, output=output).run()
 
 
 def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
@@ -110,7 +114,7 @@ def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Call
 
     The first line is for every terminal: it holds the one key of the job.
     """
-    _check_program(program)
+    check_program(program)
     key = settings.job_key or secrets.token_hex(32)
     with reserve_port(_LOOPBACK) as reserved:
         commands = plan(shape, program, settings, {}, reserved.getsockname(), key)
@@ -143,12 +147,12 @@ def dmlc(program: Sequence[str], settings: Settings, environ: Mapping[str, str] 
 def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[str, str]) -> int:
     if not program:
         raise ConfigError("DMLC_ROLE = worker: expected the program to start, `bpsfast dmlc -- python train.py`")
-    _check_program(program)
+    check_program(program)
     n_local = settings.local_size
     if n_local < 0:
         devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
         n_local = len(devices.split(",")) if devices and devices not in ("all", "none", "void") else 1
-    base = _thread_defaults(dict(environ), n_local)
+    base = {**thread_defaults(n_local), **environ}
     if roles.is_local_job(settings, environ) and not (settings.job_key or settings.job_key_file):
         base[_KEY] = secrets.token_hex(32)
     commands = [
@@ -159,22 +163,17 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
     return Supervisor(commands).run()
 
 
-def _check_program(program: Sequence[str]) -> None:
+def check_program(program: Sequence[str]) -> None:
     """Raise `ConfigError` for a script that is given in the place of a command."""
     if program[0].endswith(".py") and shutil.which(program[0]) is None:
         raise ConfigError(f"{program[0]} is no command that can be run: start a Python program by python: "
                           f"{shlex.join(['python', *program])}")
 
 
-def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None) -> Command:
+def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None,
+            python: str) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
-    return Command(title, Kind.DAEMON, (sys.executable, "-m", "bpsfast", role), environ, _via(machine))
-
-
-def _thread_defaults(environ: dict[str, str], n_ranks: int) -> dict[str, str]:
-    """Add what ranks that share this machine's cores need, where the user has not decided."""
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, cores // n_ranks)), "PYTHONUNBUFFERED": "1"} | environ
+    return Command(title, Kind.DAEMON, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine))
 
 
 def _via(machine: Machine | None) -> tuple[str, ...]:

@@ -1,13 +1,19 @@
 """Who reaches whom: this machine's own address, and whether anybody answers at the scheduler's."""
 from __future__ import annotations
 
+import logging
 import socket
+import time
 
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import ConfigError, StallError
 from ..settings import Settings
-from .roles import format_address
+from .place import format_address, is_loopback
 
+_log = logging.getLogger("bpsfast.reach")
 _TIMEOUT_S = 2.0
+_AGAIN_S = 0.5
+#: An address of documentation (RFC 5737): the route to it is the default route, and nothing is sent there.
+_ANYWHERE = "192.0.2.1"
 
 
 def nobody_at(host: str, port: int) -> str:
@@ -32,8 +38,10 @@ def local_host(settings: Settings, scheduler_host: str) -> str:
     ------
     ConfigError
         If the interface does not exist or has no IPv4 address, or there is no route.
+    StallError
+        If the scheduler's name was not resolved within `start_timeout_s`.
     """
-    return chosen_host(settings) or require_source(scheduler_host)
+    return chosen_host(settings) or source_of_job(scheduler_host, settings.start_timeout_s)
 
 
 def chosen_host(settings: Settings) -> str:
@@ -64,21 +72,54 @@ def source_towards(host: str) -> str | None:
         return None
 
 
-def require_source(host: str) -> str:
-    """Return this machine's address on the route to the scheduler's *host*.
+def outward_host() -> str:
+    """Return the address of the default route, else of the first interface that is up; "" if there is only loopback."""
+    source = source_towards(_ANYWHERE)
+    if source and not is_loopback(source):
+        return source
+    import psutil
+
+    states = psutil.net_if_stats()
+    return next((entry.address for name, entries in psutil.net_if_addrs().items() if states[name].isup
+                 for entry in entries if entry.family == socket.AF_INET and not is_loopback(entry.address)), "")
+
+
+def source_of_job(host: str, timeout_s: float) -> str:
+    """Return this machine's address on the route to the scheduler's *host*, whose name may not be known at once.
+
+    On the scheduler's own machine its name may mean the loopback (Debian's /etc/hosts): then it is `outward_host`.
 
     Raises
     ------
+    StallError
+        If the name was not resolved within *timeout_s*: that of a headless service is there when its pod is.
     ConfigError
         If there is no route.
     """
+    _resolve(host, timeout_s)
     try:
-        return _source(host)
+        source = _source(host)
     except OSError as exc:
         raise ConfigError(
             f"no route to the scheduler's host {host!r} ({exc}): fix BPSFAST_SCHEDULER, or name this "
             "machine's own address with BPSFAST_NODE_HOST"
         ) from exc
+    return outward_host() or source if is_loopback(source) and not is_loopback(host) else source
+
+
+def _resolve(host: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as exc:
+            if time.monotonic() >= deadline:
+                raise StallError(
+                    f"the name {host!r} in the scheduler's address was not resolved within {timeout_s:g} s "
+                    f"({exc.strerror}): check it with `getent hosts`, or give an address in BPSFAST_SCHEDULER") from exc
+            _log.info("the scheduler's host %r cannot be resolved yet (%s)", host, exc.strerror)
+        time.sleep(_AGAIN_S)
 
 
 def _source(host: str) -> str:

@@ -31,12 +31,10 @@ from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
 from ..settings import Settings, parse_address
 from .daemons import reserve_port
-from .reach import chosen_host, source_towards
-from .roles import Place, format_address, given_key, is_loopback, job_key
+from .place import Place, format_address, given_key, is_loopback, job_key
+from .reach import chosen_host, outward_host, source_towards
 
 _LOOPBACK = "127.0.0.1"
-#: An address of documentation (RFC 5737): the route to it is the default route, and nothing is sent there.
-_ANYWHERE = "192.0.2.1"
 #: A look at a key that is there or not. Stores take 0 for "no deadline", and count milliseconds.
 _LOOK = timedelta(milliseconds=20)
 #: Stores may give up a little before the time that they were given.
@@ -125,10 +123,12 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     line.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
                         key_proof=security.prove(key, "store").hex() if key else ""))
     if rank == 0:
-        return _lead(line, settings, key)
+        return _lead(line, _own_wishes(settings), key)
     table = line.table()
     if table.error:
         raise _error(table)
+    if sum(map(len, table.nodes)) != size:
+        raise _other_size(sum(map(len, table.nodes)), rank, size)
     return _place(line, table, settings, key, parse_address(table.scheduler, "rank 0's store entry"))
 
 
@@ -209,8 +209,9 @@ class _Line:
                           "rank or size")
 
     def _lost(self, exc: Exception) -> PeerLostError:
+        text = next(iter(str(exc).strip().splitlines()), "no text")  # torch's go on with addresses of code
         return PeerLostError(f"rank {self.rank} of {self.size} cannot go on: the store by which the ranks find each "
-                             f"other failed ({type(exc).__name__}: {str(exc).strip() or 'no text'})")
+                             f"other failed ({type(exc).__name__}: {text})")
 
 
 def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
@@ -278,32 +279,26 @@ def _machine(settings: Settings) -> str:
 def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
     """Return the address others can most likely reach this rank by, "" if it has none.
 
-    Where MASTER_ADDR is a name of this very machine it may mean the loopback (Debian's /etc/hosts): then the default
-    route decides, then any interface. Rank 0 knows better as soon as it knows the others: `_scheduler_host`.
+    Where MASTER_ADDR is a name of this very machine it may mean the loopback. Rank 0 knows better as soon as it knows
+    the others: `_scheduler_host`.
     """
-    return chosen_host(settings) or next(
-        (host for host in map(source_towards, (environ.get("MASTER_ADDR", ""), _ANYWHERE))
-         if host and not is_loopback(host)), "") or _any_host()
-
-
-def _any_host() -> str:
-    """Return the first address of an interface that is up, "" if there is none but the loopback."""
-    import psutil
-
-    states = psutil.net_if_stats()
-    return next((entry.address for name, entries in psutil.net_if_addrs().items() if states[name].isup
-                 for entry in entries if entry.family.name == "AF_INET" and not is_loopback(entry.address)), "")
+    host = chosen_host(settings) or source_towards(environ.get("MASTER_ADDR", ""))
+    return host if host and not is_loopback(host) else outward_host()
 
 
 def _check_agree(entries: Sequence[_Entry]) -> None:
     first = entries[0]
     for rank, entry in enumerate(entries):
         if entry.size != first.size:
-            raise MismatchError(f"rank 0 says that the job has {first.size} ranks, rank {rank} says {entry.size}")
+            raise _other_size(first.size, rank, entry.size)
         if entry.key_proof != first.key_proof:
             which = "different ones" if entry.key_proof and first.key_proof else (
                 f"only rank {rank if entry.key_proof else 0} has one")
             raise MismatchError(f"rank 0 and rank {rank} must be given the same BPSFAST_JOB_KEY, or none: {which}")
+
+
+def _other_size(size: int, rank: int, theirs: int) -> MismatchError:
+    return MismatchError(f"rank 0 says that the job has {size} ranks, rank {rank} says {theirs}")
 
 
 def _nodes(entries: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
@@ -322,9 +317,13 @@ def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
     return machines
 
 
+def _own_wishes(settings: Settings) -> Settings:
+    """Return *settings* without scheduler and helpers that belong to a job that a launcher has started."""
+    return settings if settings.rank < 0 else msgspec.structs.replace(settings, scheduler="", num_helpers=0)
+
+
 def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
-    """Return where the user wants the scheduler; the one of a job that a launcher has started is no such wish."""
-    if settings.scheduler and settings.rank < 0:
+    if settings.scheduler:
         return parse_address(settings.scheduler)
     if settings.num_helpers:
         raise ConfigError(f"BPSFAST_NUM_HELPERS = {settings.num_helpers}, but helpers cannot read the store: set "

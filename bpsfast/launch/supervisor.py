@@ -1,31 +1,29 @@
-"""Run the processes of one job on this machine: their output, their end, and the one exit code.
+"""Run the processes of one job, on this machine or others: their output, their end, and the one exit code.
 
 What users of launchers ask for (and did not get): every line says whose it is; the traceback of the process that failed
 *first* is printed last and alone; the exit code is that process's; Ctrl-C ends everything within two seconds; nothing
 survives the launcher, not even its ``kill -9``.
 
-One thread. Everything is an event of one selector: lines from pipes, ends of processes (pidfds), signals (a socket).
+One thread. Everything is an event of one selector: lines from pipes, ends of processes (pidfds), messages of other
+hosts, signals (a socket).
 """
 from __future__ import annotations
 
+import functools
 import re
 import selectors
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from .. import logs
-from .child import Child, Command, Kind, Pipe
-from .daemons import describe_exit
+from .child import Children, Command, Kind, Place, Process
+from .output import Output, Transcript
 
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
-_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_TIMEOUT = 124  # as of timeout(1)
 #: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
@@ -49,47 +47,49 @@ class Supervisor:
     ----------
     commands
         In the order of starting. At least one is of kind RANK.
-    tee_dir
-        Folder for one log file per process, or None.
-    out, err
-        Where lines go; their heads are coloured on a terminal.
+    output
+        Where lines go; the caller closes it.
+    places
+        Where each command runs, one for each; None: all on this machine. `run` opens and closes them.
     """
 
-    def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, tee_dir: Path | None = None,
-                 out: BinaryIO | None = None, err: BinaryIO | None = None) -> None:
+    def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
+                 places: Sequence[Place] | None = None) -> None:
         self._commands = commands
         self._limits = limits or Limits()
-        self._tee_dir = tee_dir
-        self._out = sys.stdout.buffer if out is None else out
-        self._err = sys.stderr.buffer if err is None else err
+        self._output = output or Output()
+        self._by_command = [Children()] * len(commands) if places is None else places
+        self._places: list[Place] = list(dict.fromkeys(self._by_command))
         self._selector = selectors.DefaultSelector()
-        self._children: list[Child] = []
-        self._failed: list[Child] = []  # in the order of their ends
+        self._processes: list[Process] = []
+        self._errors: dict[Process, Transcript] = {}
+        self._failed: list[Process] = []  # in the order of their ends
         self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
         self._deadline: float | None = None  # of the present phase
         self._phase = "run"
 
     def run(self) -> int:
         """Start everything, wait until everything has ended, return the job's exit code."""
-        if self._tee_dir is not None:
-            self._tee_dir.mkdir(parents=True, exist_ok=True)
         wake, waker = socket.socketpair()
         with wake, waker, self._selector:
             wake.setblocking(False)
             waker.setblocking(False)
-            self._selector.register(wake, selectors.EVENT_READ, wake)
+            self._selector.register(wake, selectors.EVENT_READ, functools.partial(self._on_signals, wake))
             # under nohup a hang-up stays ignored
             caught = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
             before = {number: signal.signal(number, lambda number, frame: None) for number in caught}
             fd_before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
             try:
                 self._start()
-                while any(child.code is None for child in self._children):
+                while any(process.code is None for process in self._processes):
                     self._step()
-                self._drain()
+                for place in self._places:
+                    place.drain()
             finally:
-                for child in self._children:
-                    child.close()
+                for place in self._places:
+                    place.hang_up()
+                for place in self._places:
+                    place.close()
                 signal.set_wakeup_fd(fd_before)
                 for number, handler in before.items():
                     signal.signal(number, handler)
@@ -98,50 +98,38 @@ class Supervisor:
     def _start(self) -> None:
         if self._limits.job_s is not None:
             self._deadline = time.monotonic() + self._limits.job_s
-        for index, command in enumerate(self._commands):
-            child = Child(command, _COLOURS[index % len(_COLOURS)], self._tee_dir)
-            self._children.append(child)
-            assert child.process.stdout is not None and child.process.stderr is not None
-            for pipe in (Pipe(child, child.process.stdout, self._out, keeps_tail=False),
-                         Pipe(child, child.process.stderr, self._err, keeps_tail=True)):
-                self._selector.register(pipe.source, selectors.EVENT_READ, pipe)
-            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        for place in self._places:
+            place.open(self._selector)
+        n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
+        rank = 0
+        for command, place in zip(self._commands, self._by_command):
+            is_rank = command.kind is Kind.RANK
+            out, err = self._output.streams(command.name, rank if is_rank else None, n_ranks)
+            rank += is_rank
+            process = place.start(command, out, err)
+            self._processes.append(process)
+            self._errors[process] = err
 
     def _step(self) -> None:
-        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        for key, _ in self._selector.select(timeout):
-            if isinstance(key.data, Pipe):
-                self._forward(key.data)
-            elif isinstance(key.data, Child):
-                self._reap(key.data)
-            else:
-                self._on_signals(key.data.recv(64))
+        now = time.monotonic()
+        next_s = float("inf") if self._deadline is None else self._deadline
+        for place in self._places:
+            due_s, ended = place.tick(now)
+            self._have_ended(ended)
+            next_s = min(next_s, due_s)
+        for key, _ in self._selector.select(None if next_s == float("inf") else max(0.0, next_s - now)):
+            self._have_ended(key.data())
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._next_phase()
 
-    def _forward(self, pipe: Pipe) -> bool:
-        """Print what one read of *pipe* gives; return whether another may give more now."""
-        try:
-            lines = pipe.take()
-        except BlockingIOError:
-            return False
-        if lines is None:
-            self._selector.unregister(pipe.source)
-            pipe.show([pipe.rest] if pipe.rest else [])
-            pipe.rest = b""
-            return False
-        pipe.show(lines)
-        return True
-
-    def _reap(self, child: Child) -> None:
-        self._selector.unregister(child.pidfd)
-        child.code = child.exit_code()
-        if child.code != 0 and self._phase in ("run", "failed", "leaving"):
-            self._failed.append(child)
-            if self._phase != "failed":
-                self._enter("failed", self._limits.after_failure_s)
-        elif self._phase == "run" and all(c.code == 0 for c in self._children if c.command.kind is Kind.RANK):
-            self._enter("leaving", self._limits.after_ranks_s)
+    def _have_ended(self, processes: Iterable[Process]) -> None:
+        for process in processes:
+            if process.code != 0 and self._phase in ("run", "failed", "leaving"):
+                self._failed.append(process)
+                if self._phase != "failed":
+                    self._enter("failed", self._limits.after_failure_s)
+            elif self._phase == "run" and all(p.code == 0 for p in self._processes if p.command.kind is Kind.RANK):
+                self._enter("leaving", self._limits.after_ranks_s)
 
     def _enter(self, phase: str, duration_s: float) -> None:
         self._phase = phase
@@ -149,22 +137,22 @@ class Supervisor:
 
     def _next_phase(self) -> None:
         """The present phase's time is over."""
-        running = [child for child in self._children if child.code is None]
+        running = [process for process in self._processes if process.code is None]
         if self._phase == "run":
             self._stop(f"the job has not ended within {self._limits.job_s:g} s", _EXIT_TIMEOUT)
         elif self._phase in ("failed", "leaving"):
             if self._phase == "leaving" and running:
-                names = ", ".join(child.command.name for child in running)
-                self._say(f"still running {self._limits.after_ranks_s:g} s after the last rank ended: {names}; "
-                          "ending them (did the program call bpsfast.init and shutdown?)")
+                names = ", ".join(process.command.name for process in running)
+                self._output.say(f"still running {self._limits.after_ranks_s:g} s after the last rank ended: {names}; "
+                                 "ending them (did the program call bpsfast.init and shutdown?)")
             self._signal_all(signal.SIGTERM)
             self._enter("term", self._limits.after_sigterm_s)
         else:
             self._signal_all(signal.SIGKILL)
             self._enter("kill", 5.0)
 
-    def _on_signals(self, numbers: bytes) -> None:
-        for number in numbers:
+    def _on_signals(self, wake: socket.socket) -> Sequence[Process]:
+        for number in wake.recv(64):
             if number not in _ENDING:
                 continue
             if self._stopped is None:
@@ -172,56 +160,43 @@ class Supervisor:
             else:  # asked twice: at once
                 self._signal_all(signal.SIGKILL)
                 self._enter("kill", 5.0)
+        return ()
 
     def _stop(self, why: str, code: int) -> None:
         self._stopped = (why, code)
-        self._say(f"{why}: ending all processes")
+        self._output.say(f"{why}: ending all processes")
         self._signal_all(signal.SIGTERM)
         self._enter("term", self._limits.after_sigterm_s)
 
     def _signal_all(self, number: int) -> None:
-        for child in self._children:
-            if child.code is None:
-                child.signal_group(number)
-
-    def _drain(self) -> None:
-        """Print what the ended processes have left in their pipes; what *their* children write is not waited for."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Pipe):
-                while self._forward(key.data):
-                    continue
-                if key.data.rest:
-                    key.data.show([key.data.rest])
+        for process in self._processes:
+            if process.code is None:
+                process.signal_group(number)
 
     def _verdict(self) -> int:
         cause = self._cause()
         code = 0
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
-            self._say(f"{cause.command.name} failed first: it {describe_exit(cause.code)}. Its last output:")
-            for line in _traceback_of(cause.tail):
-                self._err.write(line + b"\n")
-            self._err.flush()
+            self._output.say(f"{cause.command.name} failed first: it {cause.end_in_words()}. Its last output:")
+            self._output.quote(_traceback_of(self._errors[cause].tail))
         return code if self._stopped is None else self._stopped[1]
 
-    def _cause(self) -> Child | None:
+    def _cause(self) -> Process | None:
         """Return the process whose failure explains the others': the first whose traceback blames nobody else.
 
         A daemon that exits in silence follows an abort; it is the cause only if nothing else is.
         """
         silent = None
-        for child in self._failed:
-            last = next((line for line in reversed(child.tail) if line.strip()), b"")
-            if any(_CONSEQUENCE.match(line) for line in _traceback_of(child.tail)):
+        for process in self._failed:
+            tail = self._errors[process].tail
+            last = next((line for line in reversed(tail) if line.strip()), b"")
+            if any(_CONSEQUENCE.match(line) for line in _traceback_of(tail)):
                 continue
-            if child.command.kind is Kind.RANK or last or (child.code or 0) < 0:
-                return child
-            silent = silent or child
+            if process.command.kind is Kind.RANK or last or (process.code or 0) < 0:
+                return process
+            silent = silent or process
         return silent or (self._failed[0] if self._failed else None)
-
-    def _say(self, text: str) -> None:
-        self._err.write(f"[bpsfast run] {text}\n".encode())
-        self._err.flush()
 
 
 def _traceback_of(tail: Sequence[bytes], n_lines: int = 20) -> list[bytes]:

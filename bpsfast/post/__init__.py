@@ -2,7 +2,8 @@
 
     post        what ranks call               peer       the protocol of a pair of ranks
     transfer    one message, for its owner    link       frames on a socket
-    matching    which receive gets what       allowance  what may be sent before it is asked for
+    delivery    payload to its receive        allowance  what may be sent before it is asked for
+    matching    which receive gets what
     progress    who moves messages on         pull       reading the sender's memory
     meeting     how two posts find each other exchange   gather, scatter, all-to-all
 

@@ -41,6 +41,8 @@ class Matching(Generic[R, A]):
                 _, arrival = here[key].popleft()
                 if not here[key]:
                     del here[key]
+                if not here:
+                    del self._arrivals[channel]
                 return arrival
         self._n += 1
         self._receives.setdefault((channel, source, tag), deque()).append((self._n, receive))
@@ -90,6 +92,7 @@ class Matching(Generic[R, A]):
                     here[key] = kept
                 else:
                     del here[key]
+        self._arrivals = {channel: here for channel, here in self._arrivals.items() if here}
         return [arrival for _, arrival in sorted(found, key=lambda each: each[0])]
 
     def describe(self, channel: int) -> str:

@@ -60,12 +60,15 @@ class Meeting:
         Called with the same when this rank was JOINED.
     failed
         Called with (rank, error) when a rank cannot be reached.
+    listen
+        Called with False when no more than are here should be let in, and with True afterwards.
     """
 
     def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bytes],
-                 reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None]) -> None:
+                 reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None],
+                 listen: Callable[[bool], None]) -> None:
         self._session = session
-        self._come, self._reached, self._failed = come, reached, failed
+        self._come, self._reached, self._failed, self._let_in = come, reached, failed, listen
         self._key = session.place.job_key
         self._closed = False
         self._lock = threading.Lock()
@@ -117,13 +120,14 @@ class Meeting:
     def accept(self, listener: socket.socket) -> None:
         """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
         with self._lock:
-            if self._strangers >= _MOST_STRANGERS:
-                return  # it is still there, and asks again
             try:
                 sock, _ = listener.accept()
             except OSError:
                 return
             self._strangers += 1
+            many = self._strangers >= _MOST_STRANGERS
+        if many:
+            self._let_in(False)
         self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
 
     def close(self) -> None:
@@ -264,6 +268,9 @@ class Meeting:
                 sock.close()
             with self._lock:
                 self._strangers -= 1
+                few = self._strangers == _MOST_STRANGERS - 1
+            if few:
+                self._let_in(True)
 
     @property
     def _patience_s(self) -> float:

@@ -78,7 +78,7 @@ class Peer:
             queue.clear()
         for transfer in under_way:
             transfer.finish(error)
-        self._post.lost(self.rank, error)
+        self._post.delivery.lost(self.rank, error)
 
     def leave(self) -> None:
         """Say that nothing follows."""
@@ -193,13 +193,13 @@ class Peer:
         kind = frame.kind
         if kind == frames.EAGER:
             self._usage.eager(frame.nbytes)
-            self._post.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
+            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
         elif kind == frames.ANNOUNCE:
             self._n_heard += 1
             if frame.number != self._n_heard:
                 raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
             self._usage.announced()
-            self._post.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
+            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
                                                       address=frame.address))
         elif kind == frames.DATA:
             self._received(frame)

@@ -6,33 +6,25 @@ MPI_Send, a program may not rely on the former.
 """
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
 import socket
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..orchestration.errors import (
     BpsError,
-    CapacityError,
     ClosedError,
     ConfigError,
-    MismatchError,
     PeerLostError,
     StallError,
 )
 from . import frames, pull
-from .allowance import Allowance, Usage
-from .matching import Matching
+from .delivery import Delivery
 from .meeting import CROSSED, JOINED, REFUSED, Meeting
-from .memory import view
-from .message import Arrival, Incoming, Outgoing
+from .message import Outgoing
 from .peer import Peer
 from .progress import Progress
 from .transfer import Transfer
@@ -62,17 +54,15 @@ class Post:
         self._error: BpsError | None = None  # what ended everything
         self._n_open = 0
         self._ended: list[Transfer] = []
-        self._matching: Matching[Transfer, Arrival] = Matching()
         self._peers: dict[int, Peer] = {}
-        self._pulls: deque[Incoming] = deque()
-        self._pulling: Incoming | None = None
-        self._own_allowance, self._own_usage = Allowance(), Usage()
         self.progress = Progress(
-            f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing), work=self._pull_piece,
-            settle=self._settle, check=session.port.check, failed=self._fail, awake_s=session.settings.awake_us / 1e6)
+            f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
+            work=lambda: self.delivery.pull_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
+            awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
+        self.delivery = Delivery(self.rank, self._peers, self.progress)
         try:
-            self.meeting = Meeting(session, self._come, self._reached, self._unreachable)
+            self.meeting = Meeting(session, self._come, self._reached, self._unreachable, self._listen)
         except BaseException:
             self.progress.close()
             raise
@@ -108,7 +98,7 @@ class Post:
         with self._lock:
             self._open(transfer)
             if destination == self.rank:
-                self._send_to_self(Outgoing(transfer))
+                self.delivery.send_to_self(Outgoing(transfer))
             else:
                 self._peer(destination).send(Outgoing(transfer))
         self._settle()
@@ -170,13 +160,13 @@ class Post:
                 if not transfer.done():
                     transfer.callbacks.append(callback)
                     return
-        callback(transfer)
+        _call(callback, transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
         """See `Transfer.cancel`."""
         self._session.require_open()
         with self._lock:
-            if transfer.is_send or not self._matching.withdraw(transfer):
+            if transfer.is_send or not self.delivery.matching.withdraw(transfer):
                 return False
             transfer.finish(ClosedError(f"{transfer.describe()} is not waited for any more: its receive was cancelled"))
         self._settle()
@@ -186,25 +176,6 @@ class Post:
         """Note, with the lock, that *transfer* has ended; `_settle` does the rest."""
         self._n_open -= 1
         self._ended.append(transfer)
-
-    # -- for peers -------------------------------------------------------------------------------------------------
-
-    def arrived(self, channel: int, arrival: Arrival) -> None:
-        """Take a message that has come, or was announced. With the lock."""
-        transfer = self._matching.arrive(channel, arrival.source, arrival.tag, arrival)
-        if transfer is not None:
-            self._meet(transfer, arrival)
-        elif arrival.data is not None:
-            arrival.data = bytes(arrival.data)  # the staging buffer is used again
-
-    def lost(self, rank: int, error: BpsError) -> None:
-        """Fail what only *rank* could have brought to an end. What has come from it in full stays. With the lock."""
-        self._matching.take_arrivals(lambda source, each: source == rank and each.data is None)
-        for transfer in self._matching.take_receives(lambda source, each: source == rank):
-            transfer.finish(error)
-        for each in [each for each in self._pulls if each.arrival.source == rank]:
-            self._pulls.remove(each)
-            each.transfer.finish(error)
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
@@ -244,110 +215,13 @@ class Post:
         source = transfer.peer
         with self._lock:
             self._open(transfer)
-            arrival = self._matching.receive(transfer.channel, source, transfer.tag, transfer)
-            if arrival is not None:
-                self._meet(transfer, arrival)
-            elif source is not None and source != self.rank:
+            if not self.delivery.receive(transfer) and source is not None and source != self.rank:
                 error = self._peer(source).error  # connected even so: the end of the connection is the peer's
                 if error is not None:
-                    self._matching.withdraw(transfer)
+                    self.delivery.matching.withdraw(transfer)
                     transfer.finish(error)
         self._settle()
         return transfer
-
-    def _send_to_self(self, outgoing: Outgoing) -> None:
-        transfer, nbytes = outgoing.transfer, outgoing.nbytes
-        assert transfer.tag is not None
-        arrival = Arrival(self.rank, transfer.tag, nbytes)
-        if nbytes <= frames.EAGER_NBYTES and self._own_allowance.take_room(nbytes):
-            self._own_usage.eager(nbytes)
-            arrival.data = view(transfer.address, nbytes)
-            self.arrived(transfer.channel, arrival)
-            transfer.finish()
-        else:
-            arrival.outgoing = outgoing
-            self.arrived(transfer.channel, arrival)
-
-    def _meet(self, transfer: Transfer, arrival: Arrival) -> None:
-        """Bring a message into the memory of the receive that it has met."""
-        transfer.source, transfer.tag, transfer.nbytes = arrival.source, arrival.tag, arrival.nbytes
-        error = self._make_room(transfer)
-        if arrival.data is not None:
-            if error is None and arrival.nbytes:
-                view(transfer.address, arrival.nbytes, writable=True)[:] = arrival.data
-            self._consumed(arrival)
-        elif arrival.outgoing is not None:
-            if error is None:
-                ctypes.memmove(transfer.address, arrival.outgoing.transfer.address, arrival.nbytes)
-            arrival.outgoing.transfer.finish()
-        elif error is None and arrival.nbytes:
-            self._fetch(Incoming(transfer, arrival))
-            return
-        else:
-            self._peers[arrival.source].taken(arrival.number)
-        transfer.finish(error)
-
-    def _make_room(self, transfer: Transfer) -> BpsError | None:
-        """Return why the message does not fit; allocate memory if the receive has none."""
-        if transfer.capacity >= transfer.nbytes:
-            return None
-        if transfer.capacity >= 0:
-            return MismatchError(f"a message of {transfer.nbytes} bytes from rank {transfer.source} with tag "
-                                 f"{transfer.tag} on channel {transfer.channel} does not fit into the "
-                                 f"{transfer.capacity} bytes of rank {self.rank}'s receive")
-        try:
-            transfer.data = np.empty(transfer.nbytes, np.uint8)
-        except MemoryError:
-            return CapacityError(f"rank {self.rank} has no memory for a message of {transfer.nbytes} bytes from rank "
-                                 f"{transfer.source}")
-        transfer.address = transfer.data.ctypes.data
-        return None
-
-    def _consumed(self, arrival: Arrival) -> None:
-        if arrival.source == self.rank:
-            self._own_allowance.give_room(self._own_usage.received(arrival.nbytes))
-        else:
-            self._peers[arrival.source].consumed(arrival.nbytes)
-
-    def _fetch(self, incoming: Incoming) -> None:
-        peer = self._peers[incoming.arrival.source]
-        if peer.pid:
-            self._pulls.append(incoming)
-            self.progress.nudge()
-        else:
-            peer.want(incoming)
-
-    def _pull_piece(self) -> bool:
-        """Read a piece of the next payload that is read from its sender's memory; return whether more is to be done."""
-        if not self._pulls:
-            return False
-        with self._lock:
-            if not self._pulls:
-                return False
-            incoming = self._pulling = self._pulls.popleft()
-            transfer, arrival = incoming.transfer, incoming.arrival
-            peer, done = self._peers[arrival.source], incoming.n_received
-        n = 0
-        if peer.pid:
-            try:
-                n = pull.read(peer.pid, arrival.address + done, transfer.address + done,
-                              min(pull.PIECE_NBYTES, arrival.nbytes - done))
-            except OSError as exc:
-                log.info("rank %d reads no more of rank %d's memory: %s", self.rank, peer.rank, exc)
-        with self._lock:
-            self._pulling = None
-            incoming.n_received += n
-            if peer.link is None:
-                transfer.finish(peer.error)
-            elif n == 0 or peer.link.has_hung_up:  # what was read may be anything: its connection will say how it ended
-                peer.pid = incoming.n_received = 0
-                peer.want(incoming)
-            elif incoming.n_received == arrival.nbytes:
-                peer.taken(arrival.number)
-                transfer.finish()
-            else:
-                self._pulls.append(incoming)
-            return bool(self._pulls)
 
     def _settle(self) -> None:
         """Tell those who wait for transfers that have ended. Without the lock."""
@@ -360,10 +234,7 @@ class Post:
             for transfer in ended:
                 transfer.callbacks = []
         for callback, transfer in callbacks:
-            try:
-                callback(transfer)
-            except Exception:
-                log.exception("what waited for %s failed", transfer.describe())
+            _call(callback, transfer)
 
     def _missing(self, transfer: Transfer, timeout_s: float) -> str:
         """Say who keeps *transfer* waiting."""
@@ -373,7 +244,7 @@ class Post:
             if transfer.is_send:
                 state = peer.describe(transfer) if peer else "it waits for a receive here"
                 return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
-            lying = self._matching.describe(transfer.channel)
+            lying = self.delivery.matching.describe(transfer.channel)
             if peer is not None and peer.link is None:
                 state = f"not connected to it yet; {self.meeting.trouble(peer.rank)}"
             else:
@@ -384,6 +255,13 @@ class Post:
 
     def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
         return lambda events: self.meeting.accept(listener)
+
+    def _listen(self, listening: bool) -> None:
+        """Let others in, or make them wait."""
+        with self._lock:
+            if not self._closed:
+                for listener in self.meeting.listeners:
+                    self.progress.change(listener.fileno(), select.EPOLLIN if listening else 0)
 
     def _come(self, rank: int, sock: socket.socket, process: int) -> bytes:
         """Decide, in a thread of the meeting, about a connection that *rank* has made."""
@@ -422,11 +300,7 @@ class Post:
         self._error = self._error or error
         for peer in list(self._peers.values()):
             peer.lose(error)
-        for transfer in self._matching.take_receives(lambda source, each: True):
-            transfer.finish(error)
-        for arrival in self._matching.take_arrivals(lambda source, each: True):
-            if arrival.outgoing is not None:
-                arrival.outgoing.transfer.finish(error)
+        self.delivery.fail(error)
 
     def _say_goodbye(self) -> None:
         """Withdraw the address, and give what was said to others the time to be read."""
@@ -445,6 +319,13 @@ class Post:
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
         for sock in [*links, *self.meeting.listeners]:
             sock.close()
+
+
+def _call(callback: Callable[[Transfer], object], transfer: Transfer) -> None:
+    try:
+        callback(transfer)
+    except Exception:
+        log.exception("what was to be done after %s failed", transfer.describe())
 
 
 _open: weakref.WeakSet[Post] = weakref.WeakSet()

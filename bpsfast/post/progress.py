@@ -33,7 +33,7 @@ class Progress:
     busy
         Tells, with the lock, whether something is under way.
     work
-        Does a piece of what needs no descriptor, without the lock; returns whether more is to be done.
+        Does a piece of what needs no descriptor, without the lock; returns whether there was one.
     settle
         Called after each turn, without the lock: tells those who are to be told.
     check
@@ -174,8 +174,8 @@ class Progress:
 
     def _turn(self, timeout_s: float) -> bool:
         """Wait for events and act on them; return whether there were any."""
-        more = self._work()
-        events = self._epoll.poll(0.0 if more else timeout_s)
+        worked = self._work()
+        events = self._epoll.poll(0.0 if worked else timeout_s)
         if events:
             with self.lock:
                 for fd, what in events:
@@ -184,7 +184,7 @@ class Progress:
                         self._guard(handler, what)
                 if self._n_waiting > 1:
                     self._changed.notify_all()
-        elif not more:
+        elif not worked:
             now = time.monotonic()
             if now - self._checked_at >= _SLICE_S:
                 self._checked_at = now

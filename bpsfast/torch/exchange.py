@@ -31,8 +31,7 @@ class Exchange:
     time.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike,
-                 n_passes: int) -> None:
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike, n_passes: int) -> None:
         check_compressor(compression)
         self.parameters = dict(named)
         self.n_passes = n_passes

@@ -148,6 +148,10 @@ class DistributedDataParallel(torch.nn.Module):
         mine = _take_number(exchange) if process.rank() == 0 else None
         exchange.number = broadcast_object(mine, 0, "number of a DistributedDataParallel")
         exchange.prefix = _prefix(exchange.number)
+        before = _in_use.get(exchange.number)
+        if before is not None:
+            before.sends = False  # it is gone on rank 0, so nobody averages its gradients any more
+        _in_use[exchange.number] = exchange
         broadcast_parameters(module.state_dict(), root_rank=0)
         self._exchange = exchange
 
@@ -190,6 +194,10 @@ class DistributedDataParallel(torch.nn.Module):
         if self._exchange is not None and not self._exchange.synchronized:
             _forget_passes_of(self._exchange)
             _average([self._exchange])
+
+
+#: By number: the gradients of the modules of this process.
+_in_use: weakref.WeakValueDictionary[int, _ModuleExchange] = weakref.WeakValueDictionary()
 
 
 class _Taken(NamedTuple):

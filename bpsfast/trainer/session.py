@@ -133,6 +133,7 @@ class Session:
         self._released = False
         self._broadcaster: Broadcaster | None = None
         self._post: Post | None = None
+        self._post_lock = threading.Lock()
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
                                 self._node_lost)
 
@@ -220,8 +221,8 @@ class Session:
         """Messages from rank to rank. Others are reached once they have asked for theirs, too."""
         from ..post import Post
 
-        with self._lock:
-            self.require_open()
+        self.require_open()
+        with self._post_lock:  # not the other lock: a post waits for the node
             if self._post is None:
                 self._post = Post(self)
             return self._post

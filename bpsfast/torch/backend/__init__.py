@@ -3,7 +3,14 @@
     import bpsfast.torch.backend
     torch.distributed.init_process_group("bpsfast")
 
-registers it. Without the import: `bpsfast torch-autoload`.
+registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autoload`).
+
+    process_group   torch's calls -> a `collective.Group` and its conductor, or messages
+    work            what a call returns
+    worlds          sessions, each made by the first group of its ranks
+    operands        tensors as memory; sparse: those that are not dense
+    messages        send, receive, the monitored barrier
+    shim            what differs between versions of torch
 """
 from __future__ import annotations
 

@@ -92,7 +92,10 @@ class Messages:
         coming = {rank: post.receive_any_size(self._barriers, rank, tag) for rank in group.ranks[1:]}
         missing: dict[int, BpsError] = {}
         deadline = time.monotonic() + timeout_s
-        for member, (rank, transfer) in enumerate(coming.items(), 1):
+        for member, transfer in enumerate(coming.values(), 1):
+            if timeout_s <= 0.0:
+                raise StallError(f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: it waited for "
+                                 "nobody")
             try:
                 transfer.wait(max(0.0, deadline - time.monotonic()))
             except BpsError as exc:
@@ -101,10 +104,10 @@ class Messages:
                 if not names_all:
                     break
         said = ""
-        if missing:
+        if missing:  # in the words of gloo's, for which people look
             named = ", ".join(map(str, missing))
-            said = (f"rank{'s' if len(missing) > 1 else ''} {named} did not come to the monitored barrier within "
-                    f"{timeout_s:g} s")
+            said = f"Rank{'s' if len(missing) > 1 else ''} {named} failed to pass monitoredBarrier in " \
+                   f"{timeout_s * 1000:.0f} ms"
         text = np.frombuffer(said.encode() or b"\0", np.uint8)
         for rank, transfer in coming.items():
             if transfer.done() and transfer.error is None:
@@ -124,12 +127,12 @@ class Messages:
             answer.wait(2 * timeout_s + 1.0)
         except StallError as exc:
             answer.cancel()
-            raise StallError("rank 0 did not come to the monitored barrier, or has not said within "
+            raise StallError("Rank 0 failed to pass monitoredBarrier, or has not said within "
                              f"{2 * timeout_s + 1.0:g} s who is missing") from exc
         assert answer.data is not None, "it has come"
         said = answer.data.tobytes().strip(b"\0").decode()
         if said:
-            raise StallError(said)
+            raise StallError(f"Rank {self._group.rank} successfully reached monitoredBarrier, but rank 0 says: {said}")
 
     def close(self) -> None:
         """Give up receives that no message has met."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ def operand(tensor: torch.Tensor) -> Operand:
                                "tensor.to_dense(), or all_reduce, which takes sparse ones")
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and bpsfast's process "
-                               "group moves CPU tensors: use tensor.cpu(), or init_process_group(\"cpu:bpsfast,cuda:nccl\")")
+                               "group moves CPU tensors: use tensor.cpu(), or a group of another backend for those")
     dense = tensor.detach().resolve_conj().resolve_neg()
     if dense.data_ptr() == tensor.data_ptr() and tensor.is_contiguous():
         return Operand(tensor, tensor)
@@ -73,7 +73,7 @@ class Reduction(NamedTuple):
     """How a group combines: `op` as `Group` knows it; the input is multiplied by `factor` first, if there is one."""
 
     op: str
-    factor: object = None
+    factor: Any = None
 
 
 def reducible(dense: torch.Tensor, op: str) -> tuple[TensorInput, str]:
@@ -113,5 +113,5 @@ def check_same(tensors: Sequence[torch.Tensor], what: str) -> None:
     first = tensors[0]
     for tensor in tensors:
         if (tensor.dtype, tensor.numel()) != (first.dtype, first.numel()):
-            raise ConfigError(f"{what}: tensors must have one dtype and size, got {tuple(first.shape)} of {first.dtype} "
-                              f"and {tuple(tensor.shape)} of {tensor.dtype}")
+            raise ConfigError(f"{what}: tensors must have one dtype and size, got {tuple(first.shape)} of "
+                              f"{first.dtype} and {tuple(tensor.shape)} of {tensor.dtype}")

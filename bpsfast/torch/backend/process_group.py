@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collective import groups
 from ...collective.conductor import Conductor
@@ -30,8 +31,8 @@ _GOODBYE_S = 10.0
 class ProcessGroup(dist.ProcessGroup):
     """A group of ranks, as `torch.distributed` makes it. Any thread; all members make the same calls in one order.
 
-    Errors of a call are raised by its `Work`, as `DistBackendError` with bpsfast's own error as its cause; bad arguments
-    at once. A group whose call has failed on a member cannot be used any more: destroy it.
+    Errors of a call are raised by its `Work`, as `DistBackendError` with bpsfast's own error as its cause; bad
+    arguments at once. A group whose call has failed on a member cannot be used any more: destroy it.
     """
 
     def __init__(self, world: worlds.World, group: Group, rank: int, size: int) -> None:
@@ -42,6 +43,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._conductor = Conductor(group.name)
         self._coalesced: list[Work] | None = None
         self._sequence = 0
+        self._names = {"name": group.name, "desc": "undefined"}
 
     # -- who it is -------------------------------------------------------------------------------------------------
 
@@ -50,6 +52,23 @@ class ProcessGroup(dist.ProcessGroup):
         return shim.NAME
 
     name = _get_backend_name = getBackendName
+
+    def _set_group_name(self, name: str) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._names["desc"] = text
+
+    def getGroupName(self) -> str:
+        """Return what torch calls the group."""
+        return self._names["name"]
+
+    def getGroupDesc(self) -> str:
+        """Return what torch's user calls the group."""
+        return self._names["desc"]
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -144,7 +163,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
         """Put the i-th member's input into the i-th output, on all members."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         calls, written = [], []
         for outputs, input in zip(output_tensors, input_tensors):
             run, kept = self._gathered(outputs, input)
@@ -170,7 +189,7 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         calls, written = [], []
         for output, input in zip(outputs, inputs):
             _check_pieces(output, input, self.size(), "all_gather: the output")
@@ -220,7 +239,8 @@ class ProcessGroup(dist.ProcessGroup):
         _check_number(output_tensors, self.size(), "all_to_all")
         outs, xs = operands(output_tensors), operands(input_tensors)
         return self._start("all_to_all", output_tensors, opts or dist.AllToAllOptions(),
-                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), outs)
+                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
+                           outs)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
@@ -229,7 +249,8 @@ class ProcessGroup(dist.ProcessGroup):
         outs = operands(_split(whole.dense, output_split_sizes, self.size(), "output"))
         xs = operands(_split(operand(input).dense, input_split_sizes, self.size(), "input"))
         return self._start("all_to_all", [output], opts or dist.AllToAllOptions(),
-                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), [whole])
+                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
+                           [whole])
 
     alltoall_base = all_to_all_single
 
@@ -315,9 +336,11 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of calls from now on."""
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
+        """Return the one work of all that was collected."""
         works, self._coalesced = self._coalesced or [], None
         return self._start("coalesced calls", [], dist.BarrierOptions(), lambda: _wait_all(works))
 

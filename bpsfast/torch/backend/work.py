@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...orchestration.errors import BpsError
+from ...orchestration.errors import BpsError, StallError
 
 
 def torch_error(error: BaseException) -> BaseException:
     """Return *error* as torch's users expect it from a backend; the cause has bpsfast's own class."""
     if not isinstance(error, BpsError):
         return error
-    raised = dist.DistBackendError(f"{type(error).__name__}: {error}")
+    late = " (the timeout of the call was reached)" if isinstance(error, StallError) else ""  # people grep for the word
+    raised = dist.DistBackendError(f"{type(error).__name__}: {error}{late}")
     raised.__cause__ = error
     return raised
 

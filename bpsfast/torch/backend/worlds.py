@@ -93,8 +93,8 @@ def _present(rank: int, size: int) -> World | None:
     if session.size != size:
         return None
     if session.rank != rank:
-        raise ConfigError(f"this process is rank {session.rank} of {session.size} of bpsfast's job, but torch's process "
-                          f"group is made with rank {rank}: give both the same")
+        raise ConfigError(f"this process is rank {session.rank} of {session.size} of bpsfast's job, but torch's "
+                          f"process group is made with rank {rank}: give both the same")
     return World(session, range(size), None)
 
 

@@ -1,0 +1,85 @@
+"""``bpsfast run``: a whole job from one command, on this machine or on several hosts."""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import settings
+from ..orchestration.errors import ConfigError
+from . import host_options
+from .assignments import overrides, set_option
+from .exits import errors_in_words
+
+_COUNT = click.IntRange(1)
+_PLAYED = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+_EXAMPLES = """
+
+    \b
+    bpsfast run -n 4 -- python train.py                               four ranks here
+    bpsfast run -H gpu01:2,gpu02:2 -- python train.py                 on two hosts, by ssh
+    bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
+"""
+
+
+@click.command(context_settings={"allow_interspersed_args": False},
+               help="Run PROGRAM as a job of several ranks, here or (-H, --hostfile) on several hosts." + _EXAMPLES)
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 1; of hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
+@click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
+@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
+@click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
+@click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
+@host_options.job_options
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
+@click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process here.")
+@click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
+              help="Also write that of each rank to DIR/rank.N/stdout and stderr.")
+@click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Head each line by its time, too.")
+@click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
+@set_option
+@click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
+@errors_in_words
+def command(**options: Any) -> None:
+    """Run a program as a job."""
+    from ..launch import job, over_ssh
+    from ..launch.output import Output
+    from ..launch.supervisor import Limits
+
+    if options["rate"] is not None and not options["netns"]:
+        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+    plan = host_options.take_plan(options, _PLAYED)
+    program, show_only = options["program"], options["dry_run"]
+    loaded = settings.load(overrides(options["assignments"]), _without_place(os.environ))
+    limits = Limits(job_s=options["timeout_s"])
+    output = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
+    with contextlib.closing(output):
+        if plan is None:
+            shape = job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
+                                 options["ranks"])
+            if show_only:
+                return job.dry_run(shape, program, loaded, click.echo)
+            sys.exit(job.run(shape, program, loaded, netns=options["netns"], rate=options["rate"], limits=limits,
+                             output=output))
+        if show_only:
+            return over_ssh.dry_run(plan, program, loaded, click.echo)
+        try:
+            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=output))
+        except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
+            click.echo("bpsfast: interrupted before anything was started", err=True)
+            sys.exit(130)
+
+
+def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return *environ* without a place of another job: a launcher gives places, it has none."""
+    places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
+              "num_servers", "scheduler")
+    aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
+    return {name: value for name, value in environ.items() if name not in aliases}

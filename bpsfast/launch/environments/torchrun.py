@@ -1,0 +1,35 @@
+"""torchrun: one on each machine starts the ranks there; they share a store on MASTER_ADDR:MASTER_PORT."""
+from __future__ import annotations
+
+from ...settings import Settings
+from ..place import Place, check_range, format_address, integer, job, own_node_id, scheduler_port
+from .environment import Environ, Environment, are_set, are_unset, says
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_FIELDS = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank", "LOCAL_WORLD_SIZE": "local_size"}
+
+
+def _missing(settings: Settings, environ: Environ) -> list[str]:
+    return are_unset(_NEEDED if settings.scheduler else (*_NEEDED, "MASTER_ADDR", "MASTER_PORT"), environ)
+
+
+def _place(settings: Settings, environ: Environ) -> Place:
+    number = {name: integer(name, environ) for name in _NEEDED}
+    check_range("RANK", number["RANK"], "WORLD_SIZE", number["WORLD_SIZE"])
+    check_range("LOCAL_RANK", number["LOCAL_RANK"], "LOCAL_WORLD_SIZE", number["LOCAL_WORLD_SIZE"])
+    scheduler = settings.scheduler
+    if not scheduler:
+        scheduler = format_address(environ["MASTER_ADDR"], scheduler_port(integer("MASTER_PORT", environ)))
+    n_groups = integer("GROUP_WORLD_SIZE", environ) if environ.get("GROUP_WORLD_SIZE") else (
+        -(-number["WORLD_SIZE"] // number["LOCAL_WORLD_SIZE"]))
+    fields = job(settings, scheduler)  # two agents of one host are two machines
+    fields["node_id"] = own_node_id(settings, f"group-{number['GROUP_RANK']}")
+    return Place(launcher="torchrun", role="rank", rank=number["RANK"], size=number["WORLD_SIZE"],
+                 local_rank=number["LOCAL_RANK"], local_size=number["LOCAL_WORLD_SIZE"],
+                 **(fields | {"node_index": number["GROUP_RANK"], "num_nodes": n_groups}),
+                 starts_node=number["LOCAL_RANK"] == 0, starts_scheduler=number["RANK"] == 0)
+
+
+TORCHRUN = Environment(
+    "torchrun", 0, lambda settings, environ: are_set(("RANK", "LOCAL_RANK"), environ), _missing, _place,
+    lambda place, environ: says(_FIELDS, place, environ))

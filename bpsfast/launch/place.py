@@ -1,0 +1,143 @@
+"""The place of a process in its job, and what places are made of: addresses, ports, the job's key."""
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..orchestration import security
+from ..orchestration.errors import ConfigError
+from ..settings import Settings, parse_address
+
+_log = logging.getLogger("bpsfast.roles")
+_ANY_NODE = Settings().node_id
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of one process in its job. -1 means unknown; under "dmlc" only the scheduler can count the ranks.
+
+    A `scheduler` port of 0 means: whoever starts it chooses a free one; `reserved` holds one that was chosen before,
+    and belongs to `daemons.start`. `starts_node` and `starts_scheduler` say what that has to do here.
+    """
+
+    launcher: str
+    role: str
+    rank: int = -1
+    size: int = -1
+    local_rank: int = -1
+    local_size: int = -1
+    node_id: str
+    node_index: int = -1
+    num_nodes: int = -1
+    num_helpers: int = 0
+    num_servers: int = -1
+    scheduler: tuple[str, int]
+    starts_node: bool = False
+    starts_scheduler: bool = False
+    reserved: socket.socket | None = None
+    job_key: bytes
+
+    @property
+    def is_joined_once(self) -> bool:
+        """Whether scheduler and nodes are started from outside, once: no rank could start them again."""
+        return self.launcher == "bpsfast" or (self.launcher == "dmlc" and self.scheduler[1] != 0)
+
+    def settings(self, settings: Settings) -> Settings:
+        """Return *settings* with everything this place knows filled in."""
+        return msgspec.structs.replace(
+            settings, rank=self.rank, size=self.size, local_rank=self.local_rank, local_size=self.local_size,
+            node_id=self.node_id, node_index=self.node_index, num_nodes=self.num_nodes, num_helpers=self.num_helpers,
+            num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex(),
+        )
+
+
+def job_key(settings: Settings, scheduler: str) -> bytes:
+    """Return the job's secret: of BPSFAST_JOB_KEY, of the file, else derived from *scheduler* ("host:port").
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, or the key is too short or no hex.
+    """
+    text = given_key(settings)
+    if not text and settings.local_rank in (0, -1) and not is_loopback(parse_address(scheduler, "the scheduler")[0]):
+        _log.warning("no BPSFAST_JOB_KEY: the job's key is derived from the scheduler's address %s, so anyone who "
+                     "reaches it can join; set BPSFAST_JOB_KEY to the same random hex on all roles", scheduler)
+    return security.job_key(text or None, f"bpsfast|{scheduler}")
+
+
+def given_key(settings: Settings) -> str:
+    """Return the job's secret as it was given (hex), "" if it was not; ConfigError if its file cannot be read."""
+    if settings.job_key or not settings.job_key_file:
+        return settings.job_key
+    try:
+        return Path(settings.job_key_file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"BPSFAST_JOB_KEY_FILE = {settings.job_key_file!r} cannot be read: {exc}") from exc
+
+
+def scheduler_port(master_port: int) -> int:
+    """Return the scheduler's port of a torchrun job, whose store listens on *master_port* itself: 20000 to 28191.
+
+    Below Linux's ephemeral ports, and of its own for each job: 8192 consecutive master ports have as many different
+    ones, neighbours are far apart, and it is never *master_port* (the factor less one is a multiple of 64, so that
+    would make 20000 one, too).
+    """
+    return 20000 + master_port * 3137 % 8192
+
+
+def format_address(host: str, port: int) -> str:
+    """Return ``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether *host* can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def job(settings: Settings, scheduler: str) -> dict[str, Any]:
+    """Return the fields of a `Place` that all processes of one machine share; *scheduler* is "host:port"."""
+    return {
+        "scheduler": parse_address(scheduler, "BPSFAST_SCHEDULER"), "job_key": job_key(settings, scheduler),
+        "node_id": settings.node_id, "node_index": settings.node_index, "num_nodes": settings.num_nodes,
+        "num_helpers": settings.num_helpers, "num_servers": settings.num_servers,
+    }
+
+
+def local_job(settings: Settings, common: str) -> dict[str, Any]:
+    """Return the same for a job on one machine: only who starts the scheduler must know its port.
+
+    *common* is what the ranks of this job, and of no other on this machine, know; the key follows from it.
+    """
+    return {
+        "scheduler": ("127.0.0.1", 0), "job_key": security.job_key(given_key(settings) or None, f"bpsfast|{common}"),
+        "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
+    }
+
+
+def own_node_id(settings: Settings, name: str) -> str:
+    """Return *name*, which no other job on this host has, unless the user has named the node."""
+    return name if settings.node_id == _ANY_NODE else settings.node_id
+
+
+def check_range(name: str, value: int, limit_name: str, limit: int) -> None:
+    """Raise `ConfigError` unless *value* of the variable *name* is at least 0 and less than *limit*."""
+    if not 0 <= value < limit:
+        raise ConfigError(f"{name} = {value} must be at least 0 and less than {limit_name} = {limit}")
+
+
+def integer(name: str, environ: Mapping[str, str]) -> int:
+    """Return the whole number that the variable *name* holds; `ConfigError` if it is none."""
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} = {environ[name]!r} is no whole number") from None

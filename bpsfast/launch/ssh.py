@@ -1,0 +1,125 @@
+"""How hosts are reached by ssh: the command line, and what it means when that fails.
+
+ssh's own configuration holds (``~/.ssh/config``: names, users, keys, jump hosts). Host keys are checked and nothing is
+ever asked: what ssh would ask a person is an error here, in words, before anything runs anywhere.
+"""
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from .. import __version__
+from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from .hosts import Host
+
+#: Seconds that ssh may take to connect, unless an option of the user says otherwise.
+CONNECT_TIMEOUT_S = 10
+_ALIVE_S, _N_ALIVE = 5, 4
+#: No terminal, no password prompt, no connection shared with other programs (it would outlive them, or they this).
+_FIRST = ("BatchMode=yes", "ControlMaster=no", "ControlPath=none", "RemoteCommand=none", "RequestTTY=no",
+          "ClearAllForwardings=yes")
+#: For whom the user's options and configuration come first; of each option ssh takes the first value.
+_LAST = (f"ConnectTimeout={CONNECT_TIMEOUT_S}", f"ServerAliveInterval={_ALIVE_S}", f"ServerAliveCountMax={_N_ALIVE}")
+_UNCHECKED = re.compile(r"stricthostkeychecking[\s=]+(no|off|false|accept-new)", re.I)
+
+
+class Ssh(msgspec.Struct, frozen=True, kw_only=True):
+    """What to pass on to ssh, and what to run over there.
+
+    `python`: the interpreter that has bpsfast; `directory`: where processes work; `python_path`: PYTHONPATH there.
+    """
+
+    port: int | None = None
+    identity_file: str | None = None
+    options: tuple[str, ...] = ()
+    python: str = sys.executable
+    directory: str = ""
+    python_path: str = ""
+
+    def check(self) -> None:
+        """Raise `ConfigError` if there is no ssh, or an option would let anybody pretend to be a host."""
+        if shutil.which("ssh") is None:
+            raise ConfigError("hosts are reached by the command ssh, which is not installed here (package "
+                              "openssh-client)")
+        for option in self.options:
+            if _UNCHECKED.match(option.strip()):
+                raise ConfigError(f"--ssh-option {option}: the job's key and program go to these hosts, so their host "
+                                  "keys are checked. Make them known once, `ssh HOST` by hand")
+
+    def argv(self, host: Host) -> list[str]:
+        """Return the command whose standard input and output are those of the agent on *host*."""
+        # what the user's shell over there, whichever it is, runs; a home folder is no place to import from
+        variables = ["PYTHONSAFEPATH=1", *([f"PYTHONPATH={self.python_path}"] if self.python_path else [])]
+        agent = ["env", *variables, self.python, "-m", "bpsfast", "agent"]
+        if host.is_here:
+            return agent
+        return ["ssh", *self._options(), host.name, f"exec {shlex.join(agent)}"]
+
+    def by_hand(self, host: Host) -> str:
+        """Return a command that a person types to see why there is no agent on *host*."""
+        return shlex.join(self.argv(host) if host.is_here else ["ssh", *self._address(), host.name, "true"])
+
+    def _options(self) -> list[str]:
+        options = [*_FIRST, *self.options, *_LAST]
+        return ["-T", *self._address(), *(word for option in options for word in ("-o", option))]
+
+    def _address(self) -> list[str]:
+        found = [] if self.port is None else ["-p", str(self.port)]
+        return found if self.identity_file is None else [*found, "-i", self.identity_file]
+
+    def explain(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
+        """Return why there is no agent on *host*: ssh or the agent ended with *code* and *said* lines before."""
+        text = "\n".join(said)
+        shown = next((line for line in reversed(said) if line.strip()), "nothing was said")
+        where, by_hand = host.name, self.by_hand(host)
+        if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
+            return ConfigError(f"{where}: its host key is another one than before, so somebody may pretend to be it. "
+                               f"Find out why it changed; then: ssh-keygen -R {self._known_as(host)}, and {by_hand}")
+        if "Host key verification failed" in text or "host key is known for" in text:
+            return ConfigError(f"{where}: its host key is not known here, so who it is cannot be checked. Type "
+                               f"`{by_hand}` once and compare the fingerprint it shows")
+        if "Permission denied" in text:
+            return ConfigError(f"{where}: login refused ({_line(said, 'Permission denied')}). `{by_hand}` must work "
+                               f"without a password: ssh-copy-id {where}, or --identity-file")
+        if "Could not resolve hostname" in text:
+            return ConfigError(f"{where}: {_line(said, 'Could not resolve hostname')}: neither DNS nor ~/.ssh/config "
+                               "knows that name")
+        for words in ("Connection refused", "No route to host", "Network is unreachable", "Connection timed out",
+                      "Operation timed out", "timed out during banner exchange"):
+            if words in text:
+                return PeerLostError(f"{where}: not reached by ssh ({_line(said, words)}): does it run, with sshd on "
+                                     f"that port? Try {by_hand}")
+        if "No module named bpsfast" in text or "No module named 'bpsfast'" in text:
+            return ConfigError(f"{where}: bpsfast is not installed for {self.python} there: install bpsfast "
+                               f"{__version__}, or name another interpreter by --remote-python")
+        if "No such command 'agent'" in text:
+            return MismatchError(f"{where}: {self.python} there has a bpsfast that is older than {__version__}, the "
+                                 "one here: install the same on all hosts")
+        if code in (126, 127):
+            return ConfigError(f"{where}: {self.python} cannot be run there ({shown}): name its Python by "
+                               "--remote-python")
+        return PeerLostError(f"{where}: no agent of bpsfast came up (exit code {code}): {shown}. Try {by_hand}")
+
+    def late(self, host: Host, timeout_s: float, noise: bytes) -> BpsError:
+        """Return why *host* is given up: ssh is connected or trying, and no agent has spoken within *timeout_s*."""
+        heard = f"; it printed {noise[-200:]!r} instead" if noise else ""
+        return StallError(f"{host.name}: no agent of bpsfast answered within {timeout_s:g} s{heard}. Does a login "
+                          f"script wait for input there? Try {self.by_hand(host)}")
+
+    def _known_as(self, host: Host) -> str:
+        name = host.name.rpartition("@")[2]
+        return name if self.port is None else shlex.quote(f"[{name}]:{self.port}")
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return *environ* as ssh may have it: nothing of a job, so that no SendEnv passes its key on."""
+    return {name: value for name, value in environ.items() if not name.startswith("BPSFAST_")}
+
+
+def _line(said: Sequence[str], words: str) -> str:
+    return next(line for line in said if words in line).strip()

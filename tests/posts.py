@@ -1,0 +1,57 @@
+"""Posts of one process: ranks of a job without scheduler and nodes, with only what a post asks its session for."""
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+from bpsfast.orchestration.errors import ClosedError, StallError
+from bpsfast.post import Post
+from bpsfast.settings import load
+
+KEY = bytes(range(32))
+
+
+class Office:
+    """*size* posts; over the network as if each were on a node of its own, if *far*. Close it."""
+
+    def __init__(self, size: int = 2, far: bool = False, **values: object) -> None:
+        self.settings = load({"timeout_s": 20, "transport": "tcp" if far else "auto", "node_host": "127.0.0.1",
+                              **values}, {})
+        self.board: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+        self.aborted: Exception | None = None
+        self.posts = [Post(self._session(rank, size, far)) for rank in range(size)]
+
+    def _session(self, rank: int, size: int, far: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            rank=rank, size=size, node=rank if far else 0, n_nodes=size if far else 1, settings=self.settings,
+            place=SimpleNamespace(job_key=KEY, scheduler=("127.0.0.1", 1)), pid=os.getpid(), require_open=lambda: None,
+            port=SimpleNamespace(check=self._check), publish=self._publish, lookup=self._lookup,
+            withdraw=lambda prefix: None)
+
+    def _check(self) -> None:
+        if self.aborted is not None:
+            raise self.aborted
+
+    def _publish(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.board[key] = value
+            self.changed.notify_all()
+
+    def _lookup(self, key, timeout_s, who, given_up):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.board or given_up(), timeout_s):
+                raise StallError(f"{who} has not published {key!r}")
+            if key not in self.board:
+                raise ClosedError("given up")
+            return self.board[key]
+
+    def close(self) -> None:
+        """Close all posts, at the same time, as ranks do."""
+        threads = [threading.Thread(target=post.close) for post in self.posts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()

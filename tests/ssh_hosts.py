@@ -1,0 +1,135 @@
+"""Hosts with a real sshd each: network namespaces, throw-away keys, and the ssh configuration of one user of them.
+
+The launcher runs in the hub's namespace. `ssh` on its PATH is the installed one with a configuration file of the test
+in the place of ``~/.ssh/config``: the hosts are known there by names that no DNS has.
+"""
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bpsfast.cluster import Cluster, netns
+
+_SSHD = "/usr/sbin/sshd"
+#: sshd keeps its unprivileged half there; where a service manager starts it, that makes the folder.
+_PRIVILEGE_SEPARATION = Path("/run/sshd")
+
+
+def missing() -> str | None:
+    """Return why there can be no such hosts here, in one line, or None."""
+    if not os.access(_SSHD, os.X_OK) or shutil.which("ssh") is None:
+        return "no sshd or no ssh here (package openssh-server)"
+    return netns.missing()
+
+
+class SshHosts:
+    """The hosts *names*, until the end of the ``with`` block. They share this machine's files and processes."""
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self.folder = folder
+        self.cluster = Cluster(names)
+        self.names = list(names)
+        self._sshds: dict[str, subprocess.Popen] = {}
+        try:
+            _PRIVILEGE_SEPARATION.mkdir(exist_ok=True)
+            for key in ("user", "stranger", *names):
+                subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True,
+                               timeout=20)
+            (folder / "authorized").write_text((folder / "user.pub").read_text())
+            self.know(names)
+            self.configure()
+            for name in names:
+                self.start_sshd(name)
+        except BaseException:
+            self.cluster.close()
+            raise
+
+    def __enter__(self) -> SshHosts:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cluster.close()
+
+    @property
+    def path(self) -> str:
+        """A PATH on which ssh reads the test's configuration."""
+        return f"{self.folder}/bin:{os.environ['PATH']}"
+
+    def know(self, names: Sequence[str], keys_of: Sequence[str] | None = None) -> None:
+        """Let the user know the host keys of *names* (those of *keys_of* for them), and no others."""
+        lines = [f"{self.cluster[name].address} {(self.folder / f'{key}.pub').read_text()}"
+                 for name, key in zip(names, keys_of or names)]
+        (self.folder / "known_hosts").write_text("".join(lines))
+
+    def configure(self, *more: str) -> None:
+        """Write the user's configuration of ssh, *more* lines in it for all hosts."""
+        hosts = "".join(f"Host {name}\n  HostName {self.cluster[name].address}\n" for name in self.names)
+        common = [f"UserKnownHostsFile {self.folder}/known_hosts", "GlobalKnownHostsFile /dev/null", "User root",
+                  f"IdentityFile {self.folder}/user", "IdentitiesOnly yes", "IdentityAgent none", *more]
+        (self.folder / "config").write_text(hosts + "Host *\n" + "".join(f"  {line}\n" for line in common))
+        (self.folder / "bin").mkdir(exist_ok=True)
+        program = self.folder / "bin" / "ssh"
+        program.write_text(f"#!/bin/sh\nexec {shutil.which('ssh')} -F {shlex.quote(f'{self.folder}/config')} \"$@\"\n")
+        program.chmod(0o755)
+
+    def start_sshd(self, name: str, *more: str, port: int = 22) -> None:
+        """Start sshd on a host, *more* lines in its configuration; one that runs there is ended."""
+        self.stop_sshd(name)
+        lines = [f"Port {port}", f"HostKey {self.folder}/{name}", f"AuthorizedKeysFile {self.folder}/authorized",
+                 "PidFile none", "StrictModes no", "UsePAM no", "PermitRootLogin yes", "PasswordAuthentication no",
+                 "KbdInteractiveAuthentication no", *more]
+        path = self.folder / f"sshd.{name}"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        sshd = self.cluster[name].popen([_SSHD, "-D", "-e", "-f", str(path)], stderr=subprocess.PIPE)
+        self._sshds[name] = sshd
+        assert sshd.stderr is not None
+        said = b""
+        while b"Server listening on :: port" not in said:
+            line = sshd.stderr.readline()
+            assert line, f"sshd on {name} ended: {said.decode()}"
+            said += line
+        # it goes on to say who comes, and must not wait for a reader
+        threading.Thread(target=_discard, args=(sshd.stderr,), daemon=True).start()
+
+    def stop_sshd(self, name: str) -> None:
+        """End sshd on a host and what it has started: the host is there, and nobody answers."""
+        sshd = self._sshds.pop(name, None)
+        if sshd is not None:
+            sshd.kill()
+            sshd.wait(10)
+
+    def pids(self, name: str) -> set[int]:
+        """Return what runs on a host, but for sshd's listener."""
+        own = {self._sshds[name].pid} if name in self._sshds else set()
+        return {int(pid) for pid in netns.ip("netns", "pids", self.cluster[name].namespace).split()} - own
+
+    def launch(self, *arguments: str, **options: Any) -> subprocess.Popen:
+        """Start ``bpsfast`` with *arguments* in the hub."""
+        environ = {"PATH": self.path, **options.pop("env", {})}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return self.cluster.hub.popen([sys.executable, "-m", "bpsfast", *arguments], env=environ, **(pipes | options))
+
+    def run(self, *arguments: str, timeout_s: float = 90.0, **options: Any) -> subprocess.CompletedProcess:
+        """Run ``bpsfast`` with *arguments* in the hub to its end."""
+        with self.launch(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                out, err = process.communicate(timeout=20)
+                raise AssertionError(f"{arguments} has not ended within {timeout_s:g} s:\n{out}\n{err}") from None
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def _discard(stream: Any) -> None:
+    with stream:
+        while stream.read(4096):
+            continue

@@ -1,0 +1,204 @@
+"""Collectives of a group by their definition: in jobs of every shape, of all ranks and of some, every op and dtype."""
+from __future__ import annotations
+
+import functools
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bpsfast.collective import groups
+from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, UnsupportedError
+from bpsfast.trainer import current
+from bpsfast.trainer.tensor_input import tensor_input
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+BITWISE = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+OPS = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, **BITWISE}
+#: One strip of each pipe and less, several, and tails of every kind.
+SIZES = (0, 1, 1023, 1025, 40_000, 70_000, 300_001)
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
+
+
+def given(rank, dtype, n):
+    """Small integers: sums and products of four are exact in every dtype."""
+    return ((np.arange(n) + 3 * rank) % 3 + (rank % 2)).astype(dtype_of(dtype))
+
+
+def wanted(ranks, dtype, n, op):
+    inputs = [given(rank, dtype, n) for rank in ranks]
+    if op != "avg":
+        return functools.reduce(OPS[op], inputs).astype(dtype_of(dtype))
+    total = sum(each.astype(np.int64 if dtype in INTEGERS else np.float64) for each in inputs)
+    return (total // len(ranks) if dtype in INTEGERS else total / len(ranks)).astype(dtype_of(dtype))
+
+
+def same(x, y):
+    return x.dtype == y.dtype and np.array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
+def whole():
+    session = current.current()
+    return groups.make(session, range(session.size))
+
+
+def reductions():
+    group = whole()
+    for dtype, op in itertools.product((*INTEGERS, *FLOATS), (*OPS, "avg")):
+        if dtype in FLOATS and op in BITWISE:
+            continue
+        x = given(group.rank, dtype, 1500)
+        out, root = np.empty_like(x), group.size - 1
+        expected = wanted(range(group.size), dtype, 1500, op)
+        group.all_reduce(tensor_input(x), tensor_input(out), op)
+        assert same(out, expected), (dtype, op)
+        out[:] = 0
+        group.reduce(tensor_input(x), tensor_input(out) if group.rank == root else None, root, op)
+        assert same(out, expected if group.rank == root else np.zeros_like(x)), (dtype, op)
+        parts = [given(group.rank + i, dtype, 100 + i) for i in range(group.size)]
+        mine = np.empty(100 + group.rank, dtype_of(dtype))
+        group.reduce_scatter([tensor_input(part) for part in parts], tensor_input(mine), op)
+        # what member j gave for this one is that of "rank" j + this
+        assert same(mine, wanted([group.rank + j for j in range(group.size)], dtype, len(mine), op)), (dtype, op)
+        group.all_reduce(tensor_input(x), tensor_input(x), op)
+        assert same(x, expected), "in place"
+    group.close()
+
+
+def test_reductions_of_every_dtype_by_every_op(everywhere):
+    everywhere.run(reductions)
+
+
+def sizes():
+    group = whole()
+    for n in SIZES:
+        x = given(group.rank, "float32", n)
+        out = np.empty_like(x)
+        group.all_reduce(tensor_input(x), tensor_input(out))
+        assert same(out, wanted(range(group.size), "float32", n, "sum")), n
+        for root in range(group.size):
+            x = given(group.rank, "int16", n)
+            group.broadcast(tensor_input(x), root)
+            assert same(x, given(root, "int16", n)), (n, root)
+        lengths = [n + 7 * i for i in range(group.size)]
+        outs = [np.zeros(length, "uint8") for length in lengths]
+        outs[group.rank][:] = given(group.rank, "uint8", lengths[group.rank])
+        group.all_gather(tensor_input(outs[group.rank]), [tensor_input(out) for out in outs])
+        for i, out in enumerate(outs):
+            assert same(out, given(i, "uint8", lengths[i])), (n, i)
+        xs = [given(group.rank + 10 * i, "int32", n + i) for i in range(group.size)]
+        outs = [np.empty(n + group.rank, "int32") for _ in range(group.size)]
+        group.all_to_all([tensor_input(x) for x in xs], [tensor_input(out) for out in outs])
+        for i, out in enumerate(outs):
+            assert same(out, given(i + 10 * group.rank, "int32", n + group.rank)), (n, i)
+        root, mine = n % group.size, given(group.rank, "float64", n)
+        outs = [np.empty(n) for _ in range(group.size)] if group.rank == root else []
+        group.gather(tensor_input(mine), [tensor_input(out) for out in outs], root)
+        assert all(same(out, given(i, "float64", n)) for i, out in enumerate(outs))
+        out = np.empty(n)
+        group.scatter([tensor_input(x) for x in outs], tensor_input(out), root)
+        assert same(out, mine), "what was gathered is scattered again"
+        group.barrier()
+    group.close()
+
+
+def test_loads_of_any_size_come_through_whole(everywhere):
+    everywhere.run(sizes)
+
+
+def subgroups():
+    """Every pair of ranks, both ways round: sums, copies, and groups that go on at the same time."""
+    session = current.current()
+    done = []
+    for ranks in itertools.permutations(range(session.size), min(2, session.size)):
+        if session.rank not in ranks:
+            continue
+        group = groups.make(session, ranks)
+        assert ranks[group.rank] == session.rank
+        x = given(session.rank, "float32", 70_000)
+        group.all_reduce(tensor_input(x), tensor_input(x), "avg")
+        assert same(x, wanted(ranks, "float32", 70_000, "avg"))
+        x = given(session.rank, "int8", 5)
+        group.broadcast(tensor_input(x), 1 % len(ranks))
+        assert same(x, given(ranks[1 % len(ranks)], "int8", 5))
+        group.barrier()
+        group.close()
+        done.append(ranks)
+    return done
+
+
+def test_groups_of_some_ranks(everywhere):
+    everywhere.run(subgroups)
+
+
+
+
+def different():
+    group = whole()
+    x = np.ones(4 + group.rank // max(1, group.size - 1), np.float32)
+    with pytest.raises(MismatchError, match=r"ranks? 0.*: all_reduce sum float32 \(4,\); rank .*\(5,\)") as first:
+        group.all_reduce(tensor_input(x), tensor_input(x))
+    with pytest.raises(MismatchError) as second:
+        group.barrier()
+    assert second.value is first.value
+    group.close()
+    other = whole()
+    x = np.full(4, float(group.rank))
+    with pytest.raises(MismatchError, match=r"barrier"):
+        if group.rank == 0:
+            other.barrier()
+        else:
+            other.broadcast(tensor_input(x), 0)
+    other.close()
+
+
+def test_members_that_call_different_things_are_all_told_so(job):
+    for ranks in ((2,), (2, 1)):
+        job(ranks=ranks).run(different)
+
+
+def bad_arguments():
+    session = current.current()
+    group = whole()
+    x, y = np.ones(3, np.float32), np.ones(4, np.float32)
+    with pytest.raises(ConfigError, match="12 bytes of input for 16 bytes of output"):
+        group.all_reduce(tensor_input(x), tensor_input(y))
+    with pytest.raises(UnsupportedError, match="cannot combine by 'median'; it can by avg, sum"):
+        group.all_reduce(tensor_input(x), tensor_input(x), "median")
+    with pytest.raises(ConfigError, match="root 9, but group"):
+        group.broadcast(tensor_input(x), 9)
+    with pytest.raises(ConfigError, match="1 tensors for the 2 members"):
+        group.all_gather(tensor_input(x), [tensor_input(x)])
+    with pytest.raises(ConfigError, match=r"ranks \(0, 0\) are not different ranks of a job of 2"):
+        groups.make(session, [0, 0])
+    with pytest.raises(ConfigError, match="is none of them"):
+        groups.make(session, [1 - session.rank])
+    group.barrier()  # nothing was begun
+    group.close()
+    group.close()
+    with pytest.raises(ClosedError, match="is closed"):
+        group.barrier()
+
+
+def test_bad_arguments_change_nothing(job):
+    job(ranks=(2,)).run(bad_arguments)
+
+
+def late():
+    session = current.current()
+    group = groups.make(session, range(session.size), timeout_s=1.0)
+    if session.rank == 0:
+        with pytest.raises(Exception, match=r"rank 1.*has not declared"):
+            group.barrier()
+        with pytest.raises(ClosedError, match=r"cannot be used any more: its call 1 \(barrier\)"):
+            group.barrier()
+    session.barrier()
+
+
+def test_a_member_that_does_not_come_is_named(job):
+    job(ranks=(2,)).run(late)

@@ -1,0 +1,97 @@
+"""Hosts of -H and of hostfiles, and which of them get ranks."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from bpsfast.launch import hosts
+from bpsfast.launch.hosts import Host
+from bpsfast.orchestration.errors import ConfigError
+
+_names = st.one_of(
+    st.from_regex(r"[a-z][a-z0-9-]{0,8}(\.[a-z]{1,4})?", fullmatch=True),
+    st.ip_addresses(v=4).map(str),
+    st.from_regex(r"[a-z]{1,4}", fullmatch=True).map(lambda user: f"{user}@host"),
+)
+_lists = st.lists(st.builds(Host, name=_names, slots=st.integers(1, 99)), min_size=1, max_size=8,
+                  unique_by=lambda host: host.name.rpartition("@")[2])
+
+
+@given(_lists)
+def test_what_h_says_is_what_is_read(found):
+    assert hosts.parse(",".join(f"{host.name}:{host.slots}" for host in found)) == found
+
+
+@given(_lists, st.data())
+def test_a_hostfile_may_say_each_line_in_its_own_way(tmp_path_factory, found, data):
+    lines = []
+    for host in found:
+        form = data.draw(st.sampled_from(["{0} slots={1}", "{0}:{1}", "  {0}  slots = {1}  # {1}", "{0} slots={1} "
+                                          "max_slots=200", "\t{0}\tSLOTS={1}\n\n# {0}"]))
+        lines.append(form.format(host.name, host.slots))
+    path = tmp_path_factory.mktemp("hosts") / "hosts"
+    path.write_text("\n".join(["# all", *lines, ""]))
+    assert hosts.read(path) == found
+
+
+@given(_lists, st.integers(1, 500))
+def test_slots_are_filled_in_order(found, n_ranks):
+    n_slots = sum(host.slots for host in found)
+    if n_ranks > n_slots:
+        with pytest.raises(ConfigError, match=rf"-n {n_ranks} .* slots \({n_slots}: "):
+            hosts.assign(found, n_ranks)
+        return
+    filled = hosts.assign(found, n_ranks)
+    assert sum(host.slots for host in filled) == n_ranks
+    assert [host.name for host in filled] == [host.name for host in found[:len(filled)]]
+    assert all(got.slots == had.slots for got, had in zip(filled[:-1], found))
+    assert 0 < filled[-1].slots <= found[len(filled) - 1].slots
+
+
+def test_without_a_number_every_slot_is_used():
+    assert hosts.assign([Host("a", 2), Host("b", 3)], None) == [Host("a", 2), Host("b", 3)]
+
+
+@pytest.mark.parametrize(("text", "name", "slots"), [
+    ("a", "a", 1), ("[fd00::3]:2", "fd00::3", 2), ("[fd00::3]", "fd00::3", 1),
+    ("me@[fe80::1%eth0]:4", "me@fe80::1%eth0", 4),
+    ("first.last@gpu-01.example.org:16", "first.last@gpu-01.example.org", 16), ("10.0.0.1:8", "10.0.0.1", 8),
+])
+def test_host(text, name, slots):
+    assert hosts.parse(text) == [Host(name, slots)]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("fd00::3", r"write \[fd00::3\] or \[fd00:\]:3"), ("a:0", "no number of slots"), ("a:x", "no number of slots"),
+    ("a:", "no number of slots"), ("", "no host"), ("a,,b", "no host"), ("a:-1", "no number of slots"),
+    ("-oProxyCommand=x", "no host"), ("me@-l", "no host"), ("a b", "no host"), ("a,b,a", "names a twice"),
+    ("a,you@A:2", "names a twice"), ("[fd00::3]2", "no host"), ("a:\u0663", "no number of slots"),
+])
+def test_what_is_no_list_of_hosts_is_an_error(text, words):
+    with pytest.raises(ConfigError, match=words):
+        hosts.parse(text)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "names no host"), ("# none\n", "names no host"), ("a slots=2\na:3\n", "names a twice"),
+    ("a\nb slots=many", r":2: 'many' is no number of slots"), ("a gpu=2", ":1: .* no host"), ("a slots=", "no number"),
+])
+def test_what_is_no_hostfile_is_an_error(tmp_path, text, words):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        hosts.read(tmp_path / "hosts")
+
+
+def test_in_a_hostfile_ipv6_needs_no_brackets_before_slots(tmp_path):
+    (tmp_path / "hosts").write_text("fd00::3 slots=2\n[fd00::4]:3\nme@fd00::5 slots=1\n")
+    assert hosts.read(tmp_path / "hosts") == [Host("fd00::3", 2), Host("fd00::4", 3), Host("me@fd00::5", 1)]
+
+
+def test_helpers_have_no_ranks():
+    assert hosts.helpers("c,me@d", [Host("a"), Host("b")]) == [Host("c", 0), Host("me@d", 0)]
+    with pytest.raises(ConfigError, match="b has ranks"):
+        hosts.helpers("c,b", [Host("a"), Host("me@b")])
+    with pytest.raises(ConfigError, match="twice"):
+        hosts.helpers("c,c", [Host("a")])
+    with pytest.raises(ConfigError, match="no host"):
+        hosts.helpers("c:2", [Host("a")])

@@ -1,0 +1,201 @@
+"""Connections between posts: one a pair, whoever dials; nobody gets in without the key."""
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from bpsfast.orchestration import security
+from bpsfast.orchestration.errors import PeerLostError, ProtocolError
+from bpsfast.post import frames
+from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES
+from bpsfast.post.frames import Frame
+from bpsfast.post.meeting import JOINED, Address
+from tests.posts import KEY, Office
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def office():
+    with contextlib.ExitStack() as stack:
+        def make(*arguments, **values):
+            made = Office(*arguments, **values)
+            stack.callback(made.close)
+            return made
+        yield make
+
+
+def send(post, to, x, tag=0):
+    return post.send(1, to, tag, x.ctypes.data, x.nbytes, x)
+
+
+def receive(post, source, nbytes, tag=None):
+    x = np.zeros(nbytes, np.uint8)
+    return x, post.receive(1, source, tag, x.ctypes.data, x.nbytes, x)
+
+
+def talk_to_all(post, start):
+    others = [rank for rank in range(post.size) if rank != post.rank]
+    incoming = [receive(post, source, 3) for source in others]
+    start.wait(10)
+    for to in others:
+        send(post, to, np.full(3, post.rank, np.uint8)).wait()
+    for _, transfer in incoming:
+        transfer.wait()
+    return post.rank, [x.tolist() for x, _ in incoming]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_crossing_connects_leave_one_connection(office, far):
+    for _ in range(15):
+        made = office(3, far)
+        start = threading.Barrier(3)
+        with ThreadPoolExecutor(3) as pool:
+            found = dict(pool.map(talk_to_all, made.posts, [start] * 3))
+        assert found == {me: [[each] * 3 for each in range(3) if each != me] for me in range(3)}
+        ends = [(peer.link.sock.getsockname(), peer.link.sock.getpeername())
+                for post in made.posts for peer in post._peers.values()]
+        assert len(ends) == 6
+        if far:
+            assert {(b, a) for a, b in ends} == set(ends), "both ends of a pair use the same connection"
+        made.close()
+
+
+def dial(made, rank, timeout_s=10):
+    """Return a connection to the local socket of *rank*'s post."""
+    address = msgspec.msgpack.decode(made.board[f"post:{rank}:"], type=Address)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(timeout_s)
+    sock.connect("\0" + address.local)
+    return sock
+
+
+def still_works(made):
+    x, transfer = receive(made.posts[1], 0, 4)
+    send(made.posts[0], 1, np.full(4, 9, np.uint8)).wait()
+    transfer.wait()
+    return x.tolist() == [9] * 4
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(500),
+                                  security.MAGIC + bytes(32) + b"\xff\xff"])
+def test_strangers_are_refused(office, said, caplog):
+    made = office()
+    with dial(made, 0) as sock:
+        assert len(sock.recv(100)) == 40, "a nonce, and nothing else"
+        sock.sendall(said)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) == b""
+    assert still_works(made)
+    assert "refused a connection for messages" in caplog.text
+
+
+def test_another_key_is_refused(office):
+    made = office()
+    with dial(made, 0) as sock, pytest.raises(PeerLostError, match="wrong job key"):
+        security.challenge_connect(sock, bytes(32), "bpsfast post", security.StreamHello(peer=1, stream=0, epoch=1), 10)
+    assert still_works(made)
+
+
+@pytest.mark.parametrize(("peer", "stream"), [(1, 1), (0, 0), (7, 0), (-1, 0)])
+def test_who_means_another_rank_is_refused(office, peer, stream):
+    made = office()
+    with dial(made, 0) as sock:
+        hello = security.StreamHello(peer=peer, stream=stream, epoch=1)
+        security.challenge_connect(sock, KEY, "bpsfast post", hello, 10)
+        assert sock.recv(1) == b""
+    assert still_works(made)
+
+
+def test_a_replayed_handshake_is_refused(office):
+    made = office()
+    said = msgspec.msgpack.encode(security.StreamHello(peer=1, stream=0, epoch=1))
+    nonce = os.urandom(32)
+    with dial(made, 0) as sock:
+        theirs = sock.recv(40)[8:]
+        proof = security.prove(KEY, "dialler", "bpsfast post", theirs, nonce, said)
+        words = security.MAGIC + nonce + len(said).to_bytes(2, "little") + said + proof
+        sock.sendall(words)
+        assert sock.recv(1) != b"", "this one is good"
+        with dial(made, 0) as again:
+            again.recv(40)
+            again.sendall(words)
+            assert again.recv(1) == b""
+
+
+def joined(made, me=1, to=0):
+    """Return a connection to post *to*, which takes it for rank *me*'s."""
+    sock = dial(made, to)
+    security.challenge_connect(sock, KEY, "bpsfast post", security.StreamHello(peer=me, stream=to, epoch=1), 10)
+    assert sock.recv(1) == JOINED
+    return sock
+
+
+@pytest.mark.parametrize(("said", "words"), [
+    (b"\xff" * 40, "a frame of kind 255"),
+    (Frame(frames.DATA, number=3, nbytes=8).pack(), "DATA of 8 bytes for message 3, of which 0 are wanted"),
+    (Frame(frames.TAKEN, number=3).pack(), "TAKEN of message 3, which is not announced"),
+    (Frame(frames.WANT, number=3).pack(), "WANT of message 3, which is not announced"),
+    (Frame(frames.CREDIT, nbytes=1).pack(), "CREDIT of 1 bytes"),
+    (Frame(frames.EAGER, nbytes=frames.EAGER_NBYTES + 1).pack(), "EAGER with 8193 bytes, at most 8192"),
+    (Frame(frames.ANNOUNCE, number=2, nbytes=9).pack(), "ANNOUNCE 2, expected 1"),
+    (Frame(frames.ANNOUNCE, number=1, nbytes=1 << 60).pack(), "at most"),
+    (b"".join(Frame(frames.ANNOUNCE, number=1 + n, nbytes=9).pack() for n in range(N_ANNOUNCED + 1)),
+     f"{N_ANNOUNCED + 1} announced messages, {N_ANNOUNCED} were allowed"),
+    (Frame(frames.EAGER).pack() * (ROOM_NBYTES // 40 + 1), "were allowed"),
+])
+def test_who_makes_no_sense_is_given_up_and_nobody_else(office, said, words):
+    made = office(3)
+    with joined(made) as sock:
+        waits = made.posts[0].receive(1, 1, 5, 0, 0, None)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(said)
+        with pytest.raises(ProtocolError, match="rank 1 sent rank 0 what makes no sense") as caught:
+            waits.wait()
+        assert words in str(caught.value)
+        with pytest.raises(ProtocolError):
+            send(made.posts[0], 1, np.zeros(3, np.uint8)).wait()
+    x, transfer = receive(made.posts[2], 0, 4)
+    send(made.posts[0], 2, np.full(4, 9, np.uint8)).wait()
+    transfer.wait()
+    assert x.tolist() == [9] * 4
+
+
+def test_an_address_that_is_none(office):
+    made = office()
+    made.board["post:1:"] = b"nonsense"
+    with pytest.raises(PeerLostError, match="cannot exchange messages with rank 1: the address"):
+        send(made.posts[0], 1, np.zeros(3, np.uint8)).wait()
+
+
+def test_nobody_listens_there(office):
+    made = office()
+    made.posts[1].close()
+    with pytest.raises(PeerLostError, match="rank 1 does not listen on its local socket any more"):
+        send(made.posts[0], 1, np.zeros(3, np.uint8)).wait()
+
+
+def test_another_job_is_another_key(office):
+    made, other = office(), office()
+    other.board["post:1:"] = made.board["post:1:"]
+    made.posts[1].meeting._key = bytes(32)
+    with pytest.raises(PeerLostError, match="wrong job key"):
+        send(other.posts[0], 1, np.zeros(3, np.uint8)).wait()
+
+
+def test_more_strangers_than_are_let_in_make_others_wait_and_no_more(office):
+    made = office()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(dial(made, 1)) for _ in range(20)]
+        waits = [sock for sock in strangers if not select.select([sock], [], [], 0.3)[0]]
+        assert len(waits) == 20 - 16, "no nonce for those who wait"
+    assert still_works(made)
