@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +181,47 @@ def test_a_job_of_one_process_may_begin_again_and_ends_by_itself():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "bpsfast-hvd" in done.stdout and done.stderr == ""
+
+
+TRAINING = """
+import numpy as np
+import torch
+import bpsfast.hvd.torch as hvd
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
+                                     compression=hvd.Compression.fp16, op=hvd.Average)
+losses = []
+for step in range(30 + hvd.rank()):
+    x = torch.randn(16, 8)
+    if step == 29:
+        model.eval()  # ranks with more batches than others cannot share batch statistics
+    optimizer.zero_grad()
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+last = hvd.join()
+hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+mean = hvd.allreduce(torch.tensor([losses[0], losses[29]]), name="losses")
+weights = hvd.allgather_object({name: value.numpy().tobytes() for name, value in model.state_dict().items()})
+assert all(each == weights[0] for each in weights), "weights differ"
+assert mean[1] < 0.5 * mean[0], mean
+print("rank", hvd.rank(), "of", hvd.size(), "last", last, flush=True)
+"""
+
+
+def test_a_program_of_horovods_runs_under_the_launcher(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = [str(Path(sys.executable).with_name("bpsfast")), "run", "-n", "3", "--nodes", "2", "--timeout", "90", "--",
+               sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"rank {rank} of 3 last 2" in done.stdout for rank in range(3))
+    assert "Warning" not in done.stderr and "ERROR" not in done.stderr

@@ -71,7 +71,8 @@ class Executor:
         for piece, (source, target) in zip(pieces, pairs):
             _scaled_into(piece, target.view(-1) if source is None else source.view(-1),
                          1.0 if source is None else response.prescale)
-        self._group.all_reduce(tensor_memory(flat), tensor_memory(flat), op)
+        if flat.numel():
+            self._group.all_reduce(tensor_memory(flat), tensor_memory(flat), op)
         _scale(flat, response.postscale)
         for piece, (_, target) in zip(pieces, pairs):
             target.view(-1).copy_(piece)

@@ -121,7 +121,7 @@ def writable(x: Any, reduces: bool) -> torch.Tensor:
         raise ConfigError(f"an array of shape {x.shape} is read-only: its contents cannot be replaced")
     tensor = readable(x, reduces)
     address = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
-    if tensor.data_ptr() != address:
+    if tensor.numel() and tensor.data_ptr() != address:
         raise ConfigError("Tensor is required to be contiguous.")
     return tensor
 
@@ -147,8 +147,8 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
-    except TypeError as exc:
-        raise UnsupportedError(f"an array of dtype {array.dtype} is no tensor: {exc}") from exc
+    except (TypeError, ValueError) as exc:  # of a dtype that torch does not have; byte-swapped
+        raise UnsupportedError(f"an array of dtype {array.dtype.str} is no tensor: {exc}") from exc
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -149,7 +149,12 @@ def begin() -> Runtime:
     owns_session = not _is_running()
     process.init()
     _n_begun += 1
-    _current = Runtime(process.current(), owns_session, _n_begun)
+    try:
+        _current = Runtime(process.current(), owns_session, _n_begun)
+    except BaseException:
+        if owns_session:
+            process.shutdown()
+        raise
     atexit.register(end)
     return _current
 
