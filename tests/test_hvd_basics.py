@@ -192,7 +192,7 @@ hvd.init()
 torch.manual_seed(hvd.rank())
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * hvd.size())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
@@ -219,8 +219,8 @@ print("rank", hvd.rank(), "of", hvd.size(), "last", last, flush=True)
 
 def test_a_program_of_horovods_runs_under_the_launcher(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    command = [str(Path(sys.executable).with_name("bpsfast")), "run", "-n", "3", "--nodes", "2", "--timeout", "90", "--",
-               sys.executable, "train.py"]
+    launcher = str(Path(sys.executable).with_name("bpsfast"))
+    command = [launcher, "run", "-n", "3", "--nodes", "2", "--timeout", "90", "--", sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} of 3 last 2" in done.stdout for rank in range(3))
