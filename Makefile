@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest bench expr1 expr3 setup system sshd mpi guest clean
+.PHONY: demo test test-guest test-ecosystem bench expr1 expr3 setup system sshd mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -24,6 +24,11 @@ test: $(stamp) sshd mpi
 # Those, in an emulated machine that has two.
 test-guest: $(stamp) guest
 	$(bin)/pytest -q --durations=10 tests/guest
+
+# The examples for Lightning, Accelerate, Transformers and Ray, which take 700 MB and some minutes to install.
+test-ecosystem: $(stamp)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
+	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick
@@ -65,6 +70,7 @@ system:
 # What tests of jobs over ssh need: the program sshd, not the service, which is neither started nor left enabled.
 sshd:
 	@if test -x /usr/sbin/sshd && command -v ssh >/dev/null; then exit 0; fi; \
+	ours=""; installed=""; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  policy=/usr/sbin/policy-rc.d; \
 	  if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; ours=$$policy; fi; \

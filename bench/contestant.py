@@ -25,6 +25,7 @@ KINDS = {
     "gloo": ("peers", "Gloo"),
     "mpi": ("peers", "Mpi"),
     "trainer": ("schedule.training.trainer", "Trainer"),
+    "ddp": ("ddp.member", "Member"),
     "raw": ("raw_sockets", "RawSockets"),
 }
 

@@ -78,14 +78,11 @@ class Hall:
 
     def gloo(self, trainer: Mapping[str, Any] | None = None) -> Group:
         """Start gloo's ranks, over loopback or the cluster's links. *trainer* as for `bpsfast`."""
-        program, folder = self._program("trainer" if trainer else "gloo", trainer or {})
-        with reserve_port(_LOOPBACK) as reserved:
-            host, port = self._place(0, reserved.getsockname()[1], "gloo")
-        environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(sum(self._shape.ranks)),
-                   "GLOO_SOCKET_IFNAME": "eth0" if self._cluster else "lo"}
-        starts = [Start(program, self._environ() | environ | {"RANK": str(rank)}, self._via(node))
-                  for rank, node in enumerate(self._nodes())]
-        return self._start("gloo", starts, folder)
+        return self._torch_ranks("gloo", *self._program("trainer" if trainer else "gloo", trainer or {}))
+
+    def torch_group(self, backend: str) -> Group:
+        """Start the ranks of a process group of torch, made by *backend* (`ddp.member.Member`)."""
+        return self._torch_ranks(backend, *self._program("ddp", {"backend": backend}))
 
     def mpi(self) -> Group:
         """Start Open MPI's ranks, on this machine only."""
@@ -107,6 +104,15 @@ class Hall:
         return self._start("raw", starts, folder, size=2)
 
     # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _torch_ranks(self, name: str, program: Sequence[str], folder: Path) -> Group:
+        with reserve_port(_LOOPBACK) as reserved:
+            host, port = self._place(0, reserved.getsockname()[1], "gloo")
+        environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(sum(self._shape.ranks)),
+                   "GLOO_SOCKET_IFNAME": "eth0" if self._cluster else "lo"}
+        starts = [Start(program, self._environ() | environ | {"RANK": str(rank)}, self._via(node))
+                  for rank, node in enumerate(self._nodes())]
+        return self._start(name, starts, folder)
 
     def _start(self, kind: str, starts: Sequence[Start], folder: Path, size: int | None = None) -> Group:
         group = Group(kind, starts, sum(self._shape.ranks) if size is None else size, folder)

@@ -212,6 +212,21 @@ def bench_schedule(**options: Any) -> None:
     schedule.run(options)
 
 
+@bench.command("ddp")
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@click.option("--sizes", help="Of the collectives.  [default: 1K,16K,256K,4M,64M]", metavar="N[,N]")
+@click.option("--operations", help="Which collectives, '' for none.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each backend.  [default: 5]")
+@_JSON_OPTION
+@click.option("--quick", is_flag=True, help="Fewer sizes, one turn.")
+@errors_in_words
+def bench_ddp(**options: Any) -> None:
+    """DistributedDataParallel and torch's collectives by the backend "bpsfast" beside gloo. Needs torch."""
+    from .bench import ddp
+
+    ddp.run(options)
+
+
 @bench.command("autotune")
 @click.option("--starts", help="Bad partition_bytes to begin with.  [default: 64000,65536000]", metavar="N[,N]")
 @click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of what was chosen and the grid's best.  [default: 3]")

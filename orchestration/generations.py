@@ -54,7 +54,8 @@ class Generations:
 
         What is not of all ranks is placed among the nodes of its ranks and the helpers.
 
-        Raises CapacityError or UnsupportedError, and then nothing has begun.
+        Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
+        these ranks), and then nothing has begun.
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
         family, ranks = specs[0].edition_of, specs[0].ranks

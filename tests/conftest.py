@@ -209,6 +209,27 @@ def shared_job() -> Iterator[Callable[..., Job]]:
     _end(list(started.values()))
 
 
+@pytest.fixture(scope="module")
+def torch_ranks() -> Iterator[Callable[..., Any]]:
+    """Up to four ranks that make their groups themselves: ``torch_ranks(4, nodes=2)``; see `tests.torch_ranks`.
+
+    Their processes stay for a module; where one has died, or has not answered, all are started anew.
+    """
+    from tests.torch_ranks import Processes, TorchRanks
+
+    started: list[Processes] = []
+
+    def start(size: int, nodes: int = 1) -> TorchRanks:
+        if not started or started[-1].is_spoilt:
+            for each in started:
+                each.kill()
+            started[:] = [Processes(4)]
+        return TorchRanks(started[0], size, nodes)
+
+    yield start
+    _end(list(started))
+
+
 @pytest.fixture
 def two(shared_job: Callable[..., Job]) -> Job:
     """Two ranks of one machine."""

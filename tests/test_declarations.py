@@ -180,3 +180,91 @@ def test_editions_come_by_themselves_after_what_is_none():
     assert [names(ours.take_complete()) for _ in range(4)] == [["a"], ["x~1", "x~2"], ["y~1"], []]
     ours.add(0, [spec("x~3", edition_of="x")])
     assert names(ours.take_complete()) == ["x~3"]
+
+
+def test_what_is_of_some_ranks_is_complete_once_these_have_declared_it():
+    ours = Declarations(4)
+    ours.add(2, [spec("a", ranks=(1, 2)), spec("b", ranks=(0, 2))])
+    assert ours.take_complete() == [] and ours.missing("a") == [1] and ours.missing("b") == [0]
+    assert ours.add(1, [spec("a", ranks=(1, 2))]) == []
+    assert names(ours.take_complete()) == ["a"] and ours.missing("a") == [] and ours.missing("b") == [0]
+
+
+def test_the_order_of_what_is_of_some_ranks_is_that_of_the_first_of_them():
+    ours = Declarations(3)
+    ours.add(2, [spec("b", ranks=(1, 2), priority=7), spec("a", ranks=(1, 2))])
+    ours.add(1, [spec("a", ranks=(1, 2)), spec("b", ranks=(1, 2))])
+    assert [(s.name, s.priority) for s in ours.take_complete()] == [("a", 0), ("b", -1)]
+
+
+@pytest.mark.parametrize(("rank", "fields", "words"), [
+    (0, {"ranks": (1, 2)}, r"'a' is of ranks \(1, 2\) only; rank 0 declared it"),
+    (1, {"ranks": (2, 1)}, r"'a': ranks \(2, 1\) are not ascending ranks of a job of 3"),
+    (1, {"ranks": (1, 1)}, r"ranks \(1, 1\) are not ascending"),
+    (1, {"ranks": (1, 3)}, r"ranks \(1, 3\) are not ascending ranks of a job of 3"),
+    (1, {"ranks": (-1, 1)}, r"ranks \(-1, 1\) are not ascending"),
+])
+def test_ranks_that_cannot_be_are_refused(rank, fields, words):
+    (failed,) = Declarations(3).add(rank, [spec("a", **fields)])
+    assert failed.ranks == (rank,)
+    with pytest.raises(ConfigError, match=words):
+        raise failed.error
+
+
+def test_a_foreign_rank_spoils_a_declaration_for_all_who_wait():
+    ours = Declarations(3)
+    ours.add(1, [spec("a", ranks=(1, 2))])
+    (failed,) = ours.add(0, [spec("a", ranks=(1, 2))])
+    assert failed.ranks == (0, 1) and isinstance(failed.error, ConfigError)
+
+
+@pytest.mark.parametrize("second", [{"ranks": (0, 1)}, {"ranks": (0,)}, {"edition_of": "x", "ranks": (0, 2)}])
+def test_members_of_a_group_are_of_the_same_ranks(second):
+    (failed,) = Declarations(3).add(0, [spec("a", group="g", ranks=(0, 2)), spec("b", group="g", **second)])
+    assert isinstance(failed.error, ConfigError) and "members of one group are of the same ranks" in str(failed.error)
+    assert set(failed.names) == {"a", "b"}
+
+
+@pytest.mark.parametrize("fields", [{"op": "max", "average": False}, {"ranks": (0, 1)}])
+def test_ranks_must_agree_on_what_is_done_and_by_whom(fields):
+    ours = Declarations(3)
+    ours.add(1, [spec("a", average=False)])
+    (failed,) = ours.add(0, [spec("a", **{"average": False, **fields})])
+    assert isinstance(failed.error, MismatchError) and f"{next(iter(fields))} differs" in str(failed.error)
+
+
+def test_what_is_of_other_ranks_comes_by_itself():
+    ours = Declarations(3)
+    some = {"pair": (0, 1), "other": (1, 2)}
+    for rank in range(3):
+        ours.add(rank, [spec(f"{name} {i}", ranks=ranks) for i in range(2) for name, ranks in some.items()
+                        if rank in ranks] + [spec("all")])
+    taken = [names(ours.take_complete()) for _ in range(4)]
+    assert taken[0] == ["all"] and sorted(taken[1:3]) == [["other 0", "other 1"], ["pair 0", "pair 1"]]
+    assert taken[3] == []
+
+
+def test_an_edition_of_some_ranks_is_a_family_of_its_own():
+    ours = Declarations(2)
+    ours.add(0, [spec("x~1", edition_of="x", ranks=(0,)), spec("y", ranks=(0,))])
+    assert sorted(names(ours.take_complete()) for _ in range(2)) == [["x~1"], ["y"]]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_set_of_ranks_gets_what_it_has_declared_once(data):
+    """Any tensors of any ranks, said in any order: each is taken once, when the last of its ranks has said it."""
+    size = data.draw(st.integers(1, 5))
+    subsets = st.sets(st.integers(0, size - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    of = {f"t{i}": data.draw(subsets | st.just(())) for i in range(data.draw(st.integers(1, 6)))}
+    said = data.draw(st.permutations([(name, rank) for name, ranks in of.items() for rank in ranks or range(size)]))
+    ours, have, taken = Declarations(size), {name: set() for name in of}, []
+    for name, rank in said:
+        assert ours.add(rank, [spec(name, ranks=of[name])]) == []
+        have[name].add(rank)
+        assert ours.missing(name) == [r for r in of[name] or range(size) if r not in have[name]]
+        while found := ours.take_complete():
+            assert len({each.ranks for each in found}) == 1
+            assert all(len(have[each.name]) == len(of[each.name] or range(size)) for each in found)
+            taken += names(found)
+    assert sorted(taken) == sorted(of)

@@ -187,6 +187,22 @@ def test_a_result_goes_to_every_node_with_ranks(service):
     assert service.dispatcher.counters()["partitions"] == 2
 
 
+@pytest.mark.parametrize("service", [(3, 1 << 20, [True] * 3)], indirect=True)
+def test_a_result_goes_to_the_nodes_that_push_it_and_to_no_other(service):
+    readers = {0: (1,), 1: (), 2: (0, 2), 3: (0, 1, 2)}
+    service.dispatcher.commit((0, 1, 2, 3), alone(4), {}, readers)
+    service.dispatcher.handle([service.event(EVENT_RESULT, 0, part) for part in range(4)])
+    assert [service.written(peer, 2) for peer in range(3)] == [[2, 3], [0, 3], [2, 3]]
+    sent = [link.counters()["writes_sent"] + link.counters()["writes_pending"] for link in service.links]
+    assert sent == [2, 2, 2]
+    readers.clear()  # what was committed is the dispatcher's own
+    service.dispatcher.handle([service.event(EVENT_RESULT, 0, 0, 2)])
+    assert service.written(1, 1) == [0]
+    service.dispatcher.commit((0, 1, 2, 3), alone(4), {}, {0: (2,)})
+    service.dispatcher.handle([service.event(EVENT_RESULT, 0, 0, 3)])
+    assert service.written(2, 1) == [0]
+
+
 @pytest.mark.parametrize("service", [(1, 0, [True])], indirect=True)
 def test_an_empty_write_needs_no_credit_to_return(service):
     service.commit((0, 1))

@@ -1,107 +1,38 @@
-"""Hosts as a whole: agents on this machine, and some that never come."""
+"""Machines as people write them."""
 from __future__ import annotations
-
-import io
-import os
-import select
-import selectors
-import socket
-import sys
-import time
 
 import pytest
 
-from bpsfast.launch import fleet as fleets, remote_host
-from bpsfast.launch.child import Command, Kind
-from bpsfast.launch.fleet import Fleet
-from bpsfast.launch.hosts import Host
-from bpsfast.launch.output import Output
-from bpsfast.launch.ssh import Ssh
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.shares import Machine
+from bpsfast.planner import fleet
 
-_HERE = Host("localhost", 2)
+G = 1e9 / 8
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-        return str(path)
-
-    return write
-
-
-def test_one_host_needs_no_address_of_its_own(no_leaks):
-    with Fleet([_HERE], Ssh(), Output()) as fleet:
-        fleet.connect()
-        host, port = fleet.scheduler_address()
-        assert host == "127.0.0.1"
-        with socket.create_server((host, port)):
-            pass
+@pytest.mark.parametrize(("text", "machines"), [
+    ("3", [Machine(True, 25 * G)] * 3),
+    ("2x25,10", [Machine(True, 25 * G)] * 2 + [Machine(True, 10 * G)]),
+    ("7x10, 2.5", [Machine(True, 10 * G)] * 7 + [Machine(True, 2.5 * G)]),
+    ("25/8,2x1e1/0.5", [Machine(True, 25 * G, 8 * G)] + [Machine(True, 10 * G, 0.5 * G)] * 2),
+    ("1x25", [Machine(True, 25 * G)])])
+def test_counts_and_rates(text, machines):
+    assert fleet.parse(text, True, 25.0) == machines
 
 
-def test_of_several_the_first_has_the_scheduler(no_leaks):
-    with Fleet([_HERE, _HERE], Ssh(), Output()) as fleet:
-        fleet.connect()
-        host, port = fleet.scheduler_address()
-        assert host in fleet.hosts[0].here.addresses and port > 0
-        assert fleet.scheduler_address("127.0.0.1")[0] == "127.0.0.1"
-        with pytest.raises(ConfigError, match=r"from localhost 192\.0\.2\.1: .*--scheduler-host"):
-            fleet.scheduler_address("192.0.2.1")
+def test_no_helper_is_a_number_of_them():
+    assert fleet.parse("0", False, 25.0) == []
 
 
-def test_what_hosts_wait_for_ends(script, monkeypatch, no_leaks):
-    monkeypatch.setattr(fleets, "AGENT_TIMEOUT_S", 0.5)
-    with Fleet([_HERE], Ssh(python=script("echo What is your name?; exec sleep 600")), Output()) as fleet:
-        with pytest.raises(StallError, match=r"within 0\.5 s; it printed b'What is your name\?.*login script"):
-            fleet.connect()
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 3.0, "it is not waited for at the end"
+@pytest.mark.parametrize("text", ["", "x", "8x", "x25", "4x25,", "4x25,,3", "25//8", "25/0", "0x25", "-1x25", "4x-25",
+                                  "inf", "4x20000", "4097", "4097x25", "99999999999999999999x25"])
+def test_anything_else_is_an_error(text):
+    with pytest.raises(ConfigError, match=r"^--helpers"):
+        fleet.parse(text, False, 25.0)
 
 
-def test_an_agent_that_ends_at_once(script, no_leaks):
-    with Fleet([_HERE, _HERE], Ssh(python=script("echo out of paper >&2; exit 3")), Output()) as fleet, \
-            pytest.raises(PeerLostError) as caught:
-        fleet.connect()
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "2 of 2 hosts cannot be used:" and "(exit code 3): out of paper" in lines[1]
-    assert len(lines) == 3
-
-
-def test_a_folder_is_entered_on_all_or_none(no_leaks):
-    with Fleet([_HERE], Ssh(directory="/no/such/folder"), Output()) as fleet, \
-            pytest.raises(ConfigError, match="localhost: the working directory /no/such/folder"):
-        fleet.connect()
-
-
-def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
-    monkeypatch.setattr(fleets, "_ANSWER_TIMEOUT_S", 0.5)
-    program = ("import time; from bpsfast import __version__ as v\n"
-               "from bpsfast.launch import line, remote_messages as m\n"
-               "a = line.Line(0, 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v)); time.sleep(600)")
-    monkeypatch.setattr(remote_host, "_END_S", 0.5)
-    silent = script(f"exec {sys.executable} -c '{program}'")
-    with Fleet([_HERE], Ssh(python=silent), Output()) as fleet, \
-            pytest.raises(StallError, match=r"localhost: its agent has not answered within 0\.5 s"):
-        fleet.connect()
-
-
-def test_a_launcher_that_waits_for_a_terminal_shows_life(script, monkeypatch, no_leaks, tmp_path):
-    monkeypatch.setattr(fleets, "PULSE_S", 0.2)
-    impatient = script(f"exec {sys.executable} -c 'from bpsfast.launch import remote\nremote.SILENCE_S = 1.5\n"
-                       "remote.main()'")
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    with selectors.DefaultSelector() as selector, Fleet([_HERE], Ssh(python=impatient), Output()) as fleet:
-        fleet.connect()
-        fleet.hosts[0].open(selector)
-        with open(os.open(path, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as fifo:
-            text = f"import time; time.sleep(4); open({str(path)!r}, 'w').write('x')"
-            fleet.hosts[0].start(Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text), {}), *_streams())
-            assert select.select([fifo], [], [], 20.0)[0], "nobody listened to the host meanwhile, and it went on"
-
-
-def _streams():
-    return Output(io.BytesIO(), io.BytesIO()).streams("rank 0")
+def test_descriptions_name_runs():
+    machines = fleet.parse("7x10,2.5,25/8", True, 25.0)
+    assert fleet.describe(machines, "worker") == (
+        "7 workers at 10 Gbit/s, 1 worker at 2.5 Gbit/s, 1 worker at 25 Gbit/s (sums 8 Gbit/s)")
+    assert fleet.describe([], "helper") == "no helpers"

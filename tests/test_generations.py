@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import assume, given, settings, strategies as st
 
 from bpsfast.orchestration.errors import CapacityError, ConfigError
 from bpsfast.orchestration.generations import Generations
@@ -156,3 +157,67 @@ def test_an_edition_is_placed_as_if_the_others_were_not_there():
     second = ours.in_flight
     assert [part.owner for part in second.units[0].parts] == [
         part.owner for unit in first.units if unit.name == "a" for part in unit.parts]
+
+
+def of_machines(ranks_of_nodes, policy="optimal"):
+    """Return generations of a job with these ranks on each node; a node without any is a helper."""
+    nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)
+             for i, ranks in enumerate(ranks_of_nodes)]
+    return Generations(nodes, policy=policy, partition_nbytes=4096, fusion_nbytes=4096)
+
+
+def owners(plan):
+    return {part.owner for unit in plan.units for part in unit.parts}
+
+
+@st.composite
+def jobs(draw):
+    """Draw (ranks of each node, some ranks of the job): nodes with ranks first, then helpers."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    first = [sum(sizes[:i]) for i in range(len(sizes))]
+    nodes = [tuple(range(at, at + n)) for at, n in zip(first, sizes)] + [()] * draw(st.integers(0, 3))
+    some = draw(st.sets(st.integers(0, sum(sizes) - 1), min_size=1))
+    return nodes, tuple(sorted(some))
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs(), st.sampled_from(["optimal", "hash:naive", "hash:mixed"]), st.integers(1, 40))
+def test_what_is_of_some_ranks_is_owned_by_their_nodes_and_helpers(drawn, policy, n_pages):
+    nodes, ranks = drawn
+    members = {i for i, of in enumerate(nodes) if set(of) & set(ranks)}
+    helpers = {i for i, of in enumerate(nodes) if not of}
+    assume(policy != "hash:mixed" or len(helpers) <= len(nodes) - len(helpers))
+    ours = of_machines(nodes, policy)
+    if policy == "hash:mixed" and len(helpers) > len(members) > 1:
+        with pytest.raises(ConfigError, match="defined for at most as many helpers"):
+            ours.propose([spec("a", n_pages, ranks=ranks)])
+        assert ours.in_flight is None
+        return
+    plan = ours.propose([spec("a", n_pages, ranks=ranks)])
+    assert owners(plan) <= members | helpers
+    assert {unit.ranks for unit in plan.units} == {ranks} and plan.remark == ""
+    if policy == "optimal" and len(members) == 1:
+        assert owners(plan) == members, "what is of one machine needs no wire"
+
+
+def test_bytes_of_some_ranks_count_for_what_comes_after():
+    ours = of_machines([(0,), (1,), (2,)])
+    first = ours.propose([spec("a", 6, ranks=(0, 1))])
+    assert owners(first) == {0, 1}
+    for node in range(3):
+        ours.ready(node, 1)
+    second = ours.propose([spec("b", 6)])
+    assert owned([first, second], 3) == [4, 4, 4]
+
+
+def test_what_is_of_some_ranks_is_retired_once_these_have():
+    ours = of_machines([(0,), (1,), (2,)])
+    ours.propose([spec("a", 4, ranks=(0, 2)), spec("b", 1, ranks=(0, 2))])
+    commits = [ours.ready(node, 1) for node in range(3)]
+    assert commits[:2] == [None, None] and commits[2] is not None, "every node says so, whoever pushes it"
+    numbers = {unit.name: unit.unit for unit in ours.units}
+    assert ours.retire(2, [numbers["a"]], 3) == ([], [])
+    assert ours.retire(2, [numbers["a"]], 3) == ([], []), "saying it again counts once"
+    over, unknown = ours.retire(0, [numbers["a"], 99], 3)
+    assert [unit.name for unit in over] == ["a"] and unknown == [99]
+    assert [unit.name for unit in ours.units] == ["b"] and ours.is_retiring(2, ["a", "b"]) is False

@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from bpsfast.collective import groups
+from bpsfast.collective import groups, pipe
+from bpsfast.collective.pipe import Bore
 from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, UnsupportedError
 from bpsfast.trainer import current
 from bpsfast.trainer.tensor_input import tensor_input
@@ -47,9 +50,9 @@ def whole():
     return groups.make(session, range(session.size))
 
 
-def reductions():
+def reductions(dtype):
     group = whole()
-    for dtype, op in itertools.product((*INTEGERS, *FLOATS), (*OPS, "avg")):
+    for op in (*OPS, "avg"):
         if dtype in FLOATS and op in BITWISE:
             continue
         x = given(group.rank, dtype, 1500)
@@ -70,8 +73,9 @@ def reductions():
     group.close()
 
 
-def test_reductions_of_every_dtype_by_every_op(everywhere):
-    everywhere.run(reductions)
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+def test_reductions_by_every_op(everywhere, dtype):
+    everywhere.run(reductions, dtype)
 
 
 def sizes():
@@ -137,7 +141,6 @@ def test_groups_of_some_ranks(everywhere):
 
 
 
-
 def different():
     group = whole()
     x = np.ones(4 + group.rank // max(1, group.size - 1), np.float32)
@@ -160,6 +163,99 @@ def different():
 def test_members_that_call_different_things_are_all_told_so(job):
     for ranks in ((2,), (2, 1)):
         job(ranks=ranks).run(different)
+
+
+def different_beside_tickets():
+    """What differs goes through a pipe like that of the tickets, on some members only."""
+    group = whole()
+    group.barrier()
+    x = np.arange(10, dtype=np.int64)
+    with pytest.raises(MismatchError, match=r"rank 0: call 2: all_reduce band int64 \(10,\); ranks? 1.*: .*barrier"):
+        if group.rank == 0:
+            group.all_reduce(tensor_input(x), tensor_input(x), "band")
+        else:
+            group.barrier()
+    group.close()
+
+
+def test_who_called_what_is_found_out_beside_sums_like_tickets(two, three):
+    two.run(different_beside_tickets)
+    three.run(different_beside_tickets)
+
+
+def large_pages():
+    """Strips shorter than a page, as where pages are large: a pipe has then fewer partitions than strips."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipe, "TINY", Bore("tiny", 256, 32))
+        patch.setattr(pipe, "SMALL", Bore("small", 1024, 32))
+        group = whole()
+        patch.setattr(group, "_bores", (Bore("wide", 2048, 32), pipe.SMALL, pipe.TINY))
+        for n in (1, 300, 700, 30_000):
+            x = given(group.rank, "float32", n)
+            group.all_reduce(tensor_input(x), tensor_input(x))
+            assert same(x, wanted(range(group.size), "float32", n, "sum")), n
+        assert {each.unit.n_parts for each in group._pipes.values()} == {2, 8, 16, 32}
+        group.close()
+
+
+def test_pipes_of_fewer_partitions_than_strips(two, three):
+    two.run(large_pages)
+    three.run(large_pages)
+
+
+def closed_under_way():
+    session = current.current()
+    group = whole()
+    group.barrier()
+    errors = []
+
+    def call():
+        try:
+            group.barrier()
+        except ClosedError as exc:
+            errors.append(str(exc))
+
+    if session.rank == 0:
+        callers = [threading.Thread(target=call) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        while not group._lock.locked():
+            os.sched_yield()
+        group.close()
+        for caller in callers:
+            caller.join(20)
+        assert len(errors) == 2 and "was closed while a call was under way" in errors[0], errors
+        assert "cannot be used any more" in errors[1]
+    session.barrier()
+    other = whole()
+    other.barrier()
+    other.close()
+
+
+def test_a_call_that_waits_ends_when_the_group_is_closed(two):
+    two.run(closed_under_way)
+
+
+def forked():
+    group = whole()
+    group.barrier()
+    with group._lock:  # as of a thread that a fork has not
+        child = os.fork()
+        if child == 0:
+            try:
+                group.barrier()
+            except ClosedError:
+                group.close()
+                os._exit(7)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    group.barrier()
+    group.close()
+
+
+def test_a_fork_is_refused_at_once_and_takes_nothing_away(two):
+    two.run(forked)
 
 
 def bad_arguments():

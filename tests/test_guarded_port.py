@@ -5,12 +5,14 @@ import signal
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from bpsfast.collective.pipe import LEG
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
 from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.pyx import ring
-from bpsfast.pyx.port import Port
+from bpsfast.pyx.port import TICKET, Port
 from bpsfast.trainer.guarded_port import GuardedPort
 from bpsfast.trainer.stall_inspector import StallInspector
 
@@ -144,4 +146,90 @@ def test_while_nobody_has_left_nobody_is_asked_before_the_end(board):
     with pytest.raises(StallError, match=r"waited 1\.2 s"):
         guarded.wait(UNIT, 0, 1, 1, 1.2)
     assert len(questions) == 1
+    assert guarded.close(1)
+
+
+def legs(*parts):
+    """Legs of these partitions, first round, that give and take nothing."""
+    found = np.zeros(len(parts), LEG)
+    found["part"], found["round"] = parts, 1
+    return found
+
+
+def test_convey_names_who_is_missing_from_the_first_leg_that_is_not_out(board):
+    questions = []
+    guarded = guarded_on(board, calls={"inquiry": asking(
+        lambda *asked: questions.append(asked) or answer("missing: rank 0: has not pushed"))})
+    board[4096:4100] = (1).to_bytes(4, "little")
+    subjects = []
+
+    def subject_of(i):
+        subjects.append(i)
+        return UNIT, 0, i + 1
+
+    two = legs(0, 0)
+    two["round"] = 1, 2
+    with pytest.raises(StallError, match=r"rank 3 waited 0\.7 s for round 2 of 'x' .*: missing: rank 0"):
+        guarded.convey(two, 1, subject_of, 0.7)
+    assert questions == [(0, 2, "x")] and set(subjects) == {1}
+    assert guarded.close(1)
+
+
+@pytest.mark.parametrize(("ticket", "agree"), [((7, 2**64 - 8), True), ((7, 7), False)])
+def test_convey_says_whether_tickets_agree(board, ticket, agree):
+    guarded = guarded_on(board)
+    seen = np.array(ticket, np.uint64)
+    one = legs(0)
+    one["flags"], one["result"] = TICKET, seen.ctypes.data
+    board[4096:4100] = (1).to_bytes(4, "little")
+    assert guarded.convey(one, 1, lambda i: (UNIT, 0, 1), 10) is agree
+    assert guarded.close(1)
+
+
+def test_convey_raises_what_the_job_was_aborted_with(board):
+    guarded = guarded_on(board)
+    abort(board, b"PeerLostError: rank 2 is lost")
+    with pytest.raises(PeerLostError, match=r"^rank 2 is lost$"):
+        guarded.convey(legs(0), 1, lambda i: (UNIT, 0, 1), 60.0)
+    assert guarded.close(1)
+
+
+def test_convey_through_a_lane_that_stays_full_ends_in_time(full):
+    with pytest.raises(StallError, match=r"has taken nothing from a full lane|waited 0\.7 s"):
+        full.convey(legs(0), 1, lambda i: (UNIT, 0, 1), 0.7)
+
+
+def test_convey_ends_when_the_session_is_closed_by_another_thread(board):
+    is_open = True
+
+    def require_open():
+        if not is_open:
+            raise ClosedError("the session is closed")
+
+    guarded, errors = guarded_on(board, require_open), []
+
+    def convey():
+        try:
+            guarded.convey(legs(0), 1, lambda i: (UNIT, 0, 1), 60.0)
+        except ClosedError as exc:
+            errors.append(exc)
+
+    waiter = threading.Thread(target=convey)
+    waiter.start()
+    while not guarded._n_inside:
+        os.sched_yield()
+    is_open = False
+    assert guarded.close(10)
+    waiter.join(10)
+    assert len(errors) == 1
+
+
+def test_what_a_caller_raises_between_two_slices_ends_the_call(board):
+    guarded = guarded_on(board)
+
+    def subject_of(i):
+        raise ClosedError("given up")
+
+    with pytest.raises(ClosedError, match="given up"):
+        guarded.convey(legs(0), 1, subject_of, 60.0)
     assert guarded.close(1)

@@ -217,6 +217,30 @@ print("rank", hvd.rank(), "of", hvd.size(), "last", last, flush=True)
 """
 
 
+FAILING = """
+import torch
+import bpsfast.hvd as hvd
+
+hvd.init()
+if hvd.rank() == 1:
+    raise ValueError("no such file")
+try:
+    hvd.allreduce(torch.ones(1))
+except hvd.HorovodInternalError as exc:
+    print("caught", type(exc).__name__, exc, flush=True)
+    raise
+"""
+
+
+def test_a_failing_rank_ends_the_others_with_its_reason(tmp_path):
+    (tmp_path / "train.py").write_text(FAILING)
+    launcher = str(Path(sys.executable).with_name("bpsfast"))
+    command = [launcher, "run", "-n", "2", "--timeout", "60", "--", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 1
+    assert "caught PeerLostError rank 1" in done.stdout and "ValueError: no such file" in done.stdout
+
+
 def test_a_program_of_horovods_runs_under_the_launcher(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     launcher = str(Path(sys.executable).with_name("bpsfast"))

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast import dtypes, kernels, reference
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
+from bpsfast.orchestration.partition import BITWISE_OPS, OPS
 
 SIZES = [0, 1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
 names = st.sampled_from(dtypes.NAMES)
@@ -245,3 +246,93 @@ def test_no_input_and_bad_divisors_are_refused() -> None:
             kernels.fused_sum(_ones(), [], [_ones()], [], divisor)
     with pytest.raises(UnsupportedError, match="unknown"):
         kernels.address("uint16")
+
+
+OPERATIONS = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "band": np.bitwise_and,
+              "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+PAIRS = [(name, op) for name in dtypes.NAMES for op in OPS
+         if not (dtypes.lookup(name).is_float and op in BITWISE_OPS)]
+
+
+def _combined(op: str, name: str, terms: list[np.ndarray]) -> np.ndarray:
+    """Return *terms* combined by NumPy from the first on in the accumulator, rounded once to the wire dtype."""
+    row = dtypes.lookup(name)
+    with np.errstate(all="ignore"):
+        total = terms[0].astype(row.accumulator)
+        for term in terms[1:]:
+            total = OPERATIONS[op](total, term.astype(row.accumulator)).astype(row.accumulator)
+        result = total.astype(row.numpy)
+    if row.is_float:
+        result[np.isnan(result)] = row.numpy.type(np.nan)
+    return result
+
+
+def _check_same(op: str, name: str, got: np.ndarray, want: np.ndarray) -> None:
+    if op in ("min", "max") and dtypes.lookup(name).is_float:  # of 0.0 and -0.0 NumPy takes now the one, now the other
+        got, want = got + got.dtype.type(0), want + want.dtype.type(0)
+    assert not _differences(name, got, want), (name, op)
+
+
+@pytest.mark.parametrize(("name", "op"), PAIRS)
+def test_every_op_is_numpys(name: str, op: str) -> None:
+    """Every way through the loops, with values where each op goes wrong first."""
+    n_elements = 517
+    arrays = _draw_arrays(name, 7, n_elements, seed=2)
+    for before, local, after in [(0, 1, 0), (0, 2, 0), (1, 0, 1), (1, 1, 1), (2, 2, 1), (0, 4, 0), (3, 3, 0), (0, 0, 3),
+                                 (2, 0, 0), (1, 3, 2)]:
+        dst, *inputs = arrays[: 1 + before + local + after]
+        first, own, last = inputs[:before], inputs[before : before + local], inputs[before + local :]
+        kernels.fused_sum(dst, first, own, last, op=op)
+        partials = [*first, *([_combined(op, name, own)] if own else []), *last]
+        _check_same(op, name, dst, _combined(op, name, partials))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pair=st.sampled_from(PAIRS),
+    counts=st.tuples(*[st.integers(0, 3)] * 3).filter(any),
+    n_elements=st.sampled_from(SIZES),
+    nontemporal=st.booleans(),
+    offset=st.sampled_from([0, 1]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_inputs_by_any_op(pair, counts, n_elements, nontemporal, offset, seed) -> None:
+    name, op = pair
+    n_before, n_local, _ = counts
+    inputs = _draw_arrays(name, sum(counts), n_elements, seed, offset)
+    before, local, after = inputs[:n_before], inputs[n_before : n_before + n_local], inputs[n_before + n_local :]
+    dst = _aligned(n_elements, name, offset)
+    kernels.fused_sum(dst, before, local, after, nontemporal=nontemporal, op=op)
+    _check_same(op, name, dst, _combined(op, name, [*before, *([_combined(op, name, local)] if local else []), *after]))
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_a_nan_anywhere_is_the_quiet_nan(name: str, op: str) -> None:
+    row = dtypes.lookup(name)
+    quiet = np.full(1, np.nan, row.numpy).tobytes()
+    payload = (np.array([np.inf], row.numpy).view(f"u{row.itemsize}") + 1).view(row.numpy)
+    for place in range(3):
+        inputs = [np.full(130, value, row.numpy) for value in (1.0, -2.0, np.inf)]
+        inputs[place][:] = payload
+        for counts in ((0, 3, 0), (1, 1, 1), (3, 0, 0)):
+            parts = iter(inputs)
+            groups = [[next(parts) for _ in range(n)] for n in counts]
+            dst = np.zeros(130, row.numpy)
+            kernels.fused_sum(dst, *groups, op=op)
+            assert dst.tobytes() == quiet * 130, (place, counts)
+
+
+@pytest.mark.parametrize(("name", "op"), PAIRS)
+def test_one_input_is_itself(name: str, op: str) -> None:
+    """What changes nothing when combined really does so."""
+    (array,) = _draw_arrays(name, 1, 300, seed=5)
+    dst = np.zeros_like(array)
+    kernels.fused_sum(dst, [], [array], [], op=op)
+    assert not _differences(name, dst, _combined(op, name, [array]))
+
+
+@pytest.mark.parametrize(("name", "op"), [("float32", "band"), ("bfloat16", "bxor"), ("int8", "avg"), ("uint8", "")])
+def test_ops_that_no_kernel_has_are_refused(name: str, op: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"there is no kernel for the {op} of {name}; ops: sum, product"):
+        kernels.address(name, op)

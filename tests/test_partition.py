@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import CapacityError, UnsupportedError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.partition import ITEM_NBYTES, MAX_PARTS, nbytes_of, plan_units, round_up
+from bpsfast.orchestration.partition import ITEM_NBYTES, MAX_PARTS, OPS, nbytes_of, plan_units, round_up
 
 PAGE = 4096
 
@@ -33,6 +33,28 @@ def test_nbytes_of(dtype, shape, nbytes):
 def test_unsupported(dtype, shape, text):
     with pytest.raises(UnsupportedError, match=text):
         plan(TensorSpec(name="x", dtype=dtype, shape=shape))
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"op": "median", "average": False}, "'x' is to be reduced by 'median'; supported: sum, product, min"),
+    ({"op": "max"}, "'x': the max of inputs cannot be averaged; average=False"),
+    ({"op": "band", "average": False}, "'x' has dtype float32, whose bits band does not mean; it takes integers"),
+    ({"op": "bxor", "average": False, "dtype": "bfloat16"}, "'x' has dtype bfloat16, whose bits"),
+])
+def test_what_is_not_done_with_inputs(fields, text):
+    with pytest.raises(UnsupportedError, match=text):
+        plan(TensorSpec(**{"name": "x", "dtype": "float32", "shape": (2,), **fields}))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_never_mix_and_units_say_theirs_and_whose_they_are(op):
+    members = [spec(f"{i} {each}", 8, "int16", group="g", op=each, average=False, ranks=(0, 2))
+               for i in range(2) for each in ("sum", op)]
+    units = plan(*members)
+    assert [(unit.op, len(unit.members)) for unit in units] == ([("sum", 4)] if op == "sum" else [("sum", 2), (op, 2)])
+    assert {unit.ranks for unit in units} == {(0, 2)}
+    (lone,) = plan(spec("x", 8, "uint8", op=op, average=False))
+    assert (lone.op, lone.ranks) == (op, ())
 
 
 def test_lone_tensors_are_units_of_their_own():

@@ -17,7 +17,7 @@ import pytest
 from llvmlite import ir
 
 from bpsfast import dtypes, element, kernels, reference, vector_sum
-from bpsfast.orchestration import errors
+from bpsfast.orchestration import errors, messages, partition
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 FEATURES = {  # CPUs this one may not be: narrower registers, and no instruction for half
@@ -77,7 +77,8 @@ def copied() -> Iterator[Path]:
     (package / "orchestration").mkdir(parents=True)
     for module in (dtypes, element, kernels, reference, vector_sum):
         shutil.copy(module.__file__, package)
-    shutil.copy(errors.__file__, package / "orchestration")
+    for module in (errors, messages, partition):
+        shutil.copy(module.__file__, package / "orchestration")
     (package / "__init__.py").touch()
     (package / "orchestration" / "__init__.py").touch()
     (root / "cwd").mkdir()

@@ -1,7 +1,9 @@
-"""The thread of a group that makes its calls one after another, in the order in which the program asked for them."""
+"""The threads of a group that make its calls one after another, in the order in which the program asked for them."""
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +19,9 @@ class _Job(NamedTuple):
 
 
 class Conductor:
-    """Runs jobs in order. Any thread; the thread of its own is started by the first job that nobody waits for.
+    """Runs jobs in order, one at a time. Any thread; a thread of its own is started by the first job that nobody waits
+    for, another one where a job is to be run and all others are inside ``done``: what a program hangs on a future may
+    make further calls, and wait for them.
 
     A job that its caller waits for at once is run in the caller's thread if it is its turn: a thread that is woken
     beside a busy one waits for the interpreter first.
@@ -25,11 +29,13 @@ class Conductor:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._condition = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._running = False
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._n_telling = 0  # of them: inside ``done``
 
     def run(self, job: Callable[[], None], done: Done, inline: bool) -> None:
         """Run *job* when it is its turn, then ``done(error)``, None if it went well; *inline*: here, if that is now.
@@ -37,8 +43,10 @@ class Conductor:
         Raises
         ------
         ClosedError
-            After `close`.
+            After `close`, and in a fork of the process that made this, which has not its thread.
         """
+        if os.getpid() != self._pid:
+            raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")
         with self._condition:
             if self._closing:
                 raise ClosedError(f"{self._name} is closed")
@@ -47,26 +55,34 @@ class Conductor:
                 self._running = True
             else:
                 self._jobs.append(_Job(job, done))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._conduct, name=self._name, daemon=True)
-                    self._thread.start()
-                self._condition.notify()
+                self._see_to_jobs()
         if here:
             self._carry_out(_Job(job, done))
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more jobs, let those that are there come to their end, end the thread; whether it has ended.
+        """Take no more jobs, let those that are there come to their end, end the threads; whether they have ended.
 
-        What cannot come to its end must be made to fail first, by closing what it waits for.
+        What cannot come to its end must be made to fail first, by closing what it waits for. A fork has nothing to end.
         """
+        if os.getpid() != self._pid:
+            return True
         with self._condition:
             self._closing = True
+            self._condition.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:  # others may come while jobs are left
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
+
+    def _see_to_jobs(self) -> None:
+        """Wake a thread for the jobs that wait, or start one; under the lock."""
+        if self._jobs and self._n_telling == len(self._threads):
+            thread = threading.Thread(target=self._conduct, name=self._name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        else:
             self._condition.notify()
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout_s)
-        return not thread.is_alive()
 
     def _conduct(self) -> None:
         while True:
@@ -77,10 +93,10 @@ class Conductor:
                     self._condition.wait()
                 job = self._jobs.popleft()
                 self._running = True
-            self._carry_out(job)
+            self._carry_out(job, is_own=True)
             del job  # what it holds is not held until the next one comes
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: _Job, is_own: bool = False) -> None:
         error: BaseException | None = None
         try:
             job.run()
@@ -88,5 +104,10 @@ class Conductor:
             error = exc
         with self._condition:
             self._running = False
-            self._condition.notify()
-        job.done(error)
+            self._n_telling += is_own
+            self._see_to_jobs()
+        try:
+            job.done(error)
+        finally:
+            with self._condition:
+                self._n_telling -= is_own

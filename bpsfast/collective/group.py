@@ -20,7 +20,7 @@ from ..orchestration.partition import OPS
 from ..post import exchange
 from ..pyx.port import copy
 from ..trainer.tensor_input import TensorInput
-from .pipe import LEG, TINY, Bore, Pipe, bores, cut, spec_of
+from .pipe import LEG, TICKETS, Bore, Pipe, bores, cut, spec_of
 
 if TYPE_CHECKING:
     from ..post.post import Post
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Bytes of what each member called that are shown to all after a mismatch.
 _SAID_NBYTES = 128
-_TICKET = "int64", "band"
+_TICKET = "int64", "band", TICKETS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
 
 
@@ -162,15 +162,20 @@ class Group:
         self._convey("barrier", *_BYTES, [])
 
     def close(self) -> None:
-        """Give up what the group uses; it is free once all members have. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        """Give up what the group uses; it is free once all members have. Idempotent, and waits for nobody.
+
+        A call that is under way in another thread fails within a second, unless it comes to its end before.
+        """
+        self._closed = True
+        if not self._lock.acquire(blocking=False):
+            return  # the call under way does this at its end
+        try:
             if self._broken is None and not self.session.closed:
                 for pipe in self._pipes.values():
                     pipe.close()
             self._pipes.clear()
+        finally:
+            self._lock.release()
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +185,7 @@ class Group:
 
     def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
                 then: Callable[[], None] = lambda: None) -> None:
+        self.session.require_open()  # in a fork the lock may be held by a thread that is not there
         with self._lock:
             self._require_usable()
             self._calls += 1
@@ -194,10 +200,12 @@ class Group:
                     f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) did not get to its "
                     f"end on rank {self.session.rank} ({type(exc).__name__}: {exc})")
                 raise
+        if self._closed:
+            self.close()
 
     def _call(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
         words = _ticket(text)
-        tickets = self._pipe(*_TICKET, TINY)
+        tickets = self._pipe(*_TICKET)
         legs, units = [tickets.ticket(words)], [tickets.unit]
         strips = [strip for load in loads for strip in _strips(load, self._bores[0])]
         if any((dtype, op, bore) not in self._pipes for bore, _, _ in strips):
@@ -215,13 +223,16 @@ class Group:
 
     def _go(self, legs: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
         def subject_of(i: int) -> tuple[Unit, int, int]:
+            if self._closed:
+                raise ClosedError(f"group {self.name!r} was closed while a call was under way")
             for some, unit in zip(legs, units):
                 if i < len(some):
                     return unit, int(some["part"][i]), int(some["round"][i])
                 i -= len(some)
             raise AssertionError("no such leg")
 
-        ahead = min(bore.n_strips for bore in self._bores)
+        # where pages are large a pipe has fewer turns than its bore says
+        ahead = min(*(bore.n_strips for bore in self._bores), *(unit.n_parts for unit in units))
         return self.session.port.convey(np.concatenate(legs), ahead, subject_of, self.timeout_s)
 
     def _who_said(self, text: str) -> str:
@@ -231,9 +242,10 @@ class Group:
         raw = text.encode()[:_SAID_NBYTES]
         mine[:len(raw)] = np.frombuffer(raw, np.uint8)
         said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
-        pipe = self._pipe(*_TICKET, TINY)
-        legs = pipe.legs(-(-said.nbytes // TINY.strip_nbytes))
-        self._go([_laden(legs, _Load(said.ctypes.data, said.ctypes.data, said.nbytes), TINY.strip_nbytes)], [pipe.unit])
+        pipe = self._pipe(*_TICKET)
+        legs = pipe.legs(-(-said.nbytes // TICKETS.strip_nbytes))
+        load = _Load(said.ctypes.data, said.ctypes.data, said.nbytes)
+        self._go([_laden(legs, load, TICKETS.strip_nbytes)], [pipe.unit])
         who: dict[str, list[int]] = {}
         for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
             who.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)

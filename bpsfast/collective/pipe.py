@@ -37,6 +37,8 @@ SMALL = Bore("small", 64 << 10, 16)
 #: Within one machine few strips, which stay in the caches; between machines enough to fill the links.
 WIDE_WITHIN = Bore("wide", 256 << 10, 8)
 WIDE_BETWEEN = Bore("wide", 512 << 10, 32)
+#: What members tell each other of their calls goes a way of its own: where calls differ, so do their strips.
+TICKETS = Bore("tickets", 4 << 10, 32)
 #: A tail of more tiny strips than this takes one small one.
 _MOST_TINY = 4
 #: Whoever waits for a collective waits for nothing else: they go before gradients.

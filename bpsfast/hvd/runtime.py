@@ -82,10 +82,9 @@ class Runtime:
         del self._ranks[found]
         return found
 
-    def _close(self, number: int) -> None:
+    def _close(self, number: int, reason: str = "") -> None:
         service = self._services.pop(number, None)
-        if service is not None:
-            service.close()
+        if service is not None and service.close(reason):
             self._groups.pop(number).close()
 
     def has(self, number: int) -> bool:
@@ -131,9 +130,10 @@ class Runtime:
 
     def close(self) -> None:
         """Leave all sets, and the job if this joined it."""
+        reason = process.failure() or ""
         try:
             for number in sorted(self._services, reverse=True):
-                self._close(number)
+                self._close(number, reason)
             self.stop_timeline()
         finally:
             if self._owns_session:

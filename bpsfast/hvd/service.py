@@ -24,6 +24,8 @@ from .errors import internal
 log = logging.getLogger("bpsfast.hvd")
 
 _TICK_S = 0.5
+#: How long `close` waits for what is being executed.
+_GOODBYE_S = 5.0
 #: How much longer the others wait than the first rank, which knows who is missing.
 _GRACE_S = 5.0
 _DUPLICATE = ("Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
@@ -102,6 +104,7 @@ class Service:
         self._unnamed: Counter[str] = Counter()
         self._error: BpsError | None = None
         self._closing = False
+        self._reason = ""
         self._leader_has_left = False
         self._heard = time.monotonic()
         #: Hears of negotiated and executed responses: (response, when this rank's operations were submitted, times).
@@ -144,12 +147,18 @@ class Service:
         self._notify()
         return operation
 
-    def close(self) -> None:
-        """Leave the set: operations that are still open fail, here and on the other ranks. Again: does nothing."""
+    def close(self, reason: str = "") -> bool:
+        """Leave the set: operations that are still open fail, here and on the other ranks, which are told the *reason*.
+
+        Returns whether the thread has ended. It has not where it executes what other ranks keep it waiting in: that
+        ends with the session, or with their deadline. Calling this again does nothing else.
+        """
         with self._lock:
             self._closing = True
+            self._reason = self._reason or reason
         self._notify()
-        self._thread.join()
+        self._thread.join(_GOODBYE_S)
+        return not self._thread.is_alive()
 
     def _notify(self) -> None:
         with self._lock:
@@ -163,6 +172,8 @@ class Service:
             while not self._closing and self._check():
                 self._sleep()
                 self._turn(time.monotonic())
+            if self._reason:
+                raise PeerLostError(f"rank {self.rank} is lost: {self._reason}")
             self._say(says.Left(self.rank))
             self._end(ClosedError(_SHUT_DOWN))
         except BpsError as exc:

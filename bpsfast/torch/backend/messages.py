@@ -31,7 +31,10 @@ class MessageWork(Work):
     def _ended(self, transfer: Transfer) -> None:
         error: BaseException | None = transfer.error
         if not transfer.is_send and error is None:
-            self._one.take_back()
+            try:
+                self._one.take_back()
+            except Exception as exc:  # of a tensor that cannot be written; whoever waits must hear of it
+                error = exc
         source = self._members.index(transfer.source) if error is None and transfer.source is not None else -1
         self.finish(error, source)
 
@@ -89,13 +92,13 @@ class Messages:
 
     def _await_others(self, timeout_s: float, names_all: bool) -> None:
         group, post, tag = self._group, self._group.session.post, self._n_barriers
+        if timeout_s <= 0.0 and group.size > 1:
+            raise StallError(f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: it waited for "
+                             "nobody")
         coming = {rank: post.receive_any_size(self._barriers, rank, tag) for rank in group.ranks[1:]}
         missing: dict[int, BpsError] = {}
         deadline = time.monotonic() + timeout_s
         for member, transfer in enumerate(coming.values(), 1):
-            if timeout_s <= 0.0:
-                raise StallError(f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: it waited for "
-                                 "nobody")
             try:
                 transfer.wait(max(0.0, deadline - time.monotonic()))
             except BpsError as exc:

@@ -5,6 +5,7 @@ A call checks its tensors, then goes to the group's conductor. What it returns i
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -290,8 +291,12 @@ class ProcessGroup(dist.ProcessGroup):
         self._end(0.0)
 
     def shutdown(self) -> None:
-        """End the group, once its calls are over."""
-        self._end(self._group.timeout_s)
+        """End the group, once its calls are over; at once while an exception is handled, as in a ``finally``.
+
+        Then the other members may never make the calls that are under way here: they wait for what this one has left
+        out, and shall be told that it is gone.
+        """
+        self._end(self._group.timeout_s if sys.exc_info()[1] is None else 0.0)
 
     def _end(self, timeout_s: float) -> None:
         world, self._world = self._world, None

@@ -61,7 +61,11 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
         # Groups are made in one order on all their members, and a world was made by all its ranks: all find the same.
         world = next((each for each in _worlds if set(ranks) <= set(each.ranks)), None)
         if world is None:
-            world = _present(rank, size) or _make(store, rank, size, ranks, timeout_s)
+            world = _present(rank, size)
+            if world is None:
+                world = _make(store, rank, size, ranks, timeout_s)
+                if is_default:  # a session of some ranks is not what `bpsfast.init()` means
+                    current.adopt(world.session)
             _worlds.append(world)
         world.n_groups += 1
         return world
@@ -110,5 +114,4 @@ def _make(store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: flo
 
     watch = Watch(end, started)
     world = World(session, ranks, watch)
-    current.adopt(session)
     return world

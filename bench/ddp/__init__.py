@@ -1,0 +1,75 @@
+"""``bpsfast bench ddp``: the backend "bpsfast" beside gloo, under programs that change nothing but that name.
+
+Two models train by DistributedDataParallel: one has many weights and computes little, the other is the opposite; their
+losses must be the same, bit for bit. Then the collectives one by one. `programs` says what is timed, `member` is one
+rank of one backend, `report` the tables.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bpsfast.bench import peers, table
+from bpsfast.bench.ddp import report
+from bpsfast.bench.ddp.collectives import COLLECTIVES
+from bpsfast.bench.ddp.models import MODELS
+from bpsfast.bench.hall import Hall
+from bpsfast.bench.push_pull import parse_sizes
+from bpsfast.bench.samples import Row, take_turns
+from bpsfast.orchestration.errors import ConfigError
+
+BACKENDS = ("gloo", "bpsfast")
+_SIZES = "1K,16K,256K,4M,64M"
+_QUICK_SIZES = "1K,1M"
+#: Steps of a turn. Gradients are averaged over the ranks' own batches, so two ranks have a single order of addition.
+_N_STEPS, _N_WARMUP = 8, 1
+#: The largest tensors are timed so often in a turn.
+_MOST_NBYTES, _MOST_TIMES = 96 << 20, 100
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print tables, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        n_ranks (2, on this machine); sizes ("1K,1M") and operations ("all_reduce,broadcast") of the collectives, "" for
+        none; n_rounds (5), json_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense, or torch is missing.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    quick, n_ranks = bool(given.get("quick")), given.get("n_ranks", 2)
+    if n_ranks < 2:
+        raise ConfigError(f"bench ddp compares how ranks exchange: it needs 2 or more, got {n_ranks}")
+    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
+    operations = _operations(given.get("operations"))
+    if peers.missing("gloo") is not None:
+        raise ConfigError("bench ddp needs torch: pip install torch")
+    n_rounds = given.get("n_rounds") or (1 if quick else 5)
+    began = time.time()
+    with Hall(n_ranks, 1) as hall:
+        groups = [hall.torch_group(backend) for backend in BACKENDS]
+        steps = [Row(group, model, found.nbytes, label=model) for model, found in MODELS.items() for group in groups]
+        take_turns(steps, n_rounds, n=2 if quick else _N_STEPS, n_warmup=_N_WARMUP)
+        losses = {group.name: group.ask("losses") for group in groups}
+        rows = [Row(group, operation, nbytes) for operation in operations for nbytes in wanted for group in groups]
+        for nbytes in wanted:
+            n = max(2, min(_MOST_TIMES, _MOST_NBYTES // nbytes))
+            take_turns([row for row in rows if row.nbytes == nbytes], n_rounds, n=n, n_warmup=2)
+    print(report.text(steps, losses, rows), flush=True)
+    return table.finish("ddp", given, began, report.records(steps, losses, rows, n_ranks))
+
+
+def _operations(text: str | None) -> Sequence[str]:
+    if text is None:
+        return list(COLLECTIVES)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in COLLECTIVES]
+    if unknown:
+        raise ConfigError(f"operation {unknown[0]!r} is none of {', '.join(COLLECTIVES)}")
+    return names

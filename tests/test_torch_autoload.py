@@ -1,0 +1,64 @@
+"""The backend's name is known after `import torch` if the environment asks for it, and nothing else has happened."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys, time
+import torch
+import torch.distributed as dist
+loaded = sorted(name for name in sys.modules if name.partition(".")[0] in ("bpsfast", "numba", "zmq", "msgspec"))
+known = "bpsfast" in dist.Backend.backend_list
+plugged = "BPSFAST" in dist.Backend._plugins
+default = dist.Backend.default_device_backend_map["cpu"]
+begin = time.perf_counter()
+if known:
+    from bpsfast import torch_autoload
+    torch_autoload.register()
+print(json.dumps([known, plugged, default, loaded, time.perf_counter() - begin]))
+"""
+
+GROUP = """
+import os, torch
+import torch.distributed as dist
+dist.init_process_group("bpsfast", rank=0, world_size=1, store=dist.HashStore())
+x = torch.arange(3.0)
+dist.all_reduce(x)
+print(x.tolist(), dist.get_backend(), type(dist.group.WORLD).__module__)
+dist.destroy_process_group()
+"""
+
+
+def run(program, tmp_path, asked):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("BPSFAST_", "DMLC_"))}
+    if asked is not None:
+        environ["BPSFAST_TORCH_AUTOLOAD"] = asked
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("asked", ["1", "true", " ON "])
+def test_the_name_is_known_where_it_is_asked_for(tmp_path, asked):
+    known, plugged, default, loaded, seconds = json.loads(run(PROGRAM, tmp_path, asked))
+    assert known and plugged and default == "gloo", "gloo stays what CPU tensors are reduced by"
+    assert set(loaded) <= {"bpsfast", "bpsfast.torch_autoload"}, "nothing of bpsfast before a group is made"
+    assert seconds < 0.1, "and saying it again is no error"
+
+
+@pytest.mark.parametrize("asked", [None, "", "0", "no"])
+def test_the_name_is_unknown_where_it_is_not(tmp_path, asked):
+    known, plugged, default, loaded, _ = json.loads(run(PROGRAM, tmp_path, asked))
+    assert not known and not plugged and default == "gloo"
+    assert set(loaded) <= {"bpsfast", "bpsfast.torch_autoload"}
+
+
+def test_a_group_is_made_by_its_name_without_any_import(tmp_path):
+    line = run(GROUP, tmp_path, "1")
+    assert line == "[0.0, 1.0, 2.0] bpsfast bpsfast.torch.backend.process_group"
