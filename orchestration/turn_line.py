@@ -1,12 +1,14 @@
 """What the ranks of one group tell each other about turns (`turns`), over ZeroMQ: rank 0 listens, the others connect.
 
-Encrypted by CURVE, with keys that follow from a key of this group alone (`security.curve_pair`): whoever does not have
-it gets no byte back. It reaches the ranks through the group itself, so it is no safer than that.
+Other groups say other messages over such lines (`negotiation_line`). Encrypted by CURVE, with keys that follow from a
+key of this group alone (`security.curve_pair`): whoever does not have it gets no byte back. It reaches the ranks
+through the group itself, so it is no safer than that.
 """
 from __future__ import annotations
 
 import errno
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 import zmq
@@ -57,16 +59,18 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def _decode(data: bytes) -> Message:
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"what a rank said about turns is no message ({exc}): install one version of bpsfast "
-                            "everywhere") from exc
+        raise ProtocolError(f"what a rank said on the line of its group is no message ({exc}): install one version of "
+                            "bpsfast everywhere") from exc
 
 
 class LeaderLine:
     """Rank 0's end. Owner thread only; nothing blocks but `wait` and `close`.
+
+    *decoder*: of what is said there, `Hello` among it.
 
     Raises
     ------
@@ -74,7 +78,8 @@ class LeaderLine:
         If no port can be had.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
+        self._decoder = decoder
         self._names: dict[int, bytes] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -100,20 +105,20 @@ class LeaderLine:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
         _wait((self._socket,), wake_fd, timeout_s)
 
-    def recv_nowait(self) -> list[Message]:
+    def recv_nowait(self) -> list[Any]:
         """Return everything that has arrived. Raises `ProtocolError`."""
-        received: list[Message] = []
+        received: list[Any] = []
         while True:
             try:
                 name, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return received
-            message = _decode(data)
+            message = _decode(self._decoder, data)
             if isinstance(message, Hello):
                 self._names[message.rank] = name
             received.append(message)
 
-    def tell(self, message: Message, but: Collection[int] = ()) -> list[int]:
+    def tell(self, message: msgspec.Struct, but: Collection[int] = ()) -> list[int]:
         """Say *message* to all who are present, except the ranks in *but*; return those whose connection is gone.
 
         What they have said before can still be received.
@@ -146,7 +151,8 @@ class FollowerLine:
         If that cannot be an address.
     """
 
-    def __init__(self, host: str, port: int, key: bytes) -> None:
+    def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
+        self._decoder = decoder
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._secure = self._lost = False
         self._context = zmq.Context()
@@ -172,7 +178,7 @@ class FollowerLine:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
         _wait((self._socket, self._monitor), wake_fd, timeout_s)
 
-    def recv_nowait(self) -> list[Message]:
+    def recv_nowait(self) -> list[Any]:
         """Return everything that has arrived.
 
         Raises
@@ -183,10 +189,10 @@ class FollowerLine:
             If it says what is no message.
         """
         lost = self._is_lost()  # before the last words are read, so that none is missed
-        received: list[Message] = []
+        received: list[Any] = []
         while True:
             try:
-                received.append(_decode(self._socket.recv(zmq.NOBLOCK)))
+                received.append(_decode(self._decoder, self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
         if lost and not received:
@@ -202,7 +208,7 @@ class FollowerLine:
                 self._lost = True
         return self._lost
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: msgspec.Struct) -> None:
         """Say *message* to rank 0; before the connection stands, as soon as it does."""
         self._socket.send(_encode(message), zmq.NOBLOCK)
 

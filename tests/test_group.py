@@ -5,14 +5,16 @@ import functools
 import itertools
 import os
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import bpsfast
 from bpsfast.collective import groups, pipe
 from bpsfast.collective.pipe import Bore
-from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, UnsupportedError
+from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
 from bpsfast.trainer import current
 from bpsfast.trainer.tensor_input import tensor_input
 
@@ -140,6 +142,13 @@ def test_groups_of_some_ranks(everywhere):
     everywhere.run(subgroups)
 
 
+@pytest.mark.parametrize("values", [{"transport": "tcp"}, {"transport": "shm"},
+                                    {"transport": "tcp", "placement": "ps"}],
+                         ids=lambda values: " ".join(values.values()))
+def test_groups_of_some_ranks_beside_a_helper(job, values):
+    job(ranks=(2, 1), helpers=1, **values).run(subgroups)
+
+
 
 def different():
     group = whole()
@@ -256,6 +265,81 @@ def forked():
 
 def test_a_fork_is_refused_at_once_and_takes_nothing_away(two):
     two.run(forked)
+
+
+def sent():
+    """Return what this machine's node has written to others so far, in bytes."""
+    current.current().barrier()  # whatever was asked for before is over, on all
+    return sum(value for name, value in bpsfast.counters().items() if name.startswith("wire_") and
+               name.endswith("_bytes_sent"))
+
+
+def traffic(ranks, n):
+    """Return the bytes that each rank's node writes for one sum of *n* floats among *ranks*, once all is declared."""
+    session = current.current()
+    group = groups.make(session, ranks) if session.rank in ranks else None
+    x = given(session.rank, "float32", n)
+    moved = []
+    for _ in range(2):
+        before = sent()
+        if group is not None:
+            out = np.empty_like(x)
+            group.all_reduce(tensor_input(x), tensor_input(out))
+            assert same(out, wanted(ranks, "float32", n, "sum"))
+        moved.append(sent() - before)
+    if group is not None:
+        group.close()
+    return moved
+
+
+def test_sums_of_one_machines_ranks_touch_no_wire_and_those_of_two_do(job):
+    three_nodes = job(ranks=(2, 2, 1), helpers=1, transport="tcp")
+    n = 500_000
+    assert three_nodes.run(traffic, (0, 1), n) == [[0, 0]] * 5, "ranks of node 0"
+    assert three_nodes.run(traffic, (4,), n) == [[0, 0]] * 5
+    moved = three_nodes.run(traffic, (0, 2), n)
+    assert all(4 * n < each < 4 * n * 1.1 for rank in (0, 2) for each in moved[rank]), moved
+    assert moved[4] == [0, 0], "no rank of node 2 is a member"
+    assert moved[0] == moved[1] and moved[2] == moved[3], "one node each"
+
+
+def missing():
+    """Rank 1 of ranks 1 and 2 of the first node waits for rank 2, which comes late; rank 0 is nobody's business."""
+    session = current.current()
+    ranks = (1, 2)
+    if session.rank in ranks:
+        group = groups.make(session, ranks, timeout_s=1.0)
+        group.barrier()
+        if session.rank == 1:
+            with pytest.raises(StallError, match=r"missing: rank 2[^;]*: has not pushed$"):
+                group.barrier()
+    session.barrier()
+
+
+def test_of_a_groups_members_the_right_one_is_missing(job):
+    job(ranks=(3, 1)).run(missing)
+
+
+def without_one_who_left():
+    """Ranks 0 and 1 go on after rank 2 has left the job in good order, also while one waits for the other."""
+    session = current.current()
+    ranks = (0, 1)
+    if session.rank == 2:
+        bpsfast.shutdown()
+        return 0
+    group = groups.make(session, ranks, timeout_s=20.0)
+    group.barrier()
+    if session.rank == 1:
+        time.sleep(2.0)  # meanwhile rank 0 asks, twice a second, whether it waits in vain
+    x = given(session.rank, "int32", 10)
+    group.all_reduce(tensor_input(x), tensor_input(x))
+    group.close()
+    return int(same(x, wanted(ranks, "int32", 10, "sum")))
+
+
+def test_a_rank_that_has_left_ends_only_what_it_is_a_member_of(job):
+    left = job(ranks=(2, 1))
+    assert left.run(without_one_who_left) == [1, 1, 0]
 
 
 def bad_arguments():

@@ -29,6 +29,7 @@ _SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
 LAYERS = [  # the most special folder first
     Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
+    Layer("bpsfast/hvd", _CORE | {"torch"}),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
@@ -157,8 +158,9 @@ def test_everything_a_rank_uses_loads_no_framework_and_no_compiler(tmp_path: Pat
     assert "bpsfast.trainer.session" in found["modules"]
 
 
-def test_torch_layer_loads_no_compiler_of_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", ["torch", "hvd"])
+def test_torch_layers_load_no_compiler_of_ours(tmp_path: Path, layer: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    found = loaded_after("import bpsfast.torch", tmp_path)
-    assert {"torch", "bpsfast.torch.optimizer"} <= set(found["modules"])
+    found = loaded_after(f"import bpsfast.{layer}", tmp_path)
+    assert {"torch", f"bpsfast.{layer}.optimizer"} <= set(found["modules"])
     assert not {"numba", "llvmlite"} & set(found["modules"])

@@ -69,7 +69,7 @@ daemons = Daemons(None)
 daemons.node = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); print('the node ends')"],
                                 stdin=subprocess.PIPE)
 watch = Watch(lambda: None, daemons)
-watch.close(linger_s=30.0)
+watch.close(lingers=True)
 assert daemons.node.poll() is None
 print("the program ends", flush=True)
 daemons.node.stdin.close()

@@ -169,5 +169,5 @@ def test_pieces_are_views():
 def test_tensors_that_must_be_alike():
     check_same([torch.zeros(2, 3), torch.zeros(6)], "gather")
     for other in (torch.zeros(7), torch.zeros(6, dtype=torch.int32)):
-        with pytest.raises(ConfigError, match=r"gather: tensors must have one dtype and size, got \(6,\) of torch.float32"):
+        with pytest.raises(ConfigError, match=r"gather: tensors must have one dtype and size, got \(6,\) of torch"):
             check_same([torch.zeros(6), other], "gather")

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 import bpsfast
+from bpsfast.orchestration.errors import MismatchError, StallError
+from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer import current
 
 
@@ -115,6 +118,40 @@ def differently(field):
 def test_one_name_used_differently_on_one_rank(pair, field):
     for outcome in pair.attempt(differently, field):
         assert outcome.error == "MismatchError" and field in outcome.text and "once" in outcome.text
+
+
+def declared_by_some(field):
+    """Of what two of three ranks declare: what they do to it, and that they do, cannot be said otherwise later."""
+    session = current.current()
+    if session.rank == 2:
+        return
+    first = TensorSpec(name=f"some differ in {field}", dtype="float32", shape=(3,), average=False, op="max",
+                       ranks=(0, 1))
+    for _ in range(2):
+        session.tensors.declare([first])
+    assert session.tensors.unit(first.name, 20.0).name == first.name
+    other = msgspec.structs.replace(first, **{field: {"op": "min", "ranks": ()}[field]})
+    with pytest.raises(MismatchError, match=f"{field} of tensor 'some differ in {field}' differs"):
+        session.tensors.declare([other])
+
+
+@pytest.mark.parametrize("field", ["op", "ranks"])
+def test_what_some_ranks_declared_stays_what_it_is(ranks, field):
+    ranks.run(declared_by_some, field)
+
+
+def alone():
+    session = current.current()
+    if session.rank == 0:
+        session.tensors.declare([TensorSpec(name="of two", dtype="int8", shape=(1,), average=False, ranks=(0, 2))])
+        with pytest.raises(StallError, match=r"for tensor 'of two' to be declared by ranks \(0, 2\).*rank 2") as raised:
+            session.tensors.unit("of two", 0.5)
+        assert "rank 1" not in str(raised.value)
+    session.barrier()
+
+
+def test_who_has_not_declared_what_is_of_some_ranks_is_named(pair):
+    pair.run(alone)
 
 
 def ranks_differ(field):

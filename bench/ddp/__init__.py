@@ -15,8 +15,8 @@ from bpsfast.bench.ddp import report
 from bpsfast.bench.ddp.collectives import COLLECTIVES
 from bpsfast.bench.ddp.models import MODELS
 from bpsfast.bench.hall import Hall
-from bpsfast.bench.size_list import parse_sizes
 from bpsfast.bench.samples import Row, take_turns
+from bpsfast.bench.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
 BACKENDS = ("gloo", "bpsfast")

@@ -12,8 +12,8 @@ from typing import Any
 from bpsfast.bench import peers, table
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.post.ping_pong import VARIANT
-from bpsfast.bench.size_list import parse_sizes
 from bpsfast.bench.samples import Row, find, take_turns
+from bpsfast.bench.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES, _QUICK_SIZES = "8,4K,64K,1M,16M,64M", "8,1M"

@@ -102,10 +102,11 @@ class Conductor:
             job.run()
         except BaseException as exc:
             error = exc
-        with self._condition:
-            self._running = False
-            self._n_telling += is_own
-            self._see_to_jobs()
+        finally:  # whatever interrupts: others must have their turn, and whoever waits must be told
+            with self._condition:
+                self._running = False
+                self._n_telling += is_own
+                self._see_to_jobs()
         try:
             job.done(error)
         finally:

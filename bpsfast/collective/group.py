@@ -7,15 +7,23 @@ things would be handed out as if they were one.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
+from ..orchestration.errors import (
+    BpsError,
+    ClosedError,
+    ConfigError,
+    MismatchError,
+    StallError,
+    UnsupportedError,
+)
 from ..orchestration.partition import OPS
 from ..post import exchange
 from ..pyx.port import copy
@@ -89,6 +97,7 @@ class Group:
         self._calls = 0
         self._broken: BpsError | None = None
         self._closed = False
+        self._within_s: float | None = None
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
@@ -139,7 +148,7 @@ class Group:
             self._check_number(outs)
         self._exchange(f"gather to {root}", (x, outs), lambda call: exchange.gather(
             call.post, call.channel, self.ranks, self.rank, root, _memory(x), _memories(outs), call.owner,
-            self.timeout_s, call.number))
+            self._limit_s, call.number))
 
     def scatter(self, xs: Sequence[TensorInput], out: TensorInput, root: int) -> None:
         """Put the i-th of *xs* of the *root*-th member into *out* of the i-th. Sizes may differ."""
@@ -148,7 +157,7 @@ class Group:
             self._check_number(xs)
         self._exchange(f"scatter from {root}", (xs, out), lambda call: exchange.scatter(
             call.post, call.channel, self.ranks, self.rank, root, _memories(xs), _memory(out), call.owner,
-            self.timeout_s, call.number))
+            self._limit_s, call.number))
 
     def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
         """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
@@ -156,16 +165,25 @@ class Group:
         self._check_number(outs)
         self._exchange("all_to_all", (xs, outs), lambda call: exchange.all_to_all(
             call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
-            self.timeout_s, call.number))
+            self._limit_s, call.number))
 
     def barrier(self) -> None:
         """Wait until all members are here."""
         self._convey("barrier", *_BYTES, [])
 
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Iterator[None]:
+        """Let calls that this thread makes meanwhile take *timeout_s* at most. For one thread at a time."""
+        self._within_s = timeout_s
+        try:
+            yield
+        finally:
+            self._within_s = None
+
     def close(self) -> None:
         """Give up what the group uses; it is free once all members have. Idempotent, and waits for nobody.
 
-        A call that is under way in another thread fails within a second, unless it comes to its end before.
+        A call of another thread that waits for sums fails within a second, unless it comes to its end before.
         """
         self._closed = True
         if not self._lock.acquire(blocking=False):
@@ -200,6 +218,8 @@ class Group:
                 self._broken = exc if isinstance(exc, MismatchError) else ClosedError(
                     f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) did not get to its "
                     f"end on rank {self.session.rank} ({type(exc).__name__}: {exc})")
+                if isinstance(exc, StallError):  # what is waited for is said in terms of pipes
+                    raise StallError(f"call {self._calls} of group {self.name!r}, {text}: {exc}") from exc
                 raise
         if self._closed:
             self.close()
@@ -236,7 +256,12 @@ class Group:
         ahead = min(*(bore.n_strips for bore in self._bores), *(unit.n_parts for unit in units))
         # As bytes: to NumPy the fields of a record are worth a look at each other in Python.
         together = np.concatenate([some.view(_RAW) for some in legs]).view(LEG)
-        return self.session.port.convey(together, ahead, subject_of, self.timeout_s)
+        return self.session.port.convey(together, ahead, subject_of, self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        """How long the call under way may take."""
+        return self.timeout_s if self._within_s is None else self._within_s
 
     def _who_said(self, text: str) -> str:
         """Return in words what each member called: all have found out, and each says it in bytes of its own."""
@@ -258,7 +283,7 @@ class Group:
     def _pipe(self, dtype: str, op: str, bore: Bore) -> Pipe:
         key = dtype, op, bore
         if key not in self._pipes:
-            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore), self.timeout_s)
+            self._pipes[key] = Pipe(self.session, spec_of(self.name, self._declared, dtype, op, bore), self._limit_s)
         return self._pipes[key]
 
     def _require_usable(self) -> None:

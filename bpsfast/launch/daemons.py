@@ -38,6 +38,8 @@ PLACE_VARIABLES = frozenset({
 })
 
 _STARTER_GRACE_S = 5.0
+#: How often a process that waits for others' end says so.
+_REMARK_S = 30.0
 
 
 class Daemons:
@@ -66,12 +68,21 @@ class Daemons:
             self.close(0.0)
         return over
 
+    def outlast(self) -> None:
+        """Wait as long as the job lives, which other ranks have not left; say so now and then."""
+        begin = time.monotonic()
+        for name, process in (("node", self.node), ("scheduler", self.scheduler)):
+            while process is not None and not _wait(process, time.monotonic() + _REMARK_S):
+                _log.warning("this process has left the job and waits for other ranks to leave it, too, for %.0f s so "
+                             "far: their %s (pid %d) would end with it", time.monotonic() - begin, name, process.pid)
+        self.close(0.0)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait until the daemons have ended by themselves; end those that do not. Idempotent."""
         deadline = time.monotonic() + timeout_s
         for name, process in (("node", self.node), ("scheduler", self.scheduler)):
             if process is not None and not _wait(process, deadline):
-                _log.warning("the %s (pid %d) is still running %g s after the last rank left: ending it", name,
+                _log.warning("the %s (pid %d) is still running %g s after this rank has left: ending it", name,
                              process.pid, timeout_s)
                 end(process)
         self.node = self.scheduler = None

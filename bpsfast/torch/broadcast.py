@@ -58,7 +58,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     session = process.current()
     check_root(session, root_rank)
     is_root = session.rank == root_rank
-    data = broadcast_bytes(_dump(obj) if is_root else None, root_rank, f"object {name or ''}")
+    data = broadcast_bytes(dump(obj) if is_root else None, root_rank, f"object {name or ''}")
     return obj if is_root else pickle.loads(data)
 
 
@@ -80,7 +80,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     check_root(session, root_rank)
     tensors: list[torch.Tensor] = []
     is_root = session.rank == root_rank
-    skeleton = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    skeleton = take_tensors(optimizer.state_dict(), tensors) if is_root else None
     manifest = [(f"{prefix}{i}", str(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors)]
     title = f"{prefix}optimizer {type(optimizer).__name__}"
     skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, title)
@@ -91,14 +91,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if is_root:
         return
     try:
-        optimizer.load_state_dict(_put_tensors(skeleton, tensors))
+        optimizer.load_state_dict(put_tensors(skeleton, tensors))
     except ValueError as exc:
         raise MismatchError(
             f"the optimizer of rank {session.rank} has other parameter groups than rank {root_rank}'s: {exc}"
         ) from exc
 
 
-def _dump(obj: Any) -> bytes:
+def dump(obj: Any) -> bytes:
+    """Return *obj* pickled, by cloudpickle if that is installed."""
     if importlib.util.find_spec("cloudpickle") is None:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     import cloudpickle
@@ -176,24 +177,24 @@ def _difference(mine: _Manifest, theirs: _Manifest, rank: int, root_rank: int) -
     return ""
 
 
-def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a copy of *value* whose tensors are in *tensors* instead."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Tensor(len(tensors) - 1)
     if isinstance(value, dict):
-        return {key: _take_tensors(item, tensors) for key, item in value.items()}
+        return {key: take_tensors(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_take_tensors(item, tensors) for item in value)
+        return type(value)(take_tensors(item, tensors) for item in value)
     return value
 
 
-def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Undo `_take_tensors`."""
+def put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Undo `take_tensors`."""
     if isinstance(value, _Tensor):
         return tensors[value.number]
     if isinstance(value, dict):
-        return {key: _put_tensors(item, tensors) for key, item in value.items()}
+        return {key: put_tensors(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_put_tensors(item, tensors) for item in value)
+        return type(value)(put_tensors(item, tensors) for item in value)
     return value

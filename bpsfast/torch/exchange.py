@@ -15,7 +15,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,11 +52,7 @@ class Exchange:
         self._order = list(self.parameters)
         self.prefix = "Gradient."  # of the names, which are the job's
         self.synchronized = False
-        # The parameters outlive the optimizer: their hooks must not keep it alive, nor act after it.
-        me = weakref.ref(self)
-        for name, parameter in named:
-            handle = parameter.register_post_accumulate_grad_hook(_hook(me, name))
-            weakref.finalize(self, handle.remove)
+        watch(self, named)
 
     @property
     def gradients(self) -> Gradients:
@@ -70,10 +66,13 @@ class Exchange:
     def declare(self) -> Gradients:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
-            if not _is_compiled():
-                self._order = forward_order(self.parameters, self._seen)
+            self._order = self.order()
             self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order)
         return self._gradients
+
+    def order(self) -> list[str]:
+        """Return the names as the next forward pass uses them, as far as the last backward pass has shown it."""
+        return self._order if _is_compiled() else forward_order(self.parameters, self._seen)
 
     @property
     def busy(self) -> bool:
@@ -238,7 +237,25 @@ def _is_compiled() -> bool:
     return dynamo is not None and bool(dynamo.counters["frames"]["ok"])
 
 
-def _hook(exchange: weakref.ref[Exchange], name: str) -> Callable[[torch.Tensor], None]:
+class Watcher(Protocol):
+    """What is told of gradients."""
+
+    def accumulated(self, name: str) -> None:
+        """Hear that backward has accumulated the gradient of *name*."""
+
+
+def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Tell *watcher* of the gradients of *named* parameters, as long as it lives.
+
+    They outlive it: their hooks must not keep it alive, nor act after it.
+    """
+    me = weakref.ref(watcher)
+    for name, parameter in named:
+        handle = parameter.register_post_accumulate_grad_hook(_hook(me, name))
+        weakref.finalize(watcher, handle.remove)
+
+
+def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:
     def accumulated(_: torch.Tensor) -> None:
         found = exchange()
         if found is not None:

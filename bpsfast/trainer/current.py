@@ -85,6 +85,11 @@ def forget(session: Session) -> None:
         _current = None
 
 
+def failure() -> str | None:
+    """Return the exception that ends this program, in words, if one does."""
+    return _watch.failure if _watch is not None else None
+
+
 def current() -> Session:
     """Return this process's open session; raises `ClosedError` if there is none."""
     session = _current

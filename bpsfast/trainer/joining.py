@@ -52,4 +52,4 @@ def leave(session: Session, watch: Watch, *, stays: bool = True) -> None:
         return
     waits = stays and watch.holds_daemons
     session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _GOODBYE_S)
-    watch.close(None if stays else session.settings.timeout_s)
+    watch.close(lingers=not stays)

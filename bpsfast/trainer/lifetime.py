@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from traceback import extract_tb
@@ -39,18 +38,18 @@ class Watch:
         """Whether this process started the node or the scheduler."""
         return self.daemons.node is not None or self.daemons.scheduler is not None
 
-    def close(self, linger_s: float | None = None) -> None:
+    def close(self, lingers: bool = False) -> None:
         """Undo what the constructor did. If someone chained a hook onto ours, that chain stays whole.
 
-        *linger_s*: do not wait for the daemons here; they end with their job, which others may not have left yet, and
-        the end of the program waits for them so long.
+        *lingers*: do not wait for the daemons here; they end with their job, which others may not have left yet, and
+        the end of the program waits for that.
         """
         _hook.forget(self)
         atexit.unregister(self._shutdown)
-        if linger_s is None:
-            self.daemons.close()
+        if lingers:
+            _linger(self.daemons)
         else:
-            _linger(self.daemons, linger_s)
+            self.daemons.close()
 
 
 class _Hook:
@@ -93,22 +92,21 @@ class _Hook:
 
 
 _hook = _Hook()
-_lingering: list[tuple[int, float, Daemons]] = []
+_lingering: list[tuple[int, Daemons]] = []
 
 
-def _linger(started: Daemons, timeout_s: float) -> None:
-    _lingering[:] = [each for each in _lingering if not each[2].reap()]
+def _linger(started: Daemons) -> None:
+    _lingering[:] = [each for each in _lingering if not each[1].reap()]
     if not started.reap():
-        _lingering.append((os.getpid(), timeout_s, started))
+        _lingering.append((os.getpid(), started))
 
 
 @atexit.register
-def _end_lingering() -> None:
+def _outlast_jobs() -> None:
     """Runs after the shutdowns of all watches, which register later."""
-    begin = time.monotonic()
-    for pid, timeout_s, started in _lingering:
+    for pid, started in _lingering:
         if pid == os.getpid():
-            started.close(max(0.0, begin + timeout_s - time.monotonic()))
+            started.outlast()
 
 
 def _place_in_program(traceback: TracebackType | None) -> str:

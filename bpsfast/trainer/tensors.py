@@ -139,8 +139,10 @@ class Tensors:
         found = self._units.get(name)
         if found is not None and name not in self._deferred:
             return found
+        spec = self._specs.get(name)
+        who = f"ranks {spec.ranks}" if spec is not None and spec.ranks else f"all {self._size} ranks"
         answer = self.wait(lambda: self._units.get(name) or self._failed.get(name), timeout_s,
-                           f"for tensor {name!r} to be declared by all {self._size} ranks", name)
+                           f"for tensor {name!r} to be declared by {who}", name)
         if isinstance(answer, BpsError):
             raise answer
         return answer

@@ -1,10 +1,11 @@
 """Messages between the members of a group: torch's send and receive, and the barrier that says who is missing."""
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,18 @@ class MessageWork(Work):
                 error = exc
         source = self._members.index(transfer.source) if error is None and transfer.source is not None else -1
         self.finish(error, source)
+
+    def get_future(self) -> Any:
+        """As `Work.get_future`. Nobody waits here, so a deadline of its own ends it."""
+        if not self.is_completed():
+            limit = threading.Timer(self._timeout_s, self._expire)
+            limit.daemon = True
+            limit.start()
+            self._transfer.on_done(lambda _: limit.cancel())
+        return super().get_future()
+
+    def _expire(self) -> None:
+        self.finish(StallError(f"{self._text} was not complete within {self._timeout_s:g} s"))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the message has come, or left; the waiting thread moves messages on itself."""

@@ -33,8 +33,7 @@ class Operand(NamedTuple):
     def take_back(self) -> None:
         """Write to `tensor` what was written to `dense`."""
         if self.dense is not self.tensor:
-            with torch.no_grad():
-                self.tensor.copy_(self.dense)
+            write(self.tensor, self.dense)
 
 
 def operand(tensor: torch.Tensor) -> Operand:
@@ -57,6 +56,12 @@ def operand(tensor: torch.Tensor) -> Operand:
     if dense.data_ptr() == tensor.data_ptr() and tensor.is_contiguous():
         return Operand(tensor, tensor)
     return Operand(tensor, dense.contiguous())
+
+
+def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite *tensor*, in whichever thread, and whatever mode it was made in."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(value)
 
 
 def operands(tensors: Sequence[torch.Tensor]) -> list[Operand]:
@@ -115,3 +120,45 @@ def check_same(tensors: Sequence[torch.Tensor], what: str) -> None:
         if (tensor.dtype, tensor.numel()) != (first.dtype, first.numel()):
             raise ConfigError(f"{what}: tensors must have one dtype and size, got {tuple(first.shape)} of "
                               f"{first.dtype} and {tuple(tensor.shape)} of {tensor.dtype}")
+
+
+def prepared(dense: torch.Tensor, reduction: Reduction) -> tuple[TensorInput, str]:
+    """Return the memory of what goes in, and the op; it is multiplied here where the op says so."""
+    if reduction.factor is not None:
+        if not (dense.is_floating_point() or dense.is_complex()):
+            raise UnsupportedError(f"PREMUL_SUM multiplies first: it takes floating point, not {dense.dtype}")
+        dense = dense * reduction.factor
+    return reducible(dense, reduction.op)
+
+
+def check_number(tensors: Sequence[Any], size: int, what: str) -> None:
+    """Raise `ConfigError` unless there is one of *tensors* for each of *size* members."""
+    if len(tensors) != size:
+        raise ConfigError(f"{what}: {len(tensors)} tensors for the {size} members of the group")
+
+
+def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, what: str) -> None:
+    """Raise `ConfigError` unless *whole* is as much as *size* times *piece*."""
+    if whole.numel() != piece.numel() * size or whole.dtype != piece.dtype:
+        raise ConfigError(f"{what} has {whole.numel()} elements of {whole.dtype}; {size} times {piece.numel()} of "
+                          f"{piece.dtype} were expected")
+
+
+def split(whole: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[torch.Tensor]:
+    """Return *whole* in pieces of *sizes* along its first dimension, in *size* equal ones if there are none.
+
+    Raises
+    ------
+    ConfigError
+        If they do not add up.
+    """
+    length = whole.shape[0] if whole.dim() else whole.numel()
+    if not sizes:
+        if length % size:
+            raise ConfigError(f"all_to_all: the {what} of length {length} cannot be split evenly among {size} members")
+        sizes = [length // size] * size
+    check_number(sizes, size, f"all_to_all: {what} splits")
+    if sum(sizes) != length:
+        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} say {sum(sizes)}")
+    row = whole.numel() // length if length else 0
+    return flat(whole, [n * row for n in sizes])

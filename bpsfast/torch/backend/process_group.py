@@ -5,6 +5,8 @@ A call checks its tensors, then goes to the group's conductor. What it returns i
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,14 +19,30 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ...collective import groups
 from ...collective.conductor import Conductor
 from ...collective.group import Group
-from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
+from ...orchestration.errors import BpsError, ConfigError
 from . import shim, sparse, worlds
 from .messages import Messages
-from .operands import Operand, Reduction, check_same, flat, operand, operands, reducible
+from .operands import (
+    Operand,
+    Reduction,
+    check_number,
+    check_pieces,
+    check_same,
+    flat,
+    operand,
+    operands,
+    prepared,
+    reducible,
+    split,
+)
 from .work import Work, torch_error
 
 Tensor = torch.Tensor
 
+_log = logging.getLogger("bpsfast.torch")
+
+#: After so long somebody wants to know what the end of a group waits for.
+_REMARK_S = 5.0
 #: How long an ended session's last call may take to come out of it.
 _GOODBYE_S = 10.0
 
@@ -101,9 +119,9 @@ class ProcessGroup(dist.ProcessGroup):
         """Combine each of *tensors* with the other members', in place."""
         opts = opts or dist.AllreduceOptions()
         reduction = shim.reduction(opts)
-        if tensors[0].is_sparse:
-            return self._start("all_reduce", tensors, opts,
-                               lambda: sparse.all_reduce(self._group, tensors[0], reduction.op))
+        if all(tensor.is_sparse for tensor in tensors):
+            return self._start("all_reduce", tensors, opts, lambda: _run_all([
+                functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
         return self._start("all_reduce", tensors, opts, *self._reductions(tensors, reduction))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
@@ -115,7 +133,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceOptions()
         reduction, root = shim.reduction(opts), opts.rootRank
         (one,) = operands(tensors)
-        x, op = _prepared(one.dense, reduction)
+        x, op = prepared(one.dense, reduction)
         out = reducible(one.dense, op)[0] if root == self.rank() else None
         return self._start("reduce", tensors, opts, lambda: self._group.reduce(x, out, root, op), [one])
 
@@ -124,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Combine the i-th input of all members into the i-th member's output."""
         opts = opts or dist.ReduceScatterOptions()
         (output,), (inputs,) = output_tensors, input_tensors
-        _check_number(inputs, self.size(), "reduce_scatter")
+        check_number(inputs, self.size(), "reduce_scatter")
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -139,7 +157,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         calls, written = [], []
         for output, input in zip(outputs, inputs):
-            _check_pieces(input, output, self.size(), "reduce_scatter: the input")
+            check_pieces(input, output, self.size(), "reduce_scatter: the input")
             pieces = flat(operand(input).dense, [output.numel()] * self.size())
             run, kept = self._scattered(output, operands(pieces), opts)
             calls.append(run)
@@ -193,7 +211,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or AllgatherOptions()
         calls, written = [], []
         for output, input in zip(outputs, inputs):
-            _check_pieces(output, input, self.size(), "all_gather: the output")
+            check_pieces(output, input, self.size(), "all_gather: the output")
             whole = operand(output)
             run, _ = self._gathered(flat(whole.dense, [input.numel()] * self.size()), input)
             calls.append(run)
@@ -215,7 +233,7 @@ class ProcessGroup(dist.ProcessGroup):
         (input,), root = input_tensors, opts.rootRank
         outputs = list(output_tensors[0]) if root == self.rank() else []
         if root == self.rank():
-            _check_number(outputs, self.size(), "gather")
+            check_number(outputs, self.size(), "gather")
             check_same([input, *outputs], "gather")
         one, each = operand(input), operands(outputs)
         return self._start("gather", outputs, opts, lambda: self._group.gather(
@@ -228,7 +246,7 @@ class ProcessGroup(dist.ProcessGroup):
         (output,), root = output_tensors, opts.rootRank
         inputs = list(input_tensors[0]) if root == self.rank() else []
         if root == self.rank():
-            _check_number(inputs, self.size(), "scatter")
+            check_number(inputs, self.size(), "scatter")
             check_same([output, *inputs], "scatter")
         one, each = operand(output), operands(inputs)
         return self._start("scatter", [output], opts, lambda: self._group.scatter(
@@ -236,8 +254,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
-        _check_number(input_tensors, self.size(), "all_to_all")
-        _check_number(output_tensors, self.size(), "all_to_all")
+        check_number(input_tensors, self.size(), "all_to_all")
+        check_number(output_tensors, self.size(), "all_to_all")
         outs, xs = operands(output_tensors), operands(input_tensors)
         return self._start("all_to_all", output_tensors, opts or dist.AllToAllOptions(),
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
@@ -247,8 +265,8 @@ class ProcessGroup(dist.ProcessGroup):
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
         """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""
         whole = operand(output)
-        outs = operands(_split(whole.dense, output_split_sizes, self.size(), "output"))
-        xs = operands(_split(operand(input).dense, input_split_sizes, self.size(), "input"))
+        outs = operands(split(whole.dense, output_split_sizes, self.size(), "output"))
+        xs = operands(split(operand(input).dense, input_split_sizes, self.size(), "input"))
         return self._start("all_to_all", [output], opts or dist.AllToAllOptions(),
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
                            [whole])
@@ -302,7 +320,11 @@ class ProcessGroup(dist.ProcessGroup):
         world, self._world = self._world, None
         if world is None:
             return
-        ended = self._conductor.close(timeout_s)
+        ended = self._conductor.close(min(timeout_s, _REMARK_S))
+        if not ended and timeout_s > _REMARK_S:
+            _log.warning("group %r is destroyed, and its last call waits for other members: for %g s at most",
+                         self.group_name, timeout_s)
+            ended = self._conductor.close(timeout_s - _REMARK_S)
         self._messages.close()
         with contextlib.suppress(BpsError):  # of a job that is over there is nothing to give back
             self._group.close()
@@ -315,10 +337,12 @@ class ProcessGroup(dist.ProcessGroup):
     def _start(self, text: str, results: Sequence[Tensor], opts: Any, run: Callable[[], None],
                written: Sequence[Operand] = ()) -> Work:
         self._sequence += 1
-        work = Work(results, self._group.timeout_s, text)
+        timeout_s = shim.timeout_of(opts, self._group.timeout_s)
+        work = Work(results, timeout_s, text)
 
         def job() -> None:
-            run()
+            with self._group.within(timeout_s):
+                run()
             for each in written:
                 each.take_back()
 
@@ -327,7 +351,12 @@ class ProcessGroup(dist.ProcessGroup):
             self._conductor.run(job, work.finish, inline)
         except BpsError as exc:
             raise torch_error(exc) from exc
+        return self._noted(work)
+
+    def _noted(self, work: Work) -> Work:
+        """Return *work*, which counts among coalesced ones if it is one of them and not well over."""
         if self._coalesced is not None:
+            self._coalesced = [each for each in self._coalesced if not each.is_success()]
             self._coalesced.append(work)
         return work
 
@@ -336,9 +365,7 @@ class ProcessGroup(dist.ProcessGroup):
             work = begin()
         except BpsError as exc:
             raise torch_error(exc) from exc
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._noted(work)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of calls from now on."""
@@ -353,7 +380,7 @@ class ProcessGroup(dist.ProcessGroup):
         each = operands(tensors)
         calls = []
         for one in each:
-            x, op = _prepared(one.dense, reduction)
+            x, op = prepared(one.dense, reduction)
             calls.append((x, reducible(one.dense, reduction.op)[0], op))
 
         def run() -> None:
@@ -366,52 +393,22 @@ class ProcessGroup(dist.ProcessGroup):
                    opts: Any) -> tuple[Callable[[], None], list[Operand]]:
         reduction = shim.reduction(opts)
         one = operand(output)
+        for x in inputs:
+            if x.dense.dtype != output.dtype:
+                raise ConfigError(f"reduce_scatter: output of {output.dtype} for an input of {x.dense.dtype}")
         if inputs[self.rank()].dense.numel() != output.numel():
             raise ConfigError(f"reduce_scatter: output of {output.numel()} elements for an input of "
                               f"{inputs[self.rank()].dense.numel()}")
-        xs = [_prepared(x.dense, reduction) for x in inputs]
+        xs = [prepared(x.dense, reduction) for x in inputs]
         out = reducible(one.dense, reduction.op)[0]
         return lambda: self._group.reduce_scatter([x for x, _ in xs], out, xs[0][1]), [one]
 
     def _gathered(self, outputs: Sequence[Tensor], input: Tensor) -> tuple[Callable[[], None], list[Operand]]:
-        _check_number(outputs, self.size(), "all_gather")
+        check_number(outputs, self.size(), "all_gather")
         each, one = operands(outputs), operand(input)
         if outputs[self.rank()].numel() * outputs[self.rank()].element_size() != one.memory.nbytes:
             check_same([input, outputs[self.rank()]], "all_gather")
         return lambda: self._group.all_gather(one.memory, [out.memory for out in each]), each
-
-
-def _prepared(dense: Tensor, reduction: Reduction) -> tuple[Any, str]:
-    """Return the memory of what goes in, and the op; it is multiplied here where the op says so."""
-    if reduction.factor is not None:
-        if not (dense.is_floating_point() or dense.is_complex()):
-            raise UnsupportedError(f"PREMUL_SUM multiplies first: it takes floating point, not {dense.dtype}")
-        dense = dense * reduction.factor
-    return reducible(dense, reduction.op)
-
-
-def _check_number(tensors: Sequence[Tensor], size: int, what: str) -> None:
-    if len(tensors) != size:
-        raise ConfigError(f"{what}: {len(tensors)} tensors for the {size} members of the group")
-
-
-def _check_pieces(whole: Tensor, piece: Tensor, size: int, what: str) -> None:
-    if whole.numel() != piece.numel() * size or whole.dtype != piece.dtype:
-        raise ConfigError(f"{what} has {whole.numel()} elements of {whole.dtype}; {size} times {piece.numel()} of "
-                          f"{piece.dtype} were expected")
-
-
-def _split(whole: Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[Tensor]:
-    length = whole.shape[0] if whole.dim() else whole.numel()
-    if not sizes:
-        if length % size:
-            raise ConfigError(f"all_to_all: the {what} of length {length} cannot be split evenly among {size} members")
-        sizes = [length // size] * size
-    _check_number(sizes, size, f"all_to_all: {what} splits")  # type: ignore[arg-type]
-    if sum(sizes) != length:
-        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} say {sum(sizes)}")
-    row = whole.numel() // length if length else 0
-    return flat(whole, [n * row for n in sizes])
 
 
 def _run_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -439,7 +436,9 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         try:
             ranks = options.global_ranks_in_group or range(options.group_size)
             group = groups.make(world.session, world.session_ranks(ranks), timeout_s)
-            return ProcessGroup(world, group, options.group_rank, options.group_size)
+            made = ProcessGroup(world, group, options.group_rank, options.group_size)
+            world.members.add(made)
+            return made
         except BaseException:
             worlds.quit(world)
             raise

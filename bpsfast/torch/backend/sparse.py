@@ -5,7 +5,7 @@ import torch
 
 from ...collective.group import Group
 from ...orchestration.errors import MismatchError, UnsupportedError
-from .operands import operand
+from .operands import operand, write
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, op: str) -> None:
@@ -33,6 +33,6 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: str) -> None:
     all_values = [values.new_empty(int(count[0]), *values.shape[1:]) for count in counts]
     group.all_gather(operand(indices).memory, [operand(each).memory for each in all_indices])
     group.all_gather(operand(values).memory, [operand(each).memory for each in all_values])
-    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), own.shape).coalesce()
-    with torch.no_grad():
-        tensor.copy_(total)
+    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), own.shape,
+                                    check_invariants=False).coalesce()
+    write(tensor, total)

@@ -38,10 +38,12 @@ class Work(dist.Work):
         self._source = -1
 
     def finish(self, error: BaseException | None, source: int = -1) -> None:
-        """Enter how the call ended, and from which member it was received."""
-        self._error = None if error is None else torch_error(error)
-        self._source = source
+        """Enter how the call ended, and from which member it was received. The first end counts."""
         with self._lock:
+            if self._event.is_set():
+                return
+            self._error = None if error is None else torch_error(error)
+            self._source = source
             self._event.set()
             base = self._base
         if base is not None:

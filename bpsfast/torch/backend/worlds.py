@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class World:
         self.session = session
         self.ranks = tuple(ranks)
         self.n_groups = 0
+        self.members: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups
         self._watch = watch  # None: whoever made the session ends it
 
     @property
@@ -54,9 +56,11 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
 
     `quit` gives it back. Raises what `rendezvous.place` and `joining.join` raise.
     """
+    is_default = not global_ranks
+    if is_default:
+        _end_leftovers()
     with _lock:
         _worlds[:] = [world for world in _worlds if world.is_open]
-        is_default = not global_ranks
         ranks = range(size) if is_default else global_ranks
         # Groups are made in one order on all their members, and a world was made by all its ranks: all find the same.
         world = next((each for each in _worlds if set(ranks) <= set(each.ranks)), None)
@@ -69,6 +73,14 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
             _worlds.append(world)
         world.n_groups += 1
         return world
+
+
+def _end_leftovers() -> None:
+    """End what older versions of torch leave behind when the default group is destroyed: they tell only NCCL of it."""
+    with _lock:
+        left = [group for world in _worlds if world.is_open for group in list(world.members)]
+    for group in left:
+        group.shutdown()
 
 
 def quit(world: World) -> None:

@@ -1,0 +1,159 @@
+"""Who this process is, and what it can do."""
+from __future__ import annotations
+
+from typing import Any
+
+from ..orchestration.errors import ConfigError, UnsupportedError
+from . import runtime
+from .errors import NotInitializedError
+from .process_sets import begin_sets
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job, as `bpsfast.init`. All ranks call it; a second call changes nothing.
+
+    Parameters
+    ----------
+    comm
+        None or an empty list, or all ranks: which processes are ranks is the launcher's to say.
+    process_sets
+        `ProcessSet` objects that are added at once, on all ranks alike; "dynamic" is accepted and needs no saying.
+
+    Raises
+    ------
+    ConfigError
+        If a set is a duplicate, or *comm* an MPI communicator.
+    UnsupportedError
+        If *comm* names some ranks only.
+    MismatchError, StallError, PeerLostError
+        As `bpsfast.init`.
+    """
+    if comm is not None and not isinstance(comm, list | tuple | range):
+        raise ConfigError("Horovod has not been built with MPI support: bpsfast.hvd takes no communicator, ranks are "
+                          "what the launcher says (bpsfast run, torchrun, mpirun)")
+    if runtime.is_begun():
+        return
+    found = runtime.begin()
+    if comm and sorted(comm) != list(range(found.size)):
+        runtime.end()
+        raise UnsupportedError(f"comm={list(comm)}: a part of the job's ranks 0 to {found.size - 1} is a process set, "
+                               "not a job of its own")
+    try:
+        begin_sets(process_sets)
+    except BaseException:
+        runtime.end()
+        raise
+
+
+def shutdown() -> None:
+    """Leave the job, if `init` has joined it. What is still under way fails, here and on the other ranks."""
+    runtime.end()
+
+
+def is_initialized() -> bool:
+    """Return whether this process is between `init` and `shutdown`."""
+    return runtime.is_begun()
+
+
+def rank() -> int:
+    """Return the number of this process in the job. These functions raise NotInitializedError before `init`."""
+    return runtime.current().rank
+
+
+def size() -> int:
+    """Return the number of processes in the job."""
+    return runtime.current().size
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine."""
+    return runtime.current().session.local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this machine."""
+    return runtime.current().session.local_size
+
+
+def cross_rank() -> int:
+    """Return the place of this machine among those that have a process of this local rank."""
+    session = runtime.current().session
+    return sum(n_ranks > session.local_rank for n_ranks, _ in session.machines[: session.node])
+
+
+def cross_size() -> int:
+    """Return the number of machines that have a process of this local rank."""
+    session = runtime.current().session
+    return sum(n_ranks > session.local_rank for n_ranks, _ in session.machines)
+
+
+def is_homogeneous() -> bool:
+    """Return whether all machines have the same number of processes. Helpers, which have none, do not count."""
+    return len({n_ranks for n_ranks, _ in runtime.current().session.machines if n_ranks}) == 1
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Let rank 0 write the timeline *file_path* from now on. There are no cycles to be marked.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    if not runtime.is_begun():
+        raise NotInitializedError
+    runtime.current().start_timeline(str(file_path))
+
+
+def stop_timeline() -> None:
+    """End the timeline."""
+    if not runtime.is_begun():
+        raise NotInitializedError
+    runtime.current().stop_timeline()
+
+
+def mpi_threads_supported() -> bool:
+    """Raise ConfigError, as Horovod does where there is no MPI."""
+    raise ConfigError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
+
+
+def mpi_enabled() -> bool:
+    """Return False: there is no MPI in here."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: there is no MPI in here."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return False: there is no Gloo in here; see `bpsfast.torch.schedule` for Gloo's process groups."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: there is no Gloo in here."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: there is no NCCL in here."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL in here."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL in here."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: tensors are on the CPU."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: tensors are on the CPU."""
+    return False

@@ -1,0 +1,38 @@
+"""Errors as Horovod's users catch them: each is a `HorovodInternalError`, and of the class that says whose fault it is.
+"""
+from __future__ import annotations
+
+from ..orchestration.errors import BpsError, ClosedError, UnsupportedError
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective operation failed."""
+
+
+class NotInitializedError(ClosedError, ValueError):
+    """`init` was not called, or `shutdown` was. Call `init` first."""
+
+    def __init__(self) -> None:
+        super().__init__("Horovod has not been initialized; use hvd.init().")
+
+
+class AdasumError(UnsupportedError, NotImplementedError):
+    """Adasum was asked for. Use Average or Sum."""
+
+    def __init__(self) -> None:
+        super().__init__("op=Adasum is not there: bpsfast.hvd reduces by Average, Sum, Min, Max and Product")
+
+
+def internal(error: BpsError) -> BpsError:
+    """Return *error* as one that is a `HorovodInternalError` too; its cause is *error*."""
+    if isinstance(error, HorovodInternalError):
+        return error
+    kind = type(error)
+    if kind not in _BOTH:
+        _BOTH[kind] = type(kind.__name__, (HorovodInternalError, kind), {"__doc__": kind.__doc__})
+    both = _BOTH[kind](str(error))
+    both.__cause__ = error
+    return both
+
+
+_BOTH: dict[type[BpsError], type[BpsError]] = {}

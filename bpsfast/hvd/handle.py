@@ -1,0 +1,157 @@
+"""Operations under way, as the caller sees them: begun with tensors or NumPy arrays, polled, waited for."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..dtypes import NAMES
+from ..orchestration.errors import ConfigError, UnsupportedError
+from ..orchestration.negotiation import Kind, Request, Spec
+from . import runtime
+from .process_sets import ProcessSet
+from .service import Operation
+
+
+class TensorTypeError(UnsupportedError, ValueError):
+    """A tensor of this dtype cannot be reduced. Convert it first."""
+
+
+class Handle:
+    """One operation under way; any thread may wait, all get the same result."""
+
+    def __init__(self, operation: Operation, give: Callable[[Any], Any]) -> None:
+        self._operation = operation
+        self._give = give
+        self._result: list[Any] = []
+
+    def __repr__(self) -> str:
+        return f"<Handle {self._operation.request.name} {'done' if self.done() else 'under way'}>"
+
+    def done(self) -> bool:
+        """Return whether `wait` will not block."""
+        return self._operation.done()
+
+    def wait(self) -> Any:
+        """Wait for the operation and return its result, or raise what became of it."""
+        result = self._operation.wait()
+        if not self._result:
+            self._result.append(self._give(result))
+        return self._result[0]
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether `synchronize` of *handle* will not block."""
+    return handle.done()
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for *handle* and return its result; that of `sparse_allreduce_async` may also be called.
+
+    Raises
+    ------
+    HorovodInternalError
+        What became of the operation; also of the class of ours that says whose fault it is (`MismatchError`: the ranks
+        asked for different things; `PeerLostError`, `StallError`, `ClosedError`).
+    """
+    return handle.wait() if isinstance(handle, Handle) else handle()
+
+
+def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequence[torch.Tensor],
+          outputs: Sequence[torch.Tensor], give: Callable[[Any], Any], *, grouped: bool = False,
+          shapes: Sequence[tuple[int, ...] | None] | None = None, **fields: Any) -> Handle:
+    """Submit an operation to all ranks of *process_set*.
+
+    Parameters
+    ----------
+    inputs, outputs
+        Contiguous CPU tensors without autograd; *outputs* empty where their shapes come with the response.
+    give
+        Makes what the caller gets of what the executor has set.
+    shapes
+        Of *inputs*, where not their own count.
+    fields
+        Further fields of `Request`.
+    """
+    service = runtime.service_of(process_set, kind)
+    label = f"grouped_{kind}" if grouped else kind
+    title = service.unnamed(label) if name is None else f"{label}.{name}"
+    n = len(inputs)
+    specs = tuple(
+        Spec(f"{title}_{i + 1}of{n}" if grouped else title, str(tensor.dtype).removeprefix("torch."),
+             tensor.element_size(), tuple(tensor.shape) if shapes is None else shapes[i])
+        for i, tensor in enumerate(inputs))
+    request = Request(rank=service.rank, name=title, kind=kind, specs=specs, **fields)
+    return Handle(service.submit(Operation(request, inputs, outputs)), give)
+
+
+def readable(x: Any, reduces: bool) -> torch.Tensor:
+    """Return *x* as a contiguous CPU tensor without autograd, over its own memory if that is possible.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is no tensor or array, sparse, not on the CPU, or of a dtype that is not reduced though it *reduces*.
+    """
+    tensor = _from_array(x) if isinstance(x, np.ndarray) else x
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"expected a torch.Tensor or a NumPy array, got {type(x).__name__}")
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use "
+                               "sparse_allreduce_async, or tensor.to_dense()")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use tensor.cpu()")
+    if reduces and str(tensor.dtype).removeprefix("torch.") not in NAMES:
+        raise TensorTypeError(f"Tensor type {tensor.type()} is not supported. bpsfast reduces {', '.join(NAMES)}")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def writable(x: Any, reduces: bool) -> torch.Tensor:
+    """As `readable`, of what is to be overwritten: over its own memory.
+
+    Raises
+    ------
+    ConfigError
+        If it is not contiguous or not writable.
+    """
+    if isinstance(x, np.ndarray) and not x.flags.writeable:
+        raise ConfigError(f"an array of shape {x.shape} is read-only: its contents cannot be replaced")
+    tensor = readable(x, reduces)
+    address = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
+    if tensor.numel() and tensor.data_ptr() != address:
+        raise ConfigError("Tensor is required to be contiguous.")
+    return tensor
+
+
+def like(x: Any) -> Callable[[torch.Tensor], Any]:
+    """Return what turns a result into the kind of thing *x* is: tensor or array."""
+    return _to_array if isinstance(x, np.ndarray) else _same
+
+
+def wants_gradient(*values: Any) -> bool:
+    """Return whether autograd follows any of these."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        array = array.copy()
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as exc:  # of a dtype that torch does not have; byte-swapped
+        raise UnsupportedError(f"an array of dtype {array.dtype.str} is no tensor: {exc}") from exc
+
+
+def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

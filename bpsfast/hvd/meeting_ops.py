@@ -1,0 +1,40 @@
+"""barrier and join: ranks wait for each other."""
+from __future__ import annotations
+
+from ..orchestration.negotiation import Request
+from . import runtime
+from .process_sets import ProcessSet, global_process_set
+from .service import Operation
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of *process_set* are here."""
+    service = runtime.service_of(process_set, "barrier")
+    request = Request(rank=service.rank, name=service.unnamed("barrier"), kind="barrier")
+    service.submit(Operation(request)).wait()
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, take part in the others' allreduces until all have, and return the last one.
+
+    Meanwhile this rank counts as zeros (for Min, Max and Product: as nothing), also in averages and in the sums of
+    `DistributedOptimizer`, of which it gets nothing. Other operations fail on the ranks that still make them. *device*
+    is Horovod's, and not used.
+
+    Raises
+    ------
+    StallError
+        If nothing comes from the others for `timeout_s`; the text names them.
+    """
+    found = runtime.current()
+    stand_ins = list(found.stand_ins)
+    for each in stand_ins:
+        each.begin()
+    service = found.service(0, "join")
+    operation = service.submit(Operation(Request(
+        rank=service.rank, name="join", kind="join", is_patient=bool(stand_ins))))
+    for each in stand_ins:
+        each.start()
+    for each in stand_ins:
+        each.wait()
+    return int(operation.wait())

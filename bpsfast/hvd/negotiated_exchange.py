@@ -1,0 +1,142 @@
+"""Gradients of an optimizer that are reduced by operations under the names of their parameters.
+
+That is how Horovod does it always, and here what is left where gradients cannot be declared once for the whole job: for
+a process set, and for Min, Max and Product.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..torch.exchange import watch
+from .allreduce_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from .exchange import TooManyPassesError
+from .handle import synchronize
+from .process_sets import ProcessSet
+from .reduce_op import Average, ReduceOp
+
+
+class NegotiatedExchange:
+    """Reduces the gradients of *named* parameters over *process_set*. Owner: the optimizer; one thread at a time.
+
+    *groups*: lists of names whose gradients go as one operation, when the last of them is there. The other parameters
+    are those of `DistributedOptimizer`.
+    """
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: Any, n_passes: int, op: ReduceOp,
+                 predivide: float, groups: Sequence[Sequence[str]], sparse_as_dense: bool,
+                 process_set: ProcessSet) -> None:
+        self.parameters = dict(named)
+        self.n_passes = n_passes
+        self.synchronized = False
+        self._compression = compression
+        self._fields = {"op": op, "process_set": process_set}
+        if op is Average:
+            self._fields |= {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+        self._sparse_as_dense = sparse_as_dense
+        self._group_of = {name: tuple(group) for group in groups for name in group}
+        self._left = dict.fromkeys(self.parameters, n_passes)
+        self._under_way: dict[tuple[str, ...], _Reduction] = {}
+        watch(self, named)
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients are under way: after backward, before the step."""
+        return bool(self._under_way)
+
+    def accumulated(self, name: str) -> None:
+        """Count a backward pass of *name*; after the last one of its whole group, the group goes out."""
+        if self._left[name] == 0:
+            raise TooManyPassesError
+        self._left[name] -= 1
+        self.synchronized = False
+        group = self._group_of.get(name, (name,))
+        if not any(self._left[each] for each in group):
+            self._begin(group)
+
+    def _begin(self, group: tuple[str, ...]) -> None:
+        self._under_way[group] = _Reduction(group, self)
+
+    def synchronize(self) -> None:
+        """Send what no backward pass has sent, wait for everything, and write the results into the gradients."""
+        for name in self.parameters:
+            group = self._group_of.get(name, (name,))
+            if group not in self._under_way:
+                self._begin(group)
+        under_way, self._under_way = self._under_way, {}
+        with torch.no_grad():
+            for reduction in under_way.values():
+                reduction.finish()
+        self.forget_passes()
+        self.synchronized = True
+
+    def begin_reduction(self, group: tuple[str, ...], gradients: list[torch.Tensor]) -> Any:
+        """Begin to reduce what travels of the gradients of *group*; return a handle."""
+        if len(gradients) > 1 or group[0] in self._group_of:
+            return grouped_allreduce_async_(gradients, name=group[0], **self._fields)  # type: ignore[arg-type]
+        return allreduce_async_(gradients[0], name=group[0], **self._fields)  # type: ignore[arg-type]
+
+    def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what travels of a dense *gradient*, contiguous, and what `decompress` needs."""
+        narrow, context = self._compression.compress(gradient)
+        return narrow.contiguous(), context
+
+    def decompress(self, narrow: torch.Tensor, context: Any) -> torch.Tensor:
+        """Return the gradient that the reduced *narrow* stands for."""
+        found: torch.Tensor = self._compression.decompress(narrow, context)
+        return found
+
+    def dense(self, name: str) -> torch.Tensor | None:
+        """Return the gradient of *name* as it travels, zeros if there is none; None if it is to travel sparse."""
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        if not parameter.grad.is_sparse:
+            return parameter.grad.detach()
+        return parameter.grad.detach().to_dense() if self._sparse_as_dense else None
+
+    def begin_sparse(self, name: str) -> Any:
+        """Begin to add up the sparse gradient of *name*; return a handle."""
+        gradient = self.parameters[name].grad
+        assert gradient is not None, "looked at before"
+        return sparse_allreduce_async(gradient.detach(), name, self._fields["op"],  # type: ignore[arg-type]
+                                      self._fields["process_set"])  # type: ignore[arg-type]
+
+    def forget_passes(self) -> None:
+        """Count the backward passes from the start."""
+        self._under_way.clear()
+        self._left = dict.fromkeys(self.parameters, self.n_passes)
+
+    def house_gradients(self) -> None:
+        """Gradients stay where they are: they have no place in shared memory."""
+
+
+class _Reduction:
+    """The gradients of one group on their way: the dense ones as one operation, each sparse one by itself."""
+
+    def __init__(self, group: tuple[str, ...], exchange: NegotiatedExchange) -> None:
+        self._exchange = exchange
+        found = {name: exchange.dense(name) for name in group}
+        self._sparse = {name: exchange.begin_sparse(name) for name, gradient in found.items() if gradient is None}
+        pairs = {name: exchange.compress(gradient) for name, gradient in found.items() if gradient is not None}
+        self._contexts = {name: context for name, (_, context) in pairs.items()}
+        self._handle = exchange.begin_reduction(group, [narrow for narrow, _ in pairs.values()]) if pairs else None
+
+    def finish(self) -> None:
+        """Wait, and write the results into the gradients."""
+        for name, handle in self._sparse.items():
+            self._exchange.parameters[name].grad = synchronize(handle)
+        if self._handle is None:
+            return
+        results = synchronize(self._handle)
+        results = results if isinstance(results, list) else [results]
+        for (name, context), narrow in zip(self._contexts.items(), results):
+            gradient = self._exchange.parameters[name].grad
+            assert gradient is not None, "made at the beginning"
+            total = self._exchange.decompress(narrow, context)
+            if gradient.is_sparse:
+                self._exchange.parameters[name].grad = total.to_sparse(gradient.sparse_dim())
+            elif total.data_ptr() != gradient.data_ptr():
+                gradient.detach().copy_(total)

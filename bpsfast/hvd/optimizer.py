@@ -1,0 +1,268 @@
+"""DistributedOptimizer: the user's optimizer, whose gradients are reduced over all ranks before each step.
+
+Gradients go the way of `bpsfast.torch` (`exchange.DenseExchange`) where they can, else by negotiated operations.
+"""
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..torch.compression import check_compressor
+from . import runtime
+from .compression import Compression
+from .exchange import DenseExchange
+from .negotiated_exchange import NegotiatedExchange
+from .objects import broadcast_object
+from .process_sets import ProcessSet, global_process_set
+from .reduce_op import Average, ReduceOp, Sum, chosen
+
+
+class UnderWayError(BusyError, AssertionError):
+    """zero_grad was called while gradients are under way. Call step or synchronize first."""
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
+
+    _base: type[torch.optim.Optimizer]
+    _exchange: DenseExchange | NegotiatedExchange | None
+    _skips: bool
+    _synchronized: bool
+    backward_passes_per_step: int
+    op: ReduceOp
+    process_set: ProcessSet
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, unless `synchronize` did or inside `skip_synchronize`, and update the parameters.
+
+        With a *closure*, the gradients of each of its evaluations are reduced.
+        """
+        if self._skips or self._exchange is None:
+            self._synchronized = False
+            return self._base.step(self) if closure is None else self._base.step(self, closure)
+        if closure is None:
+            if self._synchronized:
+                warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
+                              "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
+                              "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
+                              "code.", stacklevel=2)
+            else:
+                self.synchronize()
+            self._synchronized = False
+            return self._base.step(self)
+
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        result = self._base.step(self, reduced)
+        self._synchronized = False
+        return result
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced over all ranks and in place; before clipping them, for example.
+
+        A parameter without a gradient contributes zeros. Use `skip_synchronize` around the next `step`.
+
+        Raises
+        ------
+        HorovodInternalError, StallError, PeerLostError
+            What became of it.
+        """
+        if self._exchange is not None:
+            self._exchange.synchronize()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` inside the block use the gradients as they are."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate *passes* backward passes per step from now on. The sum over passes is not divided."""
+        if passes <= 0:
+            raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
+        self.backward_passes_per_step = passes
+        if self._exchange is not None:
+            self._exchange.n_passes = passes
+            self._exchange.forget_passes()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
+
+        Raises
+        ------
+        UnderWayError
+            If gradients are under way: between backward and step (or synchronize).
+        """
+        if self._exchange is not None and self._exchange.busy:
+            raise UnderWayError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                                "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+        self._base.zero_grad(self, set_to_none)
+        if self._exchange is not None:
+            self._exchange.forget_passes()
+            if not set_to_none:
+                self._exchange.house_gradients()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; backward passes are counted from the start."""
+        self._skips = self._synchronized = False
+        if self._exchange is not None:
+            self._exchange.forget_passes()
+        self._base.load_state_dict(self, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
+        raise UnsupportedError("add the parameter group before DistributedOptimizer wraps the optimizer")
+
+
+# torch wraps the `step` of a class that has no such mark (when a state is loaded), and would then run the step hooks
+# twice: they are run by the user's own class already.
+_DistributedOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+_MIXED_IN = ("step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "load_state_dict",
+             "add_param_group")
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:
+    """Return *optimizer* as one that reduces its gradients over all ranks of *process_set* before each step.
+
+    The result is of a class derived from the optimizer's own and takes over its groups, options and state; the original
+    must not be used any more. All ranks of *process_set* wrap the same parameters; where a program has several such
+    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own until `shutdown`.
+
+    Parameters
+    ----------
+    named_parameters
+        (name, tensor) of at least all parameters of the optimizer; None: they are numbered.
+    compression
+        `Compression.fp16` lets gradients travel in half the bytes; or a class of your own.
+    backward_passes_per_step
+        Gradients travel after this many backward passes; the sum over passes is not divided.
+    op
+        `Average`, `Sum`, `Min`, `Max` or `Product`.
+    gradient_predivide_factor
+        Averages are made of gradients divided by this, and multiplied by it.
+    num_groups, groups
+        How many groups of gradients, or which lists of parameters, are reduced as one. Averages and sums over all ranks
+        travel by urgency, with the same values, whatever the groups.
+    sparse_as_dense
+        Sparse gradients travel as dense ones.
+
+    Raises
+    ------
+    ConfigError
+        If names are missing or not unique, or arguments contradict each other.
+    UnsupportedError
+        For Adasum; for parameters that are not on the CPU.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ConfigError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+                      DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ConfigError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
+    _check_groups(groups)
+    check_compressor(compression)
+    if hasattr(type(optimizer), "skip_synchronize"):
+        raise ConfigError("the optimizer is a DistributedOptimizer already")
+    reduction = chosen(op)
+    named = _named(optimizer, named_parameters)
+    base = type(optimizer)
+    members = {name: _DistributedOptimizer.__dict__[name] for name in _MIXED_IN}
+    derived: Any = type(base.__name__, (base,), {**members, "_base": base})
+    wrapped = derived.__new__(derived)
+    # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped._skips = wrapped._synchronized = False
+    wrapped.backward_passes_per_step, wrapped.op, wrapped.process_set = backward_passes_per_step, reduction, process_set
+    wrapped._exchange = None
+    if runtime.current().size == 1 or not named or not process_set.included():
+        return wrapped
+    if process_set.process_set_id == 0 and reduction in (Average, Sum):
+        wrapped._exchange = DenseExchange(named, compression, backward_passes_per_step, reduction,
+                                          gradient_predivide_factor, sparse_as_dense)
+    else:
+        wrapped._exchange = NegotiatedExchange(
+            named, compression, backward_passes_per_step, reduction, gradient_predivide_factor,
+            _groups(groups, named, process_set), sparse_as_dense, process_set)
+    return wrapped
+
+
+def _named(optimizer: torch.optim.Optimizer,
+           named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, parameter) of every trained parameter of *optimizer*, in the order given."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        named = [(f"allreduce.noname.{i}.{j}", p) for i, group in enumerate(optimizer.param_groups)
+                 for j, p in enumerate(group["params"])]
+    else:
+        named = list(named_parameters)
+    if any(not isinstance(item, tuple) for item in named):
+        raise ConfigError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                          "model.named_parameters().")
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ConfigError("Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(twice))
+    known, wanted = {id(p) for _, p in named}, {id(p) for p in own}
+    if wanted - known:
+        raise ConfigError("named_parameters was specified, but one or more model parameters were not named. Python "
+                          "object ids: " + ", ".join(map(str, sorted(wanted - known))))
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, p in named:
+        if id(p) in wanted and p.requires_grad:
+            found.setdefault(id(p), (name, p))
+    for name, p in found.values():
+        if p.device.type != "cpu":
+            raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
+    return list(found.values())
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not isinstance(groups, int) or groups <= 0:
+            raise ConfigError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        return
+    seen: set[int] = set()
+    for group in groups:
+        for p in group:
+            if not isinstance(p, torch.Tensor):
+                raise ConfigError("groups must consist of torch.Tensor.")
+            if id(p) in seen:
+                raise ConfigError("A parameter can only appear once in groups.")
+            seen.add(id(p))
+
+
+def _groups(groups: Any, named: list[tuple[str, torch.Tensor]], process_set: ProcessSet) -> list[list[str]]:
+    """Return the names of each group; those of the set's first rank where they are counted. No group: none."""
+    if groups is None:
+        return []
+    name_of = {id(p): name for name, p in named}
+    if isinstance(groups, list):
+        return [[name_of[id(p)] for p in group if id(p) in name_of] for group in groups]
+    assert process_set.ranks is not None, "it counts"
+    names = broadcast_object(list(name_of.values()), process_set.ranks[0], None, process_set)
+    each, more = divmod(len(names), groups)
+    begins = [i * each + min(i, more) for i in range(groups + 1)]
+    return [names[begin:end] for begin, end in pairwise(begins) if end > begin]

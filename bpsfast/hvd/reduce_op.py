@@ -1,0 +1,49 @@
+"""The reductions, by Horovod's names and numbers."""
+from __future__ import annotations
+
+import enum
+import warnings
+
+from ..orchestration.errors import ConfigError
+from .errors import AdasumError
+
+
+class ReduceOp(enum.IntEnum):
+    """How tensors of different ranks become one. Average divides by the ranks of the set, integers downwards."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average, Sum, Adasum, Min, Max, Product = ReduceOp
+
+
+def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
+    """Return the reduction that *op*, or Horovod's older *average*, asks for; by default Average.
+
+    Raises
+    ------
+    ConfigError
+        If both are given, or *op* is none of them.
+    AdasumError
+        For Adasum.
+    """
+    if average is not None:
+        if op is not None:
+            raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn("Parameter `average` has been replaced with `op` and will be removed in v1.0",
+                      DeprecationWarning, stacklevel=4)
+        return ReduceOp.Average if average else ReduceOp.Sum
+    if op is None:
+        return ReduceOp.Average
+    try:
+        found = ReduceOp(op)
+    except ValueError:
+        raise ConfigError(f"op={op!r} is no reduction: use Average, Sum, Min, Max or Product") from None
+    if found is ReduceOp.Adasum:
+        raise AdasumError
+    return found

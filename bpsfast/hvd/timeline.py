@@ -1,0 +1,81 @@
+"""Horovod's timeline: a Chrome trace with a row for each tensor, of its negotiation and its execution on rank 0.
+
+Open it in https://ui.perfetto.dev. What the nodes did meanwhile is in the traces of `BPSFAST_TRACE_DIR`.
+"""
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..orchestration.errors import ConfigError
+from ..orchestration.negotiation import Response
+
+if TYPE_CHECKING:
+    from .service import Operation
+
+
+class Timeline:
+    """Writes the file *path* as things happen: a list of events that viewers read even if its end is missing.
+
+    Any thread. Times are microseconds since it was made.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._begin = time.monotonic()
+        self._rows: dict[str, int] = {}
+        self._lock = threading.Lock()
+        try:
+            self._file = open(path, "w", encoding="utf-8", buffering=1)
+        except OSError as exc:
+            raise ConfigError(f"the timeline {path!r} cannot be written: {exc}") from exc
+        self._file.write("[\n")
+
+    def note(self, response: Response, operations: list[Operation | None], begun: float, ended: float) -> None:
+        """Write the events of *response*, which was executed from *begun* to *ended* (monotonic, in seconds)."""
+        with self._lock:
+            if self._file.closed:
+                return
+            kind = response.kind.upper()
+            for name, operation in zip(response.names, operations):
+                row = self._row(name)
+                asked = begun if operation is None else operation.begun
+                self._span(row, f"NEGOTIATE_{kind}", asked, begun, {})
+                self._span(row, "ERROR" if response.error else kind, begun, ended, _arguments(response, name))
+
+    def _row(self, name: str) -> int:
+        if name not in self._rows:
+            self._rows[name] = len(self._rows) + 1
+            self._write({"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}})
+        return self._rows[name]
+
+    def _span(self, row: int, name: str, begin: float, end: float, arguments: dict[str, Any]) -> None:
+        begin = max(begin, self._begin)
+        self._write({"name": name, "ph": "X", "pid": row, "tid": 0, "ts": round((begin - self._begin) * 1e6, 1),
+                     "dur": round(max(0.0, end - begin) * 1e6, 1), "args": arguments})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event) + ",\n")
+
+    def close(self) -> None:
+        """Complete the file. Calling it again does nothing."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("{}]\n")
+                self._file.close()
+
+
+def _arguments(response: Response, name: str) -> dict[str, Any]:
+    if response.error:
+        return {"error": response.error}
+    if not response.specs:
+        return {}
+    specs = response.specs[response.names.index(name)]
+    return {"dtype": specs[0].dtype, "shape": str([list(spec.shape or ()) for spec in specs]), "op": response.op,
+            "fused": len(response.names)}

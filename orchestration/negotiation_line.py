@@ -1,0 +1,39 @@
+"""What the ranks of a set tell each other about what they execute (`negotiation`), over the lines of `turn_line`."""
+from __future__ import annotations
+
+import msgspec
+
+from .negotiation import Request, Response
+from .turn_line import (
+    Failed as Failed,
+    FollowerLine as FollowerLine,
+    Hello as Hello,
+    LeaderLine as LeaderLine,
+    Left as Left,
+)
+
+
+class Requests(msgspec.Struct, tag=True, frozen=True):
+    """Another rank: what it asks for."""
+
+    requests: tuple[Request, ...]
+
+
+class Responses(msgspec.Struct, tag=True, frozen=True):
+    """The first rank: what all execute next, in this order."""
+
+    responses: tuple[Response, ...]
+
+
+Message = Hello | Requests | Responses | Failed | Left
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def listen(key: bytes) -> LeaderLine:
+    """Return the first rank's end; raises as `LeaderLine`."""
+    return LeaderLine(key, _decoder)
+
+
+def connect(host: str, port: int, key: bytes) -> FollowerLine:
+    """Return another rank's end; raises as `FollowerLine`."""
+    return FollowerLine(host, port, key, _decoder)
