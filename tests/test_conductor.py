@@ -163,3 +163,25 @@ def test_what_is_told_may_wait_for_calls_that_were_there_before(conductor):
     conductor.run(lambda: None, lambda error: second.set(), inline=False)
     begin.set()
     assert over.wait(TIMEOUT_S)
+
+
+def test_all_threads_that_callbacks_have_needed_end(no_leaks):
+    conductor, gates, ends = Conductor("x"), [Gate() for _ in range(4)], []
+    for gate in gates:  # each end is told by a thread that is held up meanwhile
+        conductor.run(lambda: None, lambda error, gate=gate: gate(), inline=False)
+        assert gate.entered.wait(TIMEOUT_S)
+    assert len(conductor._threads) == 4
+    for gate in gates:
+        gate.open.set()
+    running = Gate()
+    conductor.run(running, ends.append, inline=False)
+    assert running.entered.wait(TIMEOUT_S)
+    conductor.run(lambda: None, ends.append, inline=False)
+    closed = []
+    closer = threading.Thread(target=lambda: closed.append(conductor.close(5.0)))
+    closer.start()
+    while not conductor._closing or conductor._n_telling:
+        os.sched_yield()
+    running.open.set()
+    closer.join(TIMEOUT_S)
+    assert closed == [True] and ends == [None, None]

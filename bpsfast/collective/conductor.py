@@ -89,6 +89,7 @@ class Conductor:
             with self._condition:
                 while self._running or not self._jobs:
                     if self._closing and not self._jobs:
+                        self._condition.notify()  # the next one that waits, if it was woken while there were jobs
                         return
                     self._condition.wait()
                 job = self._jobs.popleft()
