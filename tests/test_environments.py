@@ -32,6 +32,22 @@ weights = train(bpsfast.rank(), lambda gradient: bpsfast.push_pull(gradient, nam
 print(bpsfast.rank(), bpsfast.size(), hashlib.sha256(weights.tobytes()).hexdigest(), flush=True)
 bpsfast.shutdown()
 """
+#: The same, as a program of torch.distributed that knows nothing of the launcher.
+_TORCH_PROGRAM = """
+import torch, torch.distributed as dist, hashlib
+import bpsfast.torch.backend
+from tests.test_environments import train
+
+def mean(gradient):
+    found = torch.from_numpy(gradient.copy())
+    dist.all_reduce(found, op=dist.ReduceOp.AVG)
+    return found.numpy()
+
+dist.init_process_group("bpsfast")
+weights = train(dist.get_rank(), mean)
+print(dist.get_rank(), dist.get_world_size(), hashlib.sha256(weights.tobytes()).hexdigest(), flush=True)
+dist.destroy_process_group()
+"""
 
 
 def train(rank: int, mean: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -101,8 +117,9 @@ def test_ranks_find_their_places(name):
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.parametrize("program", [_PROGRAM, _TORCH_PROGRAM], ids=["bpsfast", "torch"])
 @pytest.mark.parametrize("name", recorded_environment.names())
-def test_the_same_script_trains_to_the_same_bits(name, tmp_path):
+def test_the_same_script_trains_to_the_same_bits(name, program, tmp_path):
     recorded = recorded_environment.read(name)
     with Cluster(max(recorded.machines.values()) + 1) as cluster, contextlib.ExitStack() as stack:
         addresses = [machine.address for machine in cluster]
@@ -110,7 +127,7 @@ def test_the_same_script_trains_to_the_same_bits(name, tmp_path):
         started = []
         for rank in reversed(recorded.ranks):
             command = ["sh", "-c", f"mount --bind {hosts[rank.machine]} /etc/hosts && exec \"$@\"", "sh",
-                       sys.executable, "-c", _PROGRAM]
+                       sys.executable, "-c", program]
             started.append(stack.enter_context(cluster[f"m{rank.machine}"].popen(
                 command, clean(rank.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
         outputs = [each.communicate(timeout=_TIMEOUT_S) for each in started]
@@ -133,12 +150,13 @@ def hosts_file(folder: Path, recorded: recorded_environment.Recorded, addresses:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed (make mpi installs it as root)")
-def test_mpirun_itself(tmp_path):
+@pytest.mark.parametrize("program", [_PROGRAM, _TORCH_PROGRAM], ids=["bpsfast", "torch"])
+def test_mpirun_itself(program, tmp_path):
     command = ["mpirun", "--oversubscribe", "-np", "3"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
     script = tmp_path / "train.sh"  # the ranks' parent is a shell
     script.write_text('"$@"\n')
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "BPSFAST_"))}
-    done = subprocess.run([*command, "sh", str(script), sys.executable, "-c", _PROGRAM], env=environ | clean({}),
+    done = subprocess.run([*command, "sh", str(script), sys.executable, "-c", program], env=environ | clean({}),
                           capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert digests([done.stdout]) == [[str(rank), "3", expected([[0, 1, 2]])] for rank in range(3)]

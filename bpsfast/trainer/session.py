@@ -119,6 +119,7 @@ class Session:
         self._inputs: list[tuple[int, Segment]] = []
         self._free: dict[int, Holes] = {}  # by input segment: what was released
         self.repeats: dict[str, Repeat] = {}
+        self.n_stores = 0  # made for torch (`torch.backend.launched`)
         self.n_groups: Counter[tuple[int, ...]] = Counter()  # made of the same ranks in the same order (`collective`)
         self.n_users: Counter[str] = Counter()  # name on the wire -> how many `Gradients` push it
         self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order

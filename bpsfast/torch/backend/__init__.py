@@ -7,6 +7,7 @@ registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autol
 
     process_group   torch's calls -> a `collective.Group` and its conductor, or messages
     work            what a call returns
+    launched        env:// where the launcher is not torch's
     worlds          sessions, each made by the first group of its ranks
     operands        tensors as memory; sparse: those that are not dense
     messages        send, receive, the monitored barrier
@@ -14,10 +15,10 @@ registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autol
 """
 from __future__ import annotations
 
-from . import shim
+from ...torch_autoload import add_backend
 from .barrier import monitored_barrier
-from .process_group import ProcessGroup, create
+from .process_group import ProcessGroup
 
 __all__ = ["ProcessGroup", "monitored_barrier"]
 
-shim.register(create)
+add_backend()

@@ -1,10 +1,8 @@
-"""What differs between versions of torch, in one place: how a backend is registered, and what options look like."""
+"""What differs between versions of torch, in one place: what options look like."""
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from ...orchestration.errors import UnsupportedError
 from .operands import Reduction
@@ -13,15 +11,6 @@ NAME = "bpsfast"
 
 _OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
         "BXOR": "bxor"}
-
-
-def register(creator: Any) -> None:
-    """Let `init_process_group` and `new_group` know the backend; *creator* gets torch's extended options.
-
-    gloo stays what CPU tensors are reduced by where a program names no backend.
-    """
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, creator, extended_api=True, devices=["cpu"])
 
 
 def reduction(options: Any) -> Reduction:

@@ -1,0 +1,63 @@
+"""torch's ``env://`` under launchers that do not set torch's variables: ``bpsfast run``, Slurm, MPI, BytePS's.
+
+`init_process_group("bpsfast")` asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where these are
+not set, but bpsfast knows from another launcher's variables which rank this is (`launch.roles`), it joins that job, and
+the store that torch wants is made on rank 0's machine and found through the job.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ...launch import roles
+from ...launch.reach import local_host
+from ...settings import load, parse_address
+from ...trainer import current
+from ...trainer.session import Session
+
+Handler = Callable[..., Iterator[tuple[Any, int, int]]]
+_NOTICE = "torch/store"
+
+
+def env(torchs: Handler) -> Handler:
+    """Return what torch is to ask for ``env://`` in place of its own handler *torchs*, which serves whenever it can."""
+
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[tuple[Any, int, int]]:
+        if "rank=" in url or not is_launched():
+            yield from torchs(url, timeout=timeout, **more)
+            return
+        current.init()
+        session = current.current()
+        yield store_of(session, timeout), session.rank, session.size
+        raise RuntimeError("the ranks of a job of bpsfast do not change: env:// cannot be asked again")
+
+    return handler
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank of a job by another launcher's word. Raises `ConfigError` as `roles.detect`."""
+    return current.session() is not None or roles.detect(load({})).launcher != "single"
+
+
+def store_of(session: Session, timeout: timedelta) -> Any:
+    """Return a store that all ranks of *session* share; rank 0's process holds it. All ranks call this equally often.
+
+    Raises
+    ------
+    StallError
+        If rank 0 does not come within *timeout*.
+    """
+    number = session.n_stores
+    session.n_stores += 1
+    key = f"{_NOTICE}/{number}"
+    if session.rank == 0:
+        host = local_host(session.settings, session.place.scheduler[0])
+        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        session.publish(key, f"{host}:{store.port}".encode())
+        return store
+    found = session.lookup(key, timeout.total_seconds(), "rank 0").decode()
+    host, port = parse_address(found, "rank 0")
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
