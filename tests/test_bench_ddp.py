@@ -67,6 +67,7 @@ def test_the_report_says_how_many_times_as_fast_and_whether_losses_agree():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_one_small_run(tmp_path):
     ddp.run({"quick": True, "sizes": "4K", "json_path": str(tmp_path / "ddp.jsonl")})
     manifest, *found = map(json.loads, (tmp_path / "ddp.jsonl").read_text().splitlines())

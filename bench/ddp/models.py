@@ -14,8 +14,8 @@ class Model(NamedTuple):
     n_samples: int
 
 
-#: Wide layers under few samples; convolutions over many.
-MODELS = {"comm-bound": Model(4 * (3 * (1664 * 1664 + 1664) + 1664 * 10 + 10), 2),
+#: Wide layers under one sample; convolutions over many.
+MODELS = {"comm-bound": Model(4 * (3 * (1664 * 1664 + 1664) + 1664 * 10 + 10), 1),
           "compute-bound": Model(4 * ((3 * 9 + 1) * 32 + 3 * (32 * 9 + 1) * 32 + 33 * 10), 24)}
 
 
