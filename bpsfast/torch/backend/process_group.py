@@ -90,10 +90,6 @@ class ProcessGroup(dist.ProcessGroup):
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    @property
     def supports_splitting(self) -> bool:
         """Sub-groups are made anew: nothing is gained by splitting."""
         return False
