@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,7 +89,8 @@ def expected(layout: list[list[int]]) -> str:
 
 
 def digests(outputs: Sequence[str]) -> list[list[str]]:
-    return sorted(line.split() for output in outputs for line in output.splitlines())
+    """Return (rank, size, digest) of each rank, wherever a launcher that passes on output has broken its lines."""
+    return sorted(list(found) for output in outputs for found in re.findall(r"(\d+) (\d+) ([0-9a-f]{64})", output))
 
 
 def clean(variables: dict[str, str]) -> dict[str, str]:
