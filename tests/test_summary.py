@@ -72,6 +72,13 @@ def test_threads_that_wait_at_once_wait_once(tmp_path):
     assert found.wait_s == pytest.approx(110e-9) and found.tensors == pytest.approx({"part 0": 90e-9, "part 1": 20e-9})
 
 
+def test_a_name_that_is_not_printable_stays_on_its_line(tmp_path):
+    trace.write(tmp_path, "rank 0", record("copy", 0, 10) + record("wait", 10, 100), {0: Part("a\nb")},
+                Origin(node=0, rank=0))
+    found = trace.summarise(trace.load(tmp_path))
+    assert r"tensor a\nb (waited" in found.lines()[2] and list(found.tensors) == ["a\nb"]
+
+
 def test_results_for_other_nodes_are_not_waited_for(tmp_path):
     parts = {0: Part("w", owner=0)}
     trace.write(tmp_path / "0", "node 0", record("wire", 0, 900, thread=1) + record("wire", 0, 300, thread=2), parts,

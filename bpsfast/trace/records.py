@@ -67,10 +67,14 @@ class Part(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What it is called in names of events: on one line, whatever the user's name for the tensor has in it."""
-        tensor = "".join(each if each.isprintable() else each.encode("unicode_escape").decode()
-                         for each in self.tensor)
+        """What it is called in names of events and in lines for people."""
+        tensor = printable(self.tensor)
         return f"{tensor}[{self.partition}]" if self.n_partitions > 1 else tensor
+
+
+def printable(name: str) -> str:
+    """Return the user's *name* for a tensor on one line, whatever is in it."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in name)
 
 
 class Span(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from . import urgency
 from .merge import Job
 from .process_file import Process
-from .records import CREDIT, Span
+from .records import CREDIT, Span, printable
 
 #: What a rank waits for: kinds of spans, the most telling first; "inputs" that others have not given yet come last.
 CAUSES = {"sum": "sums", "wire": "the wire", CREDIT: "credit or more urgent writes", "queue": "a free summing thread",
@@ -282,7 +282,7 @@ def _slowest(summary: Summary) -> str:
         found.append(f"sums on {node.title} ({_ms(node.busy_s)} a step for {node.nbytes / 1e6:.3g} MB)")
     if summary.tensors:
         name, seconds = next(iter(summary.tensors.items()))
-        found.append(f"tensor {name} (waited for {_ms(seconds)} a step)")
+        found.append(f"tensor {printable(name)} (waited for {_ms(seconds)} a step)")
     return "slowest: " + (", ".join(found) or "nothing was sent, summed or waited for")
 
 
