@@ -75,7 +75,7 @@ def test_contiguous_tensors_are_not_copied():
 @pytest.mark.parametrize(("tensor", "words"), [
     ([1.0, 2.0], "expected a torch.Tensor, got list"),
     (torch.eye(3).to_sparse(), "not dense: use tensor.to_dense"),
-    (torch.zeros(3, device="meta"), "is on meta, and bpsfast's process group moves CPU tensors"),
+    (torch.zeros(3, device="meta"), "is on meta: use tensor.cpu\\(\\), or a group of another backend"),
 ])
 def test_what_is_no_memory_here_is_refused(tensor, words):
     with pytest.raises(UnsupportedError, match=words):

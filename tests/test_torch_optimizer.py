@@ -326,9 +326,9 @@ def misuse(kind):
 
 @pytest.mark.parametrize(("kind", "error", "text"), [
     ("duplicate", "ConfigError", "same more than once"), ("unnamed", "ConfigError", "not in named_parameters"),
-    ("pairs", "ConfigError", "pairs"), ("passes", "ConfigError", "backward_passes_per_step=0"),
+    ("pairs", "ConfigError", "pairs"), ("passes", "ConfigError", "backward_passes_per_step must be > 0, got 0"),
     ("wrapped", "ConfigError", "already"), ("group", "UnsupportedError", "before"),
-    ("backward", "BusyError", "backward_passes_per_step=1"), ("zero_grad", "BusyError", "under way"),
+    ("backward", "BusyError", "backward_passes_per_step=1"), ("zero_grad", "UnderWayError", "before optimizer.step()"),
 ])
 def test_misuse(two, kind, error, text):
     for outcome in two.attempt(misuse, kind):

@@ -11,6 +11,7 @@ import torch
 from ..dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..orchestration.negotiation import Kind, Request, Spec
+from ..torch.ops import require_dense
 from . import runtime
 from .process_sets import ProcessSet
 from .service import Operation
@@ -97,13 +98,8 @@ def readable(x: Any, reduces: bool) -> torch.Tensor:
         If it is no tensor or array, sparse, not on the CPU, or of a dtype that is not reduced though it *reduces*.
     """
     tensor = _from_array(x) if isinstance(x, np.ndarray) else x
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"expected a torch.Tensor or a NumPy array, got {type(x).__name__}")
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use "
-                               "sparse_allreduce_async, or tensor.to_dense()")
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use tensor.cpu()")
+    require_dense(tensor, "a torch.Tensor or a NumPy array", "sparse_allreduce_async, or tensor.to_dense()",
+                  "tensor.cpu()")
     if reduces and str(tensor.dtype).removeprefix("torch.") not in NAMES:
         raise TensorTypeError(f"Tensor type {tensor.type()} is not supported. bpsfast reduces {', '.join(NAMES)}")
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

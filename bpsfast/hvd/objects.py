@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import ConfigError, MismatchError
-from ..torch.broadcast import dump, put_tensors, take_tensors
+from ..torch.broadcast import dump, load_state, take_tensors
 from . import runtime
 from .allgather_ops import grouped_allgather
 from .broadcast_ops import broadcast_bytes, broadcast_group_
@@ -95,13 +95,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
     broadcast_group_(tensors, root_rank, title)
-    if is_root:
-        return
-    try:
-        optimizer.load_state_dict(put_tensors(skeleton, tensors))
-    except ValueError as exc:
-        raise MismatchError(f"the optimizer of rank {runtime.current().rank} has other parameter groups than that of "
-                            f"rank {root_rank}: {exc}") from exc
+    if not is_root:
+        load_state(optimizer, skeleton, tensors, runtime.current().rank, root_rank)
 
 
 def _title(name: str | None, what: str, process_set: ProcessSet) -> str:

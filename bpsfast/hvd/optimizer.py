@@ -4,17 +4,17 @@ Gradients go the way of `bpsfast.torch` (`exchange.DenseExchange`) where they ca
 """
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..orchestration.errors import ConfigError
 from ..torch.compression import check_compressor
+from ..torch.wrapped import Wrapped, check_passes, members_of, trained, wrap
 from . import runtime
 from .compression import Compression
 from .exchange import DenseExchange
@@ -24,18 +24,11 @@ from .process_sets import ProcessSet, global_process_set
 from .reduce_op import Average, ReduceOp, Sum, chosen
 
 
-class UnderWayError(BusyError, AssertionError):
-    """zero_grad was called while gradients are under way. Call step or synchronize first."""
-
-
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(Wrapped):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
-    _base: type[torch.optim.Optimizer]
     _exchange: DenseExchange | NegotiatedExchange | None
-    _skips: bool
     _synchronized: bool
-    backward_passes_per_step: int
     op: ReduceOp
     process_set: ProcessSet
 
@@ -81,41 +74,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._exchange.synchronize()
         self._synchronized = True
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` inside the block use the gradients as they are."""
-        self._skips = True
-        try:
-            yield
-        finally:
-            self._skips = False
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate *passes* backward passes per step from now on. The sum over passes is not divided."""
-        if passes <= 0:
-            raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
-        self.backward_passes_per_step = passes
-        if self._exchange is not None:
-            self._exchange.n_passes = passes
-            self._exchange.forget_passes()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
-
-        Raises
-        ------
-        UnderWayError
-            If gradients are under way: between backward and step (or synchronize).
-        """
-        if self._exchange is not None and self._exchange.busy:
-            raise UnderWayError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                                "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
-        self._base.zero_grad(self, set_to_none)
-        if self._exchange is not None:
-            self._exchange.forget_passes()
-            if not set_to_none:
-                self._exchange.house_gradients()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own; backward passes are counted from the start."""
         self._skips = self._synchronized = False
@@ -123,17 +81,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._exchange.forget_passes()
         self._base.load_state_dict(self, state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
-        raise UnsupportedError("add the parameter group before DistributedOptimizer wraps the optimizer")
-
-
-# torch wraps the `step` of a class that has no such mark (when a state is loaded), and would then run the step hooks
-# twice: they are run by the user's own class already.
-_DistributedOptimizer.step.hooked = True  # type: ignore[attr-defined]
-
-_MIXED_IN = ("step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "load_state_dict",
-             "add_param_group")
+_MEMBERS = members_of(_DistributedOptimizer, "step", "synchronize", "load_state_dict")
 
 
 def DistributedOptimizer(
@@ -179,23 +127,13 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
                       DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ConfigError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
+    check_passes(backward_passes_per_step)
     _check_groups(groups)
     check_compressor(compression)
-    if hasattr(type(optimizer), "skip_synchronize"):
-        raise ConfigError("the optimizer is a DistributedOptimizer already")
     reduction = chosen(op)
     named = _named(optimizer, named_parameters)
-    base = type(optimizer)
-    members = {name: _DistributedOptimizer.__dict__[name] for name in _MIXED_IN}
-    derived: Any = type(base.__name__, (base,), {**members, "_base": base})
-    wrapped = derived.__new__(derived)
-    # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    wrapped._skips = wrapped._synchronized = False
-    wrapped.backward_passes_per_step, wrapped.op, wrapped.process_set = backward_passes_per_step, reduction, process_set
-    wrapped._exchange = None
+    wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
+    wrapped._synchronized, wrapped.op, wrapped.process_set = False, reduction, process_set
     if runtime.current().size == 1 or not named or not process_set.included():
         return wrapped
     if process_set.process_set_id == 0 and reduction in (Average, Sum):
@@ -227,14 +165,7 @@ def _named(optimizer: torch.optim.Optimizer,
     if wanted - known:
         raise ConfigError("named_parameters was specified, but one or more model parameters were not named. Python "
                           "object ids: " + ", ".join(map(str, sorted(wanted - known))))
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, p in named:
-        if id(p) in wanted and p.requires_grad:
-            found.setdefault(id(p), (name, p))
-    for name, p in found.values():
-        if p.device.type != "cpu":
-            raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
-    return list(found.values())
+    return trained(optimizer, named)
 
 
 def _check_groups(groups: Any) -> None:

@@ -88,14 +88,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in manifest]
         tensors = [torch.empty(shape, dtype=dtype) for (_, _, shape), dtype in zip(manifest, dtypes)]
     _broadcast_tensors([(name, tensor) for (name, _, _), tensor in zip(manifest, tensors)], root_rank)
-    if is_root:
-        return
+    if not is_root:
+        load_state(optimizer, skeleton, tensors, session.rank, root_rank)
+
+
+def load_state(optimizer: torch.optim.Optimizer, skeleton: Any, tensors: list[torch.Tensor], rank: int,
+               root_rank: int) -> None:
+    """Give *optimizer*, of *rank*, the state of *root_rank*'s: *skeleton*, and *tensors* taken out of it.
+
+    Raises `MismatchError` if it has other parameter groups.
+    """
     try:
         optimizer.load_state_dict(put_tensors(skeleton, tensors))
     except ValueError as exc:
-        raise MismatchError(
-            f"the optimizer of rank {session.rank} has other parameter groups than rank {root_rank}'s: {exc}"
-        ) from exc
+        raise MismatchError(f"the optimizer of rank {rank} has other parameter groups than that of rank {root_rank}: "
+                            f"{exc}") from exc
 
 
 def dump(obj: Any) -> bytes:

@@ -32,19 +32,25 @@ def tensor_memory(tensor: torch.Tensor) -> TensorInput:
     UnsupportedError
         If it is sparse, not on the CPU, not contiguous, or of a dtype that is not summed.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"expected a torch.Tensor, got {type(tensor).__name__}; bpsfast.push_pull takes others")
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use "
-                               "tensor.to_dense() (or sparse=False in the embedding)")
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use tensor.cpu()")
+    require_dense(tensor, "a torch.Tensor (bpsfast.push_pull takes others)",
+                  "tensor.to_dense() (or sparse=False in the embedding)", "tensor.cpu()")
     dtype = wire_dtype_name(tensor.dtype)
     if not tensor.is_contiguous() or tensor.is_neg():
         raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not "
                                "contiguous: use tensor.contiguous()")
     nbytes = tensor.numel() * tensor.element_size()
     return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, nbytes, True, tensor)
+
+
+def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str) -> None:
+    """Raise `UnsupportedError` unless *tensor* is a dense one on the CPU; the text says what is *wanted*, and to use
+    *if_sparse* or *if_elsewhere*."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"expected {wanted}, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use {if_sparse}")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use {if_elsewhere}")
 
 
 def wire_dtype_name(dtype: torch.dtype) -> str:

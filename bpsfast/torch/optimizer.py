@@ -4,21 +4,21 @@ The gradients' way is `exchange.Exchange`'s; with *cross_barrier* steps overlap 
 """
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
 from .compression import Compression, CompressorLike, check_compressor
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
+from .wrapped import Wrapped, check_idle, check_passes, members_of, trained, wrap
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(Wrapped):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _base: type[torch.optim.Optimizer]
@@ -61,46 +61,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._exchange is not None:
             self._exchange.synchronize()
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` inside the block use the gradients as they are."""
-        self._skips = True
-        try:
-            yield
-        finally:
-            self._skips = False
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate *passes* backward passes per step from now on. The sum over passes is not divided."""
-        if passes < 1:
-            raise ConfigError(f"backward_passes_per_step={passes}: at least one pass is needed")
-        if self._exchange is not None:
-            self._exchange.n_passes = passes
-            self._exchange.forget_passes()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
-
-        Raises
-        ------
-        BusyError
-            If gradients are under way: between backward and step (or synchronize).
-        """
-        if self._exchange is not None and self._exchange.busy:
-            raise BusyError("zero_grad() between backward() and step(): gradients are under way; call step() or "
-                            "synchronize() first")
-        self._base.zero_grad(self, set_to_none)
-        if self._exchange is not None:
-            self._exchange.forget_passes()
-            if not set_to_none:
-                self._exchange.house_gradients()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
-        raise UnsupportedError("add the parameter group before DistributedOptimizer wraps the optimizer")
-
-
-class _CrossBarrierOptimizer(torch.optim.Optimizer):
+class _CrossBarrierOptimizer(Wrapped):
     """What is mixed in over that with *cross_barrier*, where there is anybody to exchange gradients with."""
 
     _base: type[torch.optim.Optimizer]
@@ -147,10 +109,8 @@ class _CrossBarrierOptimizer(torch.optim.Optimizer):
         self._exchange.settle_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. Raises BusyError as without cross_barrier."""
-        if self._exchange.busy:
-            raise BusyError("zero_grad() between backward() and step(): gradients are under way; call step() or "
-                            "synchronize() first")
+        """Clear the gradients. Raises UnderWayError as without cross_barrier."""
+        check_idle(self._exchange)
         self._exchange.zero(set_to_none)
         self._exchange.forget_passes()
 
@@ -165,13 +125,9 @@ class _CrossBarrierOptimizer(torch.optim.Optimizer):
         self._base.load_state_dict(self, state_dict)
 
 
-# torch wraps the `step` of a class that has no such mark (when a state is loaded), and would then run the step hooks
-# twice: they are run by the user's own class already.
-_DistributedOptimizer.step.hooked = True  # type: ignore[attr-defined]
-_CrossBarrierOptimizer.step.hooked = True  # type: ignore[attr-defined]
-
-_CROSSING = ("step", "synchronize", "settle", "zero_grad", "state_dict", "load_state_dict")
-_MIXED_IN = ("step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group")
+_STEPPING = members_of(_DistributedOptimizer, "step", "synchronize")
+_CROSSING = members_of(_CrossBarrierOptimizer, "step", "synchronize", "settle", "zero_grad", "state_dict",
+                       "load_state_dict")
 
 
 def DistributedOptimizer(
@@ -208,26 +164,16 @@ def DistributedOptimizer(
     UnsupportedError
         If an optimizer cannot update one parameter at a time (also in its first step), or a gradient cannot be summed.
     """
-    if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least one pass is needed")
+    check_passes(backward_passes_per_step)
     check_compressor(compression)
     base = type(optimizer)
-    if hasattr(base, "skip_synchronize"):
-        raise ConfigError("the optimizer is a DistributedOptimizer already")
     named = _named(optimizer, named_parameters)
     exchanges = process.size() > 1 and bool(named)
-    members = {name: _DistributedOptimizer.__dict__[name] for name in _MIXED_IN}
-    if exchanges and cross_barrier:
-        members |= {name: _CrossBarrierOptimizer.__dict__[name] for name in _CROSSING}
-    derived: Any = type(base.__name__, (base,), {**members, "_base": base})
-    wrapped = derived.__new__(derived)
-    # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    wrapped._skips = False
+    wrapped = wrap(optimizer, _CROSSING if exchanges and cross_barrier else _STEPPING, backward_passes_per_step)
     if exchanges and cross_barrier:
         wrapped._exchange = CrossBarrierExchange(base, named, compression, backward_passes_per_step, num_steps)
-    else:
-        wrapped._exchange = Exchange(named, compression, backward_passes_per_step) if exchanges else None
+    elif exchanges:
+        wrapped._exchange = Exchange(named, compression, backward_passes_per_step)
     return wrapped
 
 
@@ -258,15 +204,8 @@ def _named(optimizer: torch.optim.Optimizer,
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ConfigError(f"named_parameters names {', '.join(twice)} more than once")
-    known, wanted = {id(p) for _, p in named}, {id(p) for p in own}
+    known = {id(p) for _, p in named}
     absent = sum(id(p) not in known for p in own)
     if absent:
         raise ConfigError(f"{absent} of {len(own)} parameters of the optimizer are not in named_parameters")
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, p in named:
-        if id(p) in wanted and p.requires_grad:
-            found.setdefault(id(p), (name, p))
-    for name, p in found.values():
-        if p.device.type != "cpu":
-            raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
-    return list(found.values())
+    return trained(optimizer, named)

@@ -8,7 +8,7 @@ import torch
 
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...trainer.tensor_input import TensorInput
-from ..ops import wire_dtype_name
+from ..ops import require_dense, wire_dtype_name
 
 #: Truth values are bytes of 0 and 1; sums and products of them are what NCCL makes of them.
 _OF_BOOLS = {"sum": "bor", "product": "band", "min": "band", "max": "bor", "band": "band", "bor": "bor", "bxor": "bxor"}
@@ -44,14 +44,8 @@ def operand(tensor: torch.Tensor) -> Operand:
     UnsupportedError
         If it is no dense tensor on the CPU.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use "
-                               "tensor.to_dense(), or all_reduce, which takes sparse ones")
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and bpsfast's process "
-                               "group moves CPU tensors: use tensor.cpu(), or a group of another backend for those")
+    require_dense(tensor, "a torch.Tensor", "tensor.to_dense(), or all_reduce, which takes sparse ones",
+                  "tensor.cpu(), or a group of another backend: this one moves CPU tensors")
     dense = tensor.detach().resolve_conj().resolve_neg()
     if dense.data_ptr() == tensor.data_ptr() and tensor.is_contiguous():
         return Operand(tensor, tensor)

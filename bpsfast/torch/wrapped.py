@@ -1,0 +1,128 @@
+"""The user's optimizer as one of a class derived from its own: what BytePS's and Horovod's wrappers have in common."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+
+
+class UnderWayError(BusyError, AssertionError):
+    """zero_grad was called while gradients are under way. Call step or synchronize first. (Horovod asserts it.)"""
+
+
+class Wrapped(torch.optim.Optimizer):
+    """What is mixed into the user's class by `wrap`; `_exchange` sends gradients, None where there is nobody to."""
+
+    _base: type[torch.optim.Optimizer]
+    _exchange: Any
+    _skips: bool
+    backward_passes_per_step: int
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` inside the block use the gradients as they are."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate *passes* backward passes per step from now on. The sum over passes is not divided."""
+        check_passes(passes)
+        self.backward_passes_per_step = passes
+        if self._exchange is not None:
+            self._exchange.n_passes = passes
+            self._exchange.forget_passes()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
+
+        Raises
+        ------
+        UnderWayError
+            If gradients are under way: between backward and step (or synchronize).
+        """
+        check_idle(self._exchange)
+        self._base.zero_grad(self, set_to_none)
+        if self._exchange is not None:
+            self._exchange.forget_passes()
+            if not set_to_none:
+                self._exchange.house_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
+        raise UnsupportedError("add the parameter group before DistributedOptimizer wraps the optimizer")
+
+
+_MIXED_IN = ("skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group")
+
+
+def members_of(kind: type, *names: str) -> dict[str, Any]:
+    """Return what *kind* itself defines under *names*, to be mixed in.
+
+    torch wraps a `step` that has no such mark when a state is loaded, and would then run the step hooks twice: they are
+    run by the user's own class already.
+    """
+    members = {name: kind.__dict__[name] for name in names}
+    if "step" in members:
+        members["step"].hooked = True
+    return members
+
+
+def wrap(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., Any]], passes: int) -> Any:
+    """Return *optimizer* as of a class derived from its own, with *members* and `Wrapped`'s, and no exchange yet.
+
+    It takes over groups, options and state; the original must not be used any more.
+
+    Raises
+    ------
+    ConfigError
+        If it was wrapped before.
+    """
+    base = type(optimizer)
+    if hasattr(base, "skip_synchronize"):
+        raise ConfigError("the optimizer is a DistributedOptimizer already")
+    derived: Any = type(base.__name__, (base,), {**members_of(Wrapped, *_MIXED_IN), **members, "_base": base})
+    wrapped = derived.__new__(derived)
+    # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped._skips, wrapped._exchange, wrapped.backward_passes_per_step = False, None, passes
+    return wrapped
+
+
+def check_passes(passes: int) -> None:
+    """Raise `ConfigError` unless there is at least one backward pass per step."""
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
+
+
+def check_idle(exchange: Any) -> None:
+    """Raise `UnderWayError` if gradients are under way."""
+    if exchange is not None and exchange.busy:
+        raise UnderWayError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                            "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+
+
+def trained(optimizer: torch.optim.Optimizer,
+            named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
+
+    Raises
+    ------
+    UnsupportedError
+        If one is not on the CPU.
+    """
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, p in named:
+        if id(p) in wanted:
+            found.setdefault(id(p), (name, p))
+    for name, p in found.values():
+        if p.device.type != "cpu":
+            raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
+    return list(found.values())
