@@ -12,6 +12,7 @@ import torch
 
 import bpsfast.torch as bps
 from bpsfast.orchestration.errors import BusyError, UnsupportedError
+from bpsfast.torch.wrapped import UnderWayError
 
 N_STEPS = 5
 
@@ -320,7 +321,7 @@ def misuse(kind):
     ("groups", UnsupportedError, "Counting changes n_steps of parameter group 0"),
     ("closure", UnsupportedError, "closure"),
     ("clip", BusyError, "clipping by norm"),
-    ("zero", BusyError, r"after loss.backward\(\) but before optimizer.step\(\)"),
+    ("zero", UnderWayError, r"after loss.backward\(\) but before optimizer.step\(\)"),
     ("twice", BusyError, "computed over backward_passes_per_step=1 times"),
     ("clock", UnsupportedError, "Clock changes its n_steps in a step"),
     ("scripted", BusyError, "'first.weight' before its update|'first.bias' before its update"),
