@@ -199,3 +199,18 @@ def test_more_strangers_than_are_let_in_make_others_wait_and_no_more(office):
         waits = [sock for sock in strangers if not select.select([sock], [], [], 0.3)[0]]
         assert len(waits) == 20 - 16, "no nonce for those who wait"
     assert still_works(made)
+
+
+def test_the_end_of_the_job_is_told_though_nobody_waits(office):
+    made = office()
+    looked, over = threading.Event(), threading.Event()
+    made.posts[0].progress._check = lambda: (looked.set(), made._check())
+    assert still_works(made)
+    looked.clear()
+    assert looked.wait(10), "the thread sleeps, and looks up now and then"
+    _, transfer = receive(made.posts[0], 1, 4)
+    transfer.on_done(lambda _: over.set())
+    made.aborted = PeerLostError("node 3 is gone")
+    assert over.wait(10)
+    with pytest.raises(PeerLostError, match="node 3 is gone"):
+        transfer.wait()

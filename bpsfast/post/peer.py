@@ -99,8 +99,9 @@ class Peer:
         try:
             act()
             self._watch_writing()
-        except PeerLostError as exc:
-            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._post.rank}: {exc}"))
+        except PeerLostError as exc:  # of a job that is over, posts end before each rank has been told why
+            self.lose(self._post.job_error() or PeerLostError(
+                f"rank {self.rank} is lost to rank {self._post.rank}: {exc}"))
         except ProtocolError as exc:
             self.lose(ProtocolError(f"rank {self.rank} sent rank {self._post.rank} what makes no sense: {exc}"))
         except OSError as exc:

@@ -177,6 +177,16 @@ class Post:
         self._n_open -= 1
         self._ended.append(transfer)
 
+    # -- for peers -------------------------------------------------------------------------------------------------
+
+    def job_error(self) -> BpsError | None:
+        """Return what ended the job, if something did."""
+        try:
+            self._session.port.check()
+        except BpsError as exc:
+            return exc
+        return None
+
     # -- innards ---------------------------------------------------------------------------------------------------
 
     def _check(self, channel: int, peer: int | None, tag: int | None, nbytes: int) -> None:

@@ -17,8 +17,9 @@ from ..orchestration.errors import BpsError, ProtocolError
 
 log = logging.getLogger("bpsfast.post")
 
-#: How often the state of the job is looked at, which no descriptor announces, while there is something to be done.
-_SLICE_S = 0.1
+#: How often the state of the job is looked at, which no descriptor announces, while something is under way; and while
+#: nothing is, since what is begun meanwhile does not wake the thread that sleeps.
+_SLICE_S, _IDLE_S = 0.1, 1.0
 #: The thread takes over when nobody has waited for so long; and looks again, if nothing is under way, after so long.
 _LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
 #: A yield that took longer means that somebody wants the core: waits sleep at once then, for a while.
@@ -225,7 +226,7 @@ class Progress:
                     continue
                 pause_s = _LINGER_S
                 self._driver = threading.get_ident()
-                slice_s = _SLICE_S if self._busy() else -1.0
+                slice_s = _SLICE_S if self._busy() else _IDLE_S
             try:
                 self._turn(slice_s)
             finally:
