@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bpsfast.orchestration import security
-from bpsfast.orchestration.errors import PeerLostError, ProtocolError
+from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError
 from bpsfast.post import frames
 from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES
 from bpsfast.post.frames import Frame
@@ -214,3 +214,15 @@ def test_the_end_of_the_job_is_told_though_nobody_waits(office):
     assert over.wait(10)
     with pytest.raises(PeerLostError, match="node 3 is gone"):
         transfer.wait()
+
+
+def test_what_is_under_way_when_a_post_is_closed_is_closed_and_its_peer_not_blamed(office):
+    made = office()
+    assert still_works(made)
+    _, mine = receive(made.posts[0], 1, 4)
+    _, theirs = receive(made.posts[1], 0, 4)
+    made.posts[0].close()
+    with pytest.raises(ClosedError, match="the post of rank 0 was closed"):
+        mine.wait()
+    with pytest.raises(PeerLostError, match="rank 0 has left"):
+        theirs.wait()

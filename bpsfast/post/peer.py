@@ -35,8 +35,8 @@ class Peer:
         self.state: State = "apart"
         self.error: BpsError | None = None
         self.link: Link | None = None
-        self.has_left = False
         self.pid = 0  # of the process whose memory can be read; 0: it cannot
+        self._parting: BpsError | None = None  # this rank has left for this: whatever the peer does then is no news
         self._post = post
         self._allowance, self._usage = Allowance(), Usage()
         self._waiting: deque[Outgoing] = deque()
@@ -70,6 +70,7 @@ class Peer:
         """Give the peer up for *error*: fail all that is under way, and whatever comes later."""
         if self.state == "lost":
             return
+        error = self._parting or error
         self.state, self.error = "lost", error
         self.close()
         under_way = [each.transfer for each in (*self._waiting, *self._announced.values(), *self._wanted)]
@@ -80,8 +81,9 @@ class Peer:
             transfer.finish(error)
         self._post.delivery.lost(self.rank, error)
 
-    def leave(self) -> None:
-        """Say that nothing follows."""
+    def leave(self, error: BpsError) -> None:
+        """Say that nothing follows; what is under way then ends with *error*."""
+        self._parting = error
         if self.link is not None:
             self._guard(lambda: self._send(Frame(frames.LEAVE)))
 
@@ -213,7 +215,6 @@ class Peer:
             if pull.can_read(self._process, frame.address, frame.number):
                 self.pid = self._process
         else:
-            self.has_left = True
             self.lose(PeerLostError(f"rank {self.rank} has left (it called shutdown, or closed its post): rank "
                                     f"{self._post.rank} exchanges no more messages with it"))
 

@@ -130,11 +130,11 @@ class Post:
                 return
             self._closed = True
         _open.discard(self)
-        self._say_goodbye()
+        error = ClosedError(f"the post of rank {self.rank} was closed while a message was under way")
+        self._say_goodbye(error)
         with self._lock:
             for listener in self.meeting.listeners:
                 self.progress.forget(listener.fileno())
-            error = ClosedError(f"the post of rank {self.rank} was closed while a message was under way")
             self._fail(error)
         self._settle()
         self.meeting.close()
@@ -312,11 +312,11 @@ class Post:
             peer.lose(error)
         self.delivery.fail(error)
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, error: BpsError) -> None:
         """Withdraw the address, and give what was said to others the time to be read."""
         with self._lock:
             for peer in self._peers.values():
-                peer.leave()
+                peer.leave(error)
         try:
             self._session.withdraw(f"post:{self.rank}:")
             self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _GOODBYE_S)
