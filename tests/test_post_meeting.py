@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -226,3 +226,18 @@ def test_what_is_under_way_when_a_post_is_closed_is_closed_and_its_peer_not_blam
         mine.wait()
     with pytest.raises(PeerLostError, match="rank 0 has left"):
         theirs.wait()
+
+
+def test_a_callback_of_a_connection_that_fails_may_close_the_post(office):
+    made = office()
+    made.posts[1].close()
+    over: Future[None] = Future()
+
+    def close(_):
+        try:
+            over.set_result(made.posts[0].close())
+        except Exception as exc:
+            over.set_exception(exc)
+
+    send(made.posts[0], 1, np.zeros(3, np.uint8)).on_done(close)
+    over.result(20)

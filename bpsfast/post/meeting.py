@@ -131,13 +131,16 @@ class Meeting:
         self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
 
     def close(self) -> None:
-        """Take no more part. Waits for handshakes under way, which are short; a look-up is given up."""
+        """Take no more part. Waits for handshakes under way, which are short; a look-up is given up.
+
+        May be called in one of the threads that dial and welcome, by what hangs on a transfer.
+        """
         with self._lock:
             self._closed = True
         for listener in self.listeners:
             listener.close()
         with self._lock:
-            threads = list(self._threads)
+            threads = self._threads - {threading.current_thread()}
             for sock in self._unproven:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # whoever reads from it wakes up
