@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bpsfast.orchestration import security
-from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError
+from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError, StallError
 from bpsfast.post import frames
 from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES
 from bpsfast.post.frames import Frame
@@ -241,3 +241,14 @@ def test_a_callback_of_a_connection_that_fails_may_close_the_post(office):
 
     send(made.posts[0], 1, np.zeros(3, np.uint8)).on_done(close)
     over.result(20)
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_payload_that_does_not_come_is_said_to_be_on_the_way(office, source):
+    made = office()
+    with joined(made) as sock:
+        _, waits = receive(made.posts[0], source, 9000)
+        sock.sendall(Frame(frames.ANNOUNCE, 1, 5, 1, 9000).pack())
+        with pytest.raises(StallError) as caught:
+            waits.wait(0.5)
+        assert "tag 5" in str(caught.value) and "rank 1 has announced it (9000 bytes)" in str(caught.value)

@@ -69,6 +69,10 @@ class Matching(Generic[R, A]):
         """Forget *receive*; return False if it has met a message already."""
         return bool(self.take_receives(lambda source, each: each is receive))
 
+    def waits(self, receive: R) -> bool:
+        """Return whether *receive* has met no message yet. Looks at all of them."""
+        return any(each is receive for queue in self._receives.values() for _, each in queue)
+
     def take_receives(self, chosen: Callable[[int | None, R], bool]) -> list[R]:
         """Remove the receives for which ``chosen(source, receive)`` holds and return them, the earliest first."""
         found: list[tuple[int, R]] = []

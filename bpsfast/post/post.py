@@ -255,7 +255,10 @@ class Post:
                 state = peer.describe(transfer) if peer else "it waits for a receive here"
                 return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
             lying = self.delivery.matching.describe(transfer.channel)
-            if peer is not None and peer.link is None:
+            if not self.delivery.matching.waits(transfer):
+                state = (f"rank {transfer.source} has announced it ({transfer.nbytes} bytes), and its payload is on "
+                         "the way")
+            elif peer is not None and peer.link is None:
                 state = f"not connected to it yet; {self.meeting.trouble(peer.rank)}"
             else:
                 state = f"it has sent none; here are {lying}" if lying else "it has sent none"
