@@ -151,6 +151,28 @@ def test_a_receive_that_is_late_names_its_sender_and_goes_on(ranks):
     ranks.run(late)
 
 
+def too_late():
+    """What a receive whose future has failed does not take is there for the next one."""
+    group, messages = whole(0.5)
+    if group.rank == 0:
+        first, second = torch.zeros(3), torch.zeros(3)
+        with pytest.raises(RuntimeError, match=r"receive from rank 1 was not complete within 0\.5 s"):
+            messages.receive(operand(first), 1, 6).get_future().wait()
+        current.current().barrier(20)
+        messages.receive(operand(second), 1, 6).wait(timedelta(seconds=20))
+        assert second.tolist() == [1] * 3 and not first.any()
+    else:
+        current.current().barrier(20)
+        if group.rank == 1:
+            messages.send(operand(torch.ones(3)), 0, 6).wait(timedelta(seconds=20))
+    messages.close()
+    group.close()
+
+
+def test_a_receive_whose_future_has_failed_takes_no_message(ranks):
+    ranks.run(too_late)
+
+
 def given_up():
     group, messages = whole()
     work = messages.receive(operand(torch.zeros(5)), (group.rank + 1) % group.size, 4)

@@ -1,6 +1,7 @@
 """Messages between the members of a group: torch's send and receive, and the barrier that says who is missing."""
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import zlib
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...collective.group import Group
-from ...orchestration.errors import BpsError, StallError
+from ...orchestration.errors import BpsError, ClosedError, StallError
 from .operands import Operand
 from .work import Work, torch_error
 
@@ -50,6 +51,8 @@ class MessageWork(Work):
 
     def _expire(self) -> None:
         self.finish(StallError(f"{self._text} was not complete within {self._timeout_s:g} s"))
+        with contextlib.suppress(ClosedError):  # the session has ended meanwhile, and the receive with it
+            self._transfer.cancel()  # a message that comes yet is another receive's
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the message has come, or left; the waiting thread moves messages on itself."""
