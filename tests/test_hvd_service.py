@@ -210,3 +210,23 @@ def forked():
 
 def test_a_fork_is_told_that_it_is_one(pair):
     assert pair.run(forked) == [True] * 2
+
+
+def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
+    from bpsfast.hvd.service import Operation, Service
+    from bpsfast.orchestration.negotiation import Request
+
+    service = Service((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0, warn_s=0.0,
+                      timeout_s=20.0)
+    noted = []
+
+    def note(response, *_):
+        noted.append(response.names)
+        raise OSError("no space left on device")
+
+    service.observer = note
+    for name in ("first", "second"):
+        operation = service.submit(Operation(Request(rank=0, name=name, kind="barrier")))
+        assert operation._over.wait(10), f"{name} is over"
+        operation.wait()
+    assert service.close() and noted == [("first",)] and "cannot be noted" in caplog.text

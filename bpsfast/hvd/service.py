@@ -107,7 +107,8 @@ class Service:
         self._reason = ""
         self._leader_has_left = False
         self._heard = time.monotonic()
-        #: Hears of negotiated and executed responses: (response, when this rank's operations were submitted, times).
+        #: Hears of negotiated and executed responses: (response, this rank's operations, when begun, when over). Who
+        #: raises hears no more.
         self.observer: Callable[[Response, list[Operation | None], float, float], None] | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="bpsfast-hvd", daemon=True)
@@ -266,8 +267,13 @@ class Service:
         with self._lock:
             for name in response.names:
                 self._open.pop(name, None)
-        if self.observer is not None:
-            self.observer(response, operations, begun, time.monotonic())
+        observer = self.observer  # another thread may take it away
+        if observer is not None:
+            try:
+                observer(response, operations, begun, time.monotonic())
+            except Exception:  # of a full disk, for example: training goes on
+                self.observer = None
+                log.exception("rank %d: what was executed cannot be noted, and no longer is", self.rank)
         for operation in operations:
             if operation is not None:
                 operation.finish(MismatchError(response.error) if response.error else None)
