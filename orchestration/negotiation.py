@@ -145,15 +145,20 @@ class Coordinator:
     def responses(self) -> list[Response]:
         """Take what was decided, in the order in which all ranks execute it."""
         decided, self._decided = self._decided, []
-        fused: list[Response] = []
+        runs: list[list[Response]] = []
+        dtypes: set[str] = set()  # of the last run, with what there is in it
+        nbytes = 0
         for response in decided:
-            last = fused[-1] if fused else None
-            if last is not None and self._can_join(last, response):
-                fused[-1] = msgspec.structs.replace(last, names=last.names + response.names,
-                                                    specs=last.specs + response.specs)
+            tensors = [spec for specs in response.specs for spec in specs]
+            own, own_nbytes = {spec.dtype for spec in tensors}, sum(spec.nbytes for spec in tensors)
+            if (runs and _are_alike(runs[-1][0], response) and len(dtypes | own) <= 1
+                    and nbytes + own_nbytes <= self._fusion_nbytes):
+                runs[-1].append(response)
+                dtypes, nbytes = dtypes | own, nbytes + own_nbytes
             else:
-                fused.append(response)
-        return fused
+                runs.append([response])
+                dtypes, nbytes = own, own_nbytes
+        return [_as_one(run) for run in runs]
 
     def warning(self, now: float) -> str | None:
         """Return what to warn of now, in Horovod's words; None: nothing."""
@@ -231,14 +236,19 @@ class Coordinator:
             kind=first.kind, names=(name,), specs=(specs,), op=first.op, prescale=first.prescale,
             postscale=first.postscale, root=first.root, counts=counts, ranks=first.ranks))
 
-    def _can_join(self, last: Response, response: Response) -> bool:
-        """Whether *response* can be executed as one with *last*."""
-        if last.kind != "allreduce" or response.kind != "allreduce" or last.error or response.error:
-            return False
-        tensors = [spec for each in (last, response) for specs in each.specs for spec in specs]
-        return ((last.op, last.prescale, last.postscale) == (response.op, response.prescale, response.postscale)
-                and len({spec.dtype for spec in tensors}) <= 1
-                and sum(spec.nbytes for spec in tensors) <= self._fusion_nbytes)
+
+def _are_alike(a: Response, b: Response) -> bool:
+    """Whether both are allreduces of one kind, which can be executed as one if their tensors can."""
+    return (a.kind == b.kind == "allreduce" and not a.error and not b.error
+            and (a.op, a.prescale, a.postscale) == (b.op, b.prescale, b.postscale))
+
+
+def _as_one(run: list[Response]) -> Response:
+    """Return a run of allreduces as one; anything else is a run of its own."""
+    if len(run) == 1:
+        return run[0]
+    return msgspec.structs.replace(run[0], names=tuple(name for each in run for name in each.names),
+                                   specs=tuple(specs for each in run for specs in each.specs))
 
 
 def _some(names: Sequence[str]) -> str:

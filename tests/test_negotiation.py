@@ -1,9 +1,12 @@
 """In which order ranks execute what they ask for in orders of their own: held against a naive model."""
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from bpsfast.orchestration import negotiation
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.orchestration.negotiation import Coordinator, Request, Response, Spec
 
@@ -139,6 +142,16 @@ def test_small_allreduces_of_one_kind_are_executed_as_one():
 
 
 # -- those who do not come ------------------------------------------------------------------------------------------
+
+
+def test_each_of_many_allreduces_is_looked_at_once(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(negotiation, "prod", lambda shape: shapes.append(shape) or math.prod(shape))
+    coordinator = make(1, fusion_nbytes=8 * 150)
+    for i in range(200):
+        coordinator.submit(ask(0, f"t{i}"), 0.0)
+    assert [len(response.names) for response in coordinator.responses()] == [150, 50]
+    assert len(shapes) == 200, "of the first rank's time between two steps"
 
 
 def test_a_wait_is_told_in_horovods_words_and_told_again_when_it_has_doubled():
