@@ -165,6 +165,11 @@ def test_a_timeline_that_cannot_be_written_says_so(job, tmp_path):
     assert outcomes[0].error == "ConfigError" and "no folder" in outcomes[0].text
 
 
+def test_a_timeline_on_a_full_disk_says_so(job):
+    outcomes = job(ranks=(1,)).attempt(trace, "/dev/full")
+    assert outcomes[0].error == "ConfigError" and "No space left" in outcomes[0].text
+
+
 PROGRAM = """
 import bpsfast.hvd as hvd, torch, threading, os
 hvd.init()

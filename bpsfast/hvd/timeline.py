@@ -4,6 +4,7 @@ Open it in https://ui.perfetto.dev. What the nodes did meanwhile is in the trace
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -32,10 +33,12 @@ class Timeline:
         self._rows: dict[str, int] = {}
         self._lock = threading.Lock()
         try:
-            self._file = open(path, "w", encoding="utf-8", buffering=1)
+            with contextlib.ExitStack() as stack:
+                self._file = stack.enter_context(open(path, "w", encoding="utf-8", buffering=1))
+                self._file.write("[\n")
+                stack.pop_all()
         except OSError as exc:
             raise ConfigError(f"the timeline {path!r} cannot be written: {exc}") from exc
-        self._file.write("[\n")
 
     def note(self, response: Response, operations: list[Operation | None], begun: float, ended: float) -> None:
         """Write the events of *response*, which was executed from *begun* to *ended* (monotonic, in seconds)."""
