@@ -65,7 +65,8 @@ def main():
         if step % 50 == 0 and bpsfast.rank() == 0:
             print(f"step {step}: loss {np.mean((output - target) ** 2):.4f}", flush=True)
     gradients.step()
-    same = all((bpsfast.broadcast(p.copy(), root_rank=0) == p).all() for p in parameters.values())
+    of_rank_0 = [bpsfast.broadcast(p.copy(), root_rank=0) for p in parameters.values()]  # all ranks, each of them
+    same = all((p == other).all() for p, other in zip(parameters.values(), of_rank_0))
     n_same = bpsfast.push_pull(np.array([same], np.int32), average=False, name="check")[0]
     if bpsfast.rank() == 0:
         print(f"same parameters on {n_same} of {bpsfast.size()} ranks")

@@ -236,3 +236,25 @@ def test_the_example_trains():
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same parameters on 3 of 3 ranks" in done.stdout
+
+
+_RANK_1_DIFFERS = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import bpsfast, custom_trainer
+
+def update(parameters, gradients, names):
+    for name in names:
+        parameters[name] -= gradients.wait(name) * (2 if bpsfast.rank() == 1 else 1)
+
+custom_trainer.N_STEPS, custom_trainer.update = 3, update
+custom_trainer.main()
+"""
+
+
+def test_the_example_says_how_many_ranks_differ():
+    command = [sys.executable, "-m", "bpsfast", "run", "-n", "3", "--set", "timeout_s=20", "--", sys.executable, "-c",
+               _RANK_1_DIFFERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same parameters on 2 of 3 ranks" in done.stdout

@@ -81,7 +81,8 @@ def test_an_agent_that_is_killed(owner):
     os.kill(int(owner.out.getvalue().split()[-1]), signal.SIGKILL)
     owner.until(lambda: process.code is not None)
     assert process.code == 255
-    assert process.end_in_words().startswith("was lost with its host localhost (")
+    assert process.end_in_words() == (
+        "was lost with its host localhost (localhost: its agent was killed by SIGKILL: nothing was said)")
     process.signal_group(signal.SIGTERM)  # of no use, and no error
 
 

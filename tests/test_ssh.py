@@ -76,6 +76,25 @@ def test_an_interpreter_that_is_not_there():
     assert "cannot be run there (bash" in str(error) and "--remote-python" in str(error)
 
 
+@pytest.mark.parametrize(("code", "said", "words"), [
+    (126, "env: '/opt/python': Permission denied", r"/opt/python cannot be run there \(env"),
+    (1, "git: Connection refused\nTraceback ...\nImportError: no libx", r"exit code 1\): ImportError: no libx"),
+])
+def test_what_runs_over_there_is_not_ssh(code, said, words):
+    error = Ssh(python="/opt/python").explain(Host("gpu1"), code, said.splitlines())
+    with pytest.raises(type(error), match=words):
+        raise error
+
+
+@pytest.mark.parametrize(("name", "code", "words"), [
+    ("gpu1", 255, "ssh ended with exit code 255"), ("gpu1", -9, "ssh was killed by SIGKILL"),
+    ("gpu1", 1, "its agent ended with exit code 1"), ("localhost", -9, "its agent was killed by SIGKILL"),
+])
+def test_an_agent_that_was_there_did_come_up(name, code, words):
+    error = Ssh().lost(Host(name), code, ["bash: ~/.profile: Permission denied", "the last line", ""])
+    assert isinstance(error, PeerLostError) and str(error) == f"{name}: {words}: the last line"
+
+
 def test_what_to_type_has_the_options_of_the_user():
     found = Ssh(port=23, identity_file="/my key").by_hand(Host("gpu1"))
     assert shlex.split(found) == ["ssh", "-p", "23", "-i", "/my key", "gpu1", "true"]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import enum
+import fcntl
 import functools
 import os
 import selectors
@@ -125,21 +126,24 @@ class Pipe:
         self.has_ended = False
         os.set_blocking(source.fileno(), False)
 
-    def forward(self) -> bool:
-        """Hand on what one read gives; return whether another may give more now."""
+    def forward(self) -> int:
+        """Hand on what one read gives; return how many bytes these were, 0 if another would give nothing now."""
         try:
             data = os.read(self.source.fileno(), 65536)
         except BlockingIOError:
-            return False
+            return 0
         if data:
             self._sink.feed(data)
         else:
             self._sink.finish()
             self.has_ended = True
-        return bool(data)
+        return len(data)
 
-    def flush(self) -> None:
-        """Hand on a line without an end."""
+    def drain(self) -> None:
+        """Hand on all that is in the pipe, a line without an end too; not what children of the child go on writing."""
+        left_nbytes = fcntl.fcntl(self.source, fcntl.F_GETPIPE_SZ)
+        while left_nbytes > 0 and (nbytes := self.forward()):
+            left_nbytes -= nbytes
         self._sink.finish()
 
 
@@ -178,12 +182,9 @@ class Children:
     def drain_one(self, child: Child) -> None:
         """Hand on what one ended child has written."""
         for pipe in list(self._pipes[child]):
-            while pipe.forward():
-                continue
+            pipe.drain()
             if pipe.has_ended:
                 self._forget(child, pipe)
-            else:
-                pipe.flush()
 
     def hang_up(self) -> None:
         """See `Place`."""

@@ -139,8 +139,9 @@ class RemoteHost:
             while self._take_complaint():
                 continue
         self._complaints.finish()
-        said = [*self._said, *(line.decode(errors="replace") for line in self._complaints.tail)]
-        return self._ssh.explain(self.host, code, said)
+        if self.here is not None:  # whatever a login script complained of, it is not that
+            return self._ssh.lost(self.host, code, [line.decode(errors="replace") for line in self._complaints.tail])
+        return self._ssh.explain(self.host, code, self._said)
 
     def _wait(self, timeout_s: float) -> int:
         """Return ssh's exit code; it is killed if it takes too long."""

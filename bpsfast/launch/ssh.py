@@ -15,11 +15,14 @@ import msgspec
 
 from .. import __version__
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from .daemons import describe_exit
 from .hosts import Host
 
 #: Seconds that ssh may take to connect, unless an option of the user says otherwise.
 CONNECT_TIMEOUT_S = 10
 _ALIVE_S, _N_ALIVE = 5, 4
+#: Exit code of ssh where ssh itself failed; else it is that of what ran over there.
+_OF_SSH = 255
 #: No terminal, no password prompt, no connection shared with other programs (it would outlive them, or they this).
 _FIRST = ("BatchMode=yes", "ControlMaster=no", "ControlPath=none", "RemoteCommand=none", "RequestTTY=no",
           "ClearAllForwardings=yes")
@@ -75,8 +78,30 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
     def explain(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
         """Return why there is no agent on *host*: ssh or the agent ended with *code* and *said* lines before."""
         text = "\n".join(said)
-        shown = next((line for line in reversed(said) if line.strip()), "nothing was said")
+        shown = _last(said)
         where, by_hand = host.name, self.by_hand(host)
+        if code == _OF_SSH and (error := self._explain_ssh(host, said, by_hand)) is not None:
+            return error
+        if "No module named bpsfast" in text or "No module named 'bpsfast'" in text:
+            return ConfigError(f"{where}: bpsfast is not installed for {self.python} there: install bpsfast "
+                               f"{__version__}, or name another interpreter by --remote-python")
+        if "No such command 'agent'" in text:
+            return MismatchError(f"{where}: {self.python} there has a bpsfast that is older than {__version__}, the "
+                                 "one here: install the same on all hosts")
+        if code in (126, 127):
+            return ConfigError(f"{where}: {self.python} cannot be run there ({shown}): name its Python by "
+                               "--remote-python")
+        return PeerLostError(f"{where}: no agent of bpsfast came up (exit code {code}): {shown}. Try {by_hand}")
+
+    def lost(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
+        """Return why there is no agent on *host* any more: the same of one that was there."""
+        is_of_agent = host.is_here or 0 <= code != _OF_SSH
+        return PeerLostError(f"{host.name}: {'its agent' if is_of_agent else 'ssh'} {describe_exit(code)}: "
+                             f"{_last(said)}")
+
+    def _explain_ssh(self, host: Host, said: Sequence[str], by_hand: str) -> BpsError | None:
+        """Return what ssh itself complained of, None if that is nothing we know."""
+        where, text = host.name, "\n".join(said)
         if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
             return ConfigError(f"{where}: its host key is another one than before, so somebody may pretend to be it. "
                                f"Find out why it changed; then: ssh-keygen -R {self._known_as(host)}, and {by_hand}")
@@ -94,16 +119,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
             if words in text:
                 return PeerLostError(f"{where}: not reached by ssh ({_line(said, words)}): does it run, with sshd on "
                                      f"that port? Try {by_hand}")
-        if "No module named bpsfast" in text or "No module named 'bpsfast'" in text:
-            return ConfigError(f"{where}: bpsfast is not installed for {self.python} there: install bpsfast "
-                               f"{__version__}, or name another interpreter by --remote-python")
-        if "No such command 'agent'" in text:
-            return MismatchError(f"{where}: {self.python} there has a bpsfast that is older than {__version__}, the "
-                                 "one here: install the same on all hosts")
-        if code in (126, 127):
-            return ConfigError(f"{where}: {self.python} cannot be run there ({shown}): name its Python by "
-                               "--remote-python")
-        return PeerLostError(f"{where}: no agent of bpsfast came up (exit code {code}): {shown}. Try {by_hand}")
+        return None
 
     def late(self, host: Host, timeout_s: float, noise: bytes) -> BpsError:
         """Return why *host* is given up: ssh is connected or trying, and no agent has spoken within *timeout_s*."""
@@ -119,6 +135,10 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return *environ* as ssh may have it: nothing of a job, so that no SendEnv passes its key on."""
     return {name: value for name, value in environ.items() if not name.startswith("BPSFAST_")}
+
+
+def _last(said: Sequence[str]) -> str:
+    return next((line for line in reversed(said) if line.strip()), "nothing was said")
 
 
 def _line(said: Sequence[str], words: str) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
 from ...launch import roles
 from ...launch.reach import local_host
+from ...orchestration.errors import MismatchError
 from ...settings import load, parse_address
 from ...trainer import current
 from ...trainer.session import Session
@@ -23,14 +25,21 @@ _NOTICE = "torch/store"
 
 
 def env(torchs: Handler) -> Handler:
-    """Return what torch is to ask for ``env://`` in place of its own handler *torchs*, which serves whenever it can."""
+    """Return what torch is to ask for ``env://`` in place of its own handler *torchs*, which serves whenever it can.
+
+    It raises `MismatchError` where the program says another world_size than the launcher.
+    """
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[tuple[Any, int, int]]:
-        if "rank=" in url or not is_launched():
+        given = dict(parse_qsl(urlsplit(url).query))  # arguments of init_process_group
+        if "rank" in given or not is_launched():
             yield from torchs(url, timeout=timeout, **more)
             return
         current.init()
         session = current.current()
+        if given.get("world_size", str(session.size)) != str(session.size):
+            raise MismatchError(f"init_process_group is given world_size={given['world_size']}, but the launcher has "
+                                f"started {session.size} ranks: leave it out, or start as many")
         yield store_of(session, timeout), session.rank, session.size
         raise RuntimeError("the ranks of a job of bpsfast do not change: env:// cannot be asked again")
 
