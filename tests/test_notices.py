@@ -137,8 +137,8 @@ def test_every_question_gets_the_value_that_a_table_would_give(steps):
 
 def exchange_notices():
     session = current.current()
-    session.publish(f"place:{session.rank}", b"of %d" % session.rank)
-    return [session.lookup(f"place:{rank}", 10, f"rank {rank}") for rank in range(session.size)]
+    session.notices.publish(f"place:{session.rank}", b"of %d" % session.rank)
+    return [session.notices.lookup(f"place:{rank}", 10, f"rank {rank}") for rank in range(session.size)]
 
 
 def test_ranks_find_each_other(three):
@@ -150,13 +150,13 @@ def too_much():
     for key, value, kind in (("k", bytes(notices.VALUE_MAX_NBYTES + 1), bpsfast.CapacityError),
                              ("", b"", bpsfast.ConfigError), ("k" * 300, b"", bpsfast.ConfigError)):
         with pytest.raises(kind):
-            session.publish(key, value)
+            session.notices.publish(key, value)
     if session.rank == 0:
-        session.publish("mine", b"")
+        session.notices.publish("mine", b"")
     bpsfast.barrier()
     if session.rank:
         with pytest.raises(bpsfast.MismatchError, match="rank 0"):
-            session.publish("mine", b"")
+            session.notices.publish("mine", b"")
     return True
 
 
@@ -166,7 +166,7 @@ def test_what_is_refused_harms_nobody(three):
 
 
 def lone_lookup():
-    current.current().lookup("never", 0.3, "rank 1")
+    current.current().notices.lookup("never", 0.3, "rank 1")
 
 
 def leave_while_looked_for():
@@ -178,7 +178,7 @@ def leave_while_looked_for():
         bpsfast.shutdown()
         return 0.0, ""
     with pytest.raises(bpsfast.StallError) as caught:
-        session.lookup("never", 30, "rank 1")
+        session.notices.lookup("never", 30, "rank 1")
     return time.monotonic() - begin, str(caught.value)
 
 
