@@ -1,8 +1,8 @@
 /* Convey: many partitions of units, each with its own place to come from and to go to, put in and taken out in order.
  *
  * Up to `ahead` of them are announced and not complete; whoever chooses that sees to it that a partition whose turn
- * comes again has been taken out before. A leg with BPS_TICKET carries two words, of which the ranks' bitwise and says whether
- * all gave the same: one is the other's complement on every rank.
+ * comes again has been taken out before. A leg with BPS_TICKET carries two words, of which the ranks' bitwise and says
+ * whether all gave the same: one is the other's complement on every rank.
  */
 #ifndef BPS_CONVEY_H
 #define BPS_CONVEY_H
@@ -33,7 +33,7 @@ static inline int bps_leg_put_in(struct bps_port *port, const struct bps_leg *le
         bps_copy((void *)leg->staging, (const void *)leg->source, leg->nbytes, (uint64_t)-1);
         bps_record_add(&port->records, BPS_COPY_IN, 0, leg->part, leg->round, leg->nbytes, begin_ns, bps_now_ns());
     }
-    return bps_port_announce(port, &entry);
+    return bps_port_put(port, &entry);
 }
 
 static inline int bps_leg_take_out(struct bps_port *port, const struct bps_leg *leg)
@@ -50,24 +50,41 @@ static inline int bps_leg_take_out(struct bps_port *port, const struct bps_leg *
     return BPS_DONE;
 }
 
-/* Go on until all n legs are out, or something else than BPS_DONE comes up; `in` and `out` count what was done. */
+/* The leg to sleep for: with half of what is under way done at once a thread sleeps and is woken less often, and the
+ * other half keeps the node busy meanwhile. A ticket is waited for alone: where it fails, others may never be complete. */
+static inline uint32_t bps_convey_next(const struct bps_leg *legs, uint32_t in, uint32_t out)
+{
+    return legs[out].flags & BPS_TICKET || in - out < 2 ? out : out + (in - out) / 2 - 1;
+}
+
+/* Go on until all n legs are out, or something else than BPS_DONE comes up; `in` and `out` count what was done, and what
+ * is complete before the first that is not is out then. */
 static inline int bps_convey(struct bps_port *port, const struct bps_leg *legs, uint32_t n, uint32_t ahead,
                              uint32_t *in, uint32_t *out, uint64_t deadline_ns)
 {
-    while (*out < n) {
-        for (; *in < n && *in - *out < ahead; ++*in) {
-            int status = bps_leg_put_in(port, &legs[*in]);
-            if (status != BPS_DONE)
-                return status;
-        }
-        int status = bps_port_wait(port, legs[*out].part, legs[*out].round, deadline_ns);
-        if (status == BPS_DONE)
-            status = bps_leg_take_out(port, &legs[*out]);
+    int status = BPS_DONE;
+    while (status == BPS_DONE && *out < n) {
+        uint32_t before = *in, taken = *out;
+        for (; status == BPS_DONE && *in < n && *in - *out < ahead; *in += status == BPS_DONE)
+            status = bps_leg_put_in(port, &legs[*in]);
+        if (*in != before)
+            bps_ring_doorbell(port->doorbell, 1);
         if (status != BPS_DONE)
             return status;
-        ++*out;
+        uint32_t last = bps_convey_next(legs, *in, *out);
+        int waited = bps_port_wait(port, legs[last].part, legs[last].round, deadline_ns);
+        for (; status == BPS_DONE && *out <= last; *out += status == BPS_DONE) {
+            const struct bps_leg *leg = &legs[*out];
+            if (waited != BPS_DONE && !bps_port_reached(port, leg->part, leg->round))
+                break;
+            status = bps_port_wait(port, leg->part, leg->round, deadline_ns);
+            if (status == BPS_DONE)
+                status = bps_leg_take_out(port, leg);
+        }
+        if (status == BPS_DONE && (waited != BPS_TIMED_OUT || *out == taken))
+            status = waited;
     }
-    return BPS_DONE;
+    return status;
 }
 
 #endif

@@ -38,9 +38,9 @@ static inline int bps_port_trouble(struct bps_port *port, int look_at_node)
     return look_at_node && node.fd >= 0 && poll(&node, 1, 0) == 1 ? BPS_NODE_DIED : BPS_DONE;
 }
 
-/* Put an entry onto the lane, timed here; BPS_INTERRUPTED, and nothing done, after a slice of time in which it was
- * full: the node empties it without waiting for us. */
-static inline int bps_port_announce(struct bps_port *port, struct bps_entry *entry)
+/* Put an entry onto the lane, timed here, and ring for the node only if it was full; BPS_INTERRUPTED, and nothing done,
+ * after a slice of time in which it was: the node empties it without waiting for us. */
+static inline int bps_port_put(struct bps_port *port, struct bps_entry *entry)
 {
     int status = BPS_DONE;
     entry->time_ns = bps_now_ns();
@@ -55,6 +55,13 @@ static inline int bps_port_announce(struct bps_port *port, struct bps_entry *ent
         sched_yield();
     }
     pthread_mutex_unlock(&port->mutex);
+    return status;
+}
+
+/* As `bps_port_put`, and let the node know. */
+static inline int bps_port_announce(struct bps_port *port, struct bps_entry *entry)
+{
+    int status = bps_port_put(port, entry);
     bps_ring_doorbell(port->doorbell, 1); /* who takes several partitions off the lane calls the others */
     return status;
 }
@@ -79,6 +86,12 @@ static inline int bps_port_sleep(struct bps_port *port, uint32_t *word, uint32_t
         status = bps_wait(word, seen, timeout_ns);
     bps_add(&port->lane->sleepers, (uint32_t)-1);
     return status;
+}
+
+/* Whether a round of a word is complete. */
+static inline int bps_port_reached(const struct bps_port *port, uint32_t part, uint32_t round)
+{
+    return bps_reached(bps_load(bps_board_word(port->board, part)), round);
 }
 
 /* Wait for one word; BPS_INTERRUPTED after each slice, so that the caller looks at its signals. */

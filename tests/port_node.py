@@ -27,6 +27,11 @@ class Node:
     def publish(self, part, round):
         self.board[BOARD_WORDS + 64 * part : BOARD_WORDS + 64 * part + 4] = round.to_bytes(4, "little")
 
+    @property
+    def rings(self):
+        """How often the node was called."""
+        return int.from_bytes(self.bell[64:68], "little")
+
     def abort(self, reason):
         self.board[64 : 64 + len(reason)] = reason
         self.board[4:8] = (1).to_bytes(4, "little")

@@ -75,6 +75,16 @@ def test_convey_takes_out_in_order_whatever_is_complete_first(node):
     assert (convoy.target == convoy.source + 1).all()
 
 
+def test_the_node_is_called_once_for_all_that_is_put_in_at_once(node):
+    port, convoy = node.port(), Convoy(6, 4)
+    assert port.convey(convoy.raw, 4, 0, 0, 0.005) == (TIMED_OUT, 4, 0) and node.rings == 1
+    for _ in range(4):
+        node.lane.pop()
+    convoy.sum_up(node, 0)
+    convoy.sum_up(node, 1)
+    assert port.convey(convoy.raw, 4, 4, 0, 0.005) == (TIMED_OUT, 6, 2) and node.rings == 2
+
+
 def test_legs_that_give_or_take_nothing(node):
     port, convoy = node.port(), Convoy(2, 2)
     convoy.legs["source"][0] = convoy.legs["destination"][1] = 0

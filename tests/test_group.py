@@ -309,10 +309,10 @@ def missing():
     session = current.current()
     ranks = (1, 2)
     if session.rank in ranks:
-        group = groups.make(session, ranks, timeout_s=1.0)
+        group = groups.make(session, ranks, timeout_s=30.0)
         group.barrier()
         if session.rank == 1:
-            with pytest.raises(StallError, match=r"missing: rank 2[^;]*: has not pushed$"):
+            with group.within(1.0), pytest.raises(StallError, match=r"missing: rank 2[^;]*: has not pushed$"):
                 group.barrier()
     session.barrier()
 

@@ -39,8 +39,8 @@ WIDE_WITHIN = Bore("wide", 256 << 10, 8)
 WIDE_BETWEEN = Bore("wide", 512 << 10, 32)
 #: What members tell each other of their calls goes a way of its own: where calls differ, so do their strips.
 TICKETS = Bore("tickets", 4 << 10, 32)
-#: A tail of more tiny strips than this takes one small one.
-_MOST_TINY = 4
+#: A tail of more tiny strips than this takes one small one: a turn costs more than its bytes.
+_MOST_TINY = 1
 #: Whoever waits for a collective waits for nothing else: they go before gradients.
 _PRIORITY = 1 << 20
 
