@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -199,6 +201,47 @@ def test_more_strangers_than_are_let_in_make_others_wait_and_no_more(office):
         waits = [sock for sock in strangers if not select.select([sock], [], [], 0.3)[0]]
         assert len(waits) == 20 - 16, "no nonce for those who wait"
     assert still_works(made)
+
+
+@pytest.fixture
+def no_descriptors():
+    """Returns what lets no more descriptors be opened in this process until the context ends."""
+    @contextlib.contextmanager
+    def none_left():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return none_left
+
+
+def test_without_descriptors_nobody_is_let_in_for_a_while_and_then_again(office, no_descriptors, caplog):
+    made = office()
+    meeting = made.posts[0].meeting
+    accept, tried, again = meeting.accept, [], threading.Event()
+
+    def counted(listener):
+        tried.append(time.monotonic())
+        accept(listener)
+        if len(tried) > 1:
+            again.set()
+
+    meeting.accept = counted
+    address = msgspec.msgpack.decode(made.board["post:0:"], type=Address)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        with no_descriptors():
+            sock.connect("\0" + address.local)
+            assert again.wait(10)
+            assert not meeting.listens
+        assert tried[1] - tried[0] > 0.9, "no core is kept busy by trying"
+        assert len(sock.recv(100)) == 40, "a nonce: it was let in after all"
+    assert still_works(made)
+    assert caplog.text.count("cannot let in who wants to exchange messages") == 1
 
 
 def test_the_end_of_the_job_is_told_though_nobody_waits(office):

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ _CONTEXT = "bpsfast post"
 #: A stranger holds up one thread for at most so long, and only so many at a time.
 _CHALLENGE_S = 5.0
 _MOST_STRANGERS = 16
+#: How long nobody is let in after that has failed, for want of file descriptors for example.
+_DEAF_S = 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -61,20 +64,22 @@ class Meeting:
     failed
         Called with (rank, error) when a rank cannot be reached.
     listen
-        Called with False when no more than are here should be let in, and with True afterwards.
+        Called when `listens` has changed.
     """
 
     def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bytes],
                  reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None],
-                 listen: Callable[[bool], None]) -> None:
+                 listen: Callable[[], None]) -> None:
         self._session = session
-        self._come, self._reached, self._failed, self._let_in = come, reached, failed, listen
+        self._come, self._reached, self._failed, self._tell_listening = come, reached, failed, listen
         self._key = session.place.job_key
         self._closed = False
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._unproven: set[socket.socket] = set()
         self._strangers = 0
+        self._deaf_until = 0.0  # by the monotonic clock; 0: it hears
+        self._was_deaf = False
         self._doing: dict[int, str] = {}  # by rank that is dialled, in words
         self._machine = f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -117,18 +122,45 @@ class Meeting:
         self._doing[rank] = "its address is looked up"
         self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
 
+    @property
+    def listens(self) -> bool:
+        """Whether `accept` should be called when somebody has come: not while too many are here, or it cannot work."""
+        with self._lock:
+            return self._strangers < _MOST_STRANGERS and not self._deaf_until
+
     def accept(self, listener: socket.socket) -> None:
         """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # he has gone again
+            return
+        except OSError as exc:
+            self._go_deaf(exc)
+            return
         with self._lock:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
             self._strangers += 1
-            many = self._strangers >= _MOST_STRANGERS
-        if many:
-            self._let_in(False)
+        if not self.listens:
+            self._tell_listening()
         self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+
+    def _go_deaf(self, error: OSError) -> None:
+        """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._deaf_until = time.monotonic() + _DEAF_S
+            warned, self._was_deaf = self._was_deaf, True
+        if not warned:
+            log.warning("rank %d cannot let in who wants to exchange messages with it: %s; it tries again every %g s "
+                        "(too many open files: see ulimit -n)", self._session.rank, error, _DEAF_S)
+        self._tell_listening()
+
+    def tick(self) -> None:
+        """Listen again some time after letting in has failed. To be called now and then."""
+        if self._deaf_until and time.monotonic() >= self._deaf_until:
+            with self._lock:
+                self._deaf_until = 0.0
+            self._tell_listening()
 
     def close(self) -> None:
         """Take no more part. Waits for handshakes under way, which are short; a look-up is given up.
@@ -273,7 +305,7 @@ class Meeting:
                 self._strangers -= 1
                 few = self._strangers == _MOST_STRANGERS - 1
             if few:
-                self._let_in(True)
+                self._tell_listening()
 
     @property
     def _patience_s(self) -> float:

@@ -58,7 +58,7 @@ class Post:
         self.progress = Progress(
             f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
             work=lambda: self.delivery.pull_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
-            awake_s=session.settings.awake_us / 1e6)
+            tick=lambda: self.meeting.tick(), awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
         self.delivery = Delivery(self.rank, self._peers, self.progress)
         try:
@@ -269,12 +269,12 @@ class Post:
     def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
         return lambda events: self.meeting.accept(listener)
 
-    def _listen(self, listening: bool) -> None:
+    def _listen(self) -> None:
         """Let others in, or make them wait."""
         with self._lock:
             if not self._closed:
                 for listener in self.meeting.listeners:
-                    self.progress.change(listener.fileno(), select.EPOLLIN if listening else 0)
+                    self.progress.change(listener.fileno(), select.EPOLLIN if self.meeting.listens else 0)
 
     def _come(self, rank: int, sock: socket.socket, process: int) -> bytes:
         """Decide, in a thread of the meeting, about a connection that *rank* has made."""

@@ -41,15 +41,18 @@ class Progress:
         Raises what ended the job, if something did.
     failed
         Told of that, with the lock.
+    tick
+        Called as often as `check`, without the lock.
     awake_s
         How long a wait polls before it sleeps.
     """
 
     def __init__(self, name: str, *, busy: Callable[[], bool], work: Callable[[], bool], settle: Callable[[], None],
-                 check: Callable[[], None], failed: Callable[[BpsError], None], awake_s: float) -> None:
+                 check: Callable[[], None], failed: Callable[[BpsError], None], tick: Callable[[], None],
+                 awake_s: float) -> None:
         self.lock = threading.RLock()
         self._busy, self._work, self._settle = busy, work, settle
-        self._check, self._failed, self._awake_s = check, failed, awake_s
+        self._check, self._failed, self._tick, self._awake_s = check, failed, tick, awake_s
         self._changed = threading.Condition(self.lock)
         self._handover = threading.Condition(self.lock)
         self._handlers: dict[int, Callable[[int], None]] = {}
@@ -185,15 +188,12 @@ class Progress:
                         self._guard(handler, what)
                 if self._n_waiting > 1:
                     self._changed.notify_all()
-        elif not worked:
-            now = time.monotonic()
-            if now - self._checked_at >= _SLICE_S:
-                self._checked_at = now
-                self._look()
-                self._settle()
-            return False
+        now = time.monotonic()
+        if now - self._checked_at >= _SLICE_S:
+            self._checked_at = now
+            self._look()
         self._settle()
-        return True
+        return bool(events) or worked
 
     def _guard(self, handler: Callable[[int], None], what: int) -> None:
         """Act on events. An error that nobody expects ends everything in words: a thread that died would be a hang."""
@@ -209,6 +209,7 @@ class Progress:
         except BpsError as exc:
             with self.lock:
                 self._failed(exc)
+        self._tick()
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
