@@ -337,7 +337,7 @@ class Post:
 def _call(callback: Callable[[Transfer], object], transfer: Transfer) -> None:
     try:
         callback(transfer)
-    except Exception:
+    except (Exception, SystemExit):  # the thread is not the callback's to end
         log.exception("what was to be done after %s failed", transfer.describe())
 
 

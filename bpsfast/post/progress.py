@@ -59,7 +59,7 @@ class Progress:
         self._driver = 0  # identity of the thread that polls
         self._n_waiting = 0
         self._inline_at = self._checked_at = self._sleepy_until = 0.0
-        self._closed = False
+        self._closed = self._has_given_up = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -178,30 +178,43 @@ class Progress:
 
     def _turn(self, timeout_s: float) -> bool:
         """Wait for events and act on them; return whether there were any."""
-        worked = self._work()
-        events = self._epoll.poll(0.0 if worked else timeout_s)
-        if events:
-            with self.lock:
-                for fd, what in events:
-                    handler = self._handlers.get(fd)
-                    if handler is not None:  # else a handler before it has closed it
-                        self._guard(handler, what)
-                if self._n_waiting > 1:
-                    self._changed.notify_all()
-        now = time.monotonic()
-        if now - self._checked_at >= _SLICE_S:
-            self._checked_at = now
-            self._look()
-        self._settle()
-        return bool(events) or worked
-
-    def _guard(self, handler: Callable[[int], None], what: int) -> None:
-        """Act on events. An error that nobody expects ends everything in words: a thread that died would be a hang."""
         try:
-            handler(what)
+            worked = self._work()
+            events = self._epoll.poll(0.0 if worked else timeout_s)
+            if events:
+                self._handle(events)
+            now = time.monotonic()
+            if now - self._checked_at >= _SLICE_S:
+                self._checked_at = now
+                self._look()
+            self._settle()
+            return bool(events) or worked
         except Exception as exc:
-            log.exception("moving messages on failed")
-            self._failed(ProtocolError(f"{self._thread.name} failed: {type(exc).__name__}: {exc}"))
+            self._give_up(exc)
+            return False
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
+        with self.lock:
+            for fd, what in events:
+                handler = self._handlers.get(fd)
+                if handler is not None:  # else a handler before it has closed it
+                    handler(what)
+            if self._n_waiting > 1:
+                self._changed.notify_all()
+
+    def _give_up(self, cause: BaseException) -> None:
+        """End everything in words, for an error that nobody expects: a thread that died would be a hang."""
+        if self._has_given_up:
+            log.debug("moving messages on failed again", exc_info=cause)
+            return
+        self._has_given_up = True
+        log.error("moving messages on failed", exc_info=cause)
+        error = ProtocolError(f"{self._thread.name} failed: {type(cause).__name__}: {cause}")
+        try:
+            with self.lock:
+                self._failed(error)
+        finally:
+            self._settle()
 
     def _look(self) -> None:
         try:
@@ -218,6 +231,8 @@ class Progress:
         pause_s = _LINGER_S
         while True:
             with self.lock:
+                if self._has_given_up and not self._closed:  # what has failed may fail again, and nothing is under way
+                    self._handover.wait(_IDLE_S)
                 if self._closed:
                     return
                 quiet_s = time.monotonic() - self._inline_at
@@ -230,6 +245,8 @@ class Progress:
                 slice_s = _SLICE_S if self._busy() else _IDLE_S
             try:
                 self._turn(slice_s)
+            except BaseException as exc:  # whatever it is: nobody else moves on what nobody waits for
+                self._give_up(exc)
             finally:
                 with self.lock:
                     self._driver = 0
