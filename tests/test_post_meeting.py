@@ -71,6 +71,48 @@ def test_crossing_connects_leave_one_connection(office, far):
         made.close()
 
 
+@contextlib.contextmanager
+def dialling_each_other(made):
+    """Let ranks 0 and 1 dial each other, and only rank 1 get through; yields what lets rank 0 find an address."""
+    come, has_come = made.posts[0].meeting._come, threading.Event()
+
+    def note(*arguments):
+        taken = come(*arguments)
+        has_come.set()
+        return taken
+
+    made.posts[0].meeting._come = note
+    address = msgspec.msgpack.decode(made.board.pop("post:1:"), type=Address)
+    transfers = [(post, receive(post, 1 - post.rank, 4), send(post, 1 - post.rank, np.full(4, post.rank, np.uint8)))
+                 for post in made.posts[:2]]
+    assert has_come.wait(10)
+    yield transfers, lambda port: made._publish("post:1:", msgspec.msgpack.encode(
+        msgspec.structs.replace(address, port=port or address.port)))
+
+
+@pytest.mark.parametrize("reachable", [False, True])
+def test_of_two_connections_the_one_that_comes_about_counts(office, reachable):
+    made = office(far=True)
+    with dialling_each_other(made) as (transfers, publish), socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        publish(0 if reachable else nobody.getsockname()[1])
+        for post, (x, received), sent in transfers:
+            sent.wait()
+            received.wait()
+            assert x.tolist() == [1 - post.rank] * 4
+    ends = [peer.link.sock.getpeername() for post in made.posts for peer in post._peers.values()]
+    listener = made.posts[1 if reachable else 0].meeting.listeners[1].getsockname()
+    assert listener in ends
+
+
+def test_who_ends_while_two_dial_each_other_lets_the_other_go(office):
+    made = office(far=True)
+    with dialling_each_other(made) as ([_, (_, (_, received), _)], _):
+        made.posts[0].close()
+        with pytest.raises(PeerLostError, match="rank 0 has refused a connection of rank 1: it has given it up"):
+            received.wait()
+
+
 def dial(made, rank, timeout_s=10):
     """Return a connection to the local socket of *rank*'s post."""
     address = msgspec.msgpack.decode(made.board[f"post:{rank}:"], type=Address)

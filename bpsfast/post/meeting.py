@@ -3,7 +3,8 @@
 Every post listens on a local socket, and on a port if the job has several nodes. Whoever needs the other dials; both
 prove that they hold the job's key (`orchestration.security`) before anything is believed, and name themselves and each
 other. The acceptor then says one byte: JOINED, and frames follow; or CROSSED: both have dialled, and the connection of
-the lower rank is the one that counts; or REFUSED.
+the lower rank is the one that counts; or REFUSED. A lower rank says CROSSED when its own connection is there: should it
+not come about, for a firewall that is open one way only, the other one counts.
 """
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ class Meeting:
     Parameters
     ----------
     come
-        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; takes the socket over and
-        says JOINED, or returns CROSSED or REFUSED, which is said for it.
+        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; returns False if it is
+        refused, else takes the socket over, and says what becomes of it.
     reached
         Called with the same when this rank was JOINED.
     failed
@@ -67,7 +68,7 @@ class Meeting:
         Called when `listens` has changed.
     """
 
-    def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bytes],
+    def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bool],
                  reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None],
                  listen: Callable[[], None]) -> None:
         self._session = session
@@ -292,10 +293,9 @@ class Meeting:
             if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
                 raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
                                     f"{session.size}")
-            verdict = self._come(hello.peer, sock, _process_of(sock))
-            taken = verdict == JOINED
+            taken = self._come(hello.peer, sock, _process_of(sock))
             if not taken:
-                sock.send(verdict)
+                sock.send(REFUSED)
         except (BpsError, OSError) as exc:
             log.warning("rank %d refused a connection for messages: %s", session.rank, exc)
         finally:
