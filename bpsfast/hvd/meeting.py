@@ -26,7 +26,8 @@ class _Meeting(msgspec.Struct, frozen=True):
 def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | FollowerLine | None:
     """Return this rank's end of the lines between *ranks*; None if there is nobody else. Called by all of them.
 
-    *title* tells this meeting from all others of the job, on all ranks alike.
+    *title* tells this meeting from all others of the job, on all ranks alike. The first rank withdraws the notice of
+    that key when all have met.
 
     Raises
     ------

@@ -49,13 +49,16 @@ class Runtime:
             return
         settings = self.session.settings
         group = self._groups[number] = groups.make(self.session, ranks)
-        line = meet(self.session, ranks, f"hvd.{self._begun}.{number}")
+        title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
+        line = meet(self.session, ranks, title)
         service = self._services[number] = Service(
             ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
         service.observer = None if self._timeline is None else self._timeline.note
         # From here on every rank hears of another one's end: all are connected.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
+        if line is not None and self.rank == ranks[0]:
+            self.session.notices.withdraw(title)  # all have found it, and what a rank may leave there is limited
 
     def _check(self) -> bool:
         """Raise if the job is broken; return whether this process still takes part in it."""
