@@ -133,6 +133,7 @@ def trace(path):
     hvd.init()
     hvd.start_timeline(path if hvd.rank() == 0 else f"{path} of another rank")
     hvd.allreduce(torch.ones(4), name="seen")
+    hvd.barrier()
     hvd.grouped_allreduce([torch.ones(4), torch.ones(2)], name="group")
     try:
         hvd.allreduce(torch.ones(hvd.rank() + 1), name="odd")
@@ -148,7 +149,7 @@ def test_a_timeline_shows_what_was_negotiated_and_executed(job, tmp_path):
     assert job(ranks=(2,)).run(trace, str(path)) == [True, True]
     events = json.loads(path.read_text())
     rows = {event["args"]["name"]: event["pid"] for event in events if event.get("name") == "process_name"}
-    assert set(rows) == {"allreduce.seen", "grouped_allreduce.group", "allreduce.odd"}
+    assert set(rows) == {"allreduce.seen", "barrier.noname.1", "grouped_allreduce.group", "allreduce.odd"}
     of = {name: [event for event in events if event.get("pid") == row and event["ph"] == "X"]
           for name, row in rows.items()}
     assert [event["name"] for event in of["allreduce.seen"]] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
