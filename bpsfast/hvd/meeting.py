@@ -44,7 +44,7 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         found = msgspec.msgpack.decode(notice, type=_Meeting)
         if found.error:
             raise ConfigError(f"rank {first} cannot be reached by ranks {list(ranks[1:])}: {found.error}")
-        return connect(found.host, found.port, found.key)
+        return connect(found.host, found.port, found.key, f"rank {first}")
     key = os.urandom(_KEY_NBYTES)
     try:
         host = _own_host(session)
