@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..launch.reach import local_host
 from ..orchestration.errors import ConfigError
 from ..orchestration.negotiation_line import FollowerLine, LeaderLine, connect, listen
 from ..trainer.session import Session
@@ -47,7 +46,7 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         return connect(found.host, found.port, found.key, f"rank {first}")
     key = os.urandom(_KEY_NBYTES)
     try:
-        host = _own_host(session)
+        host = "127.0.0.1" if session.n_nodes == 1 else session.host
         line = listen(key)
     except ConfigError as exc:
         session.notices.publish(title, msgspec.msgpack.encode(_Meeting(error=str(exc))))
@@ -58,10 +57,3 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         line.close()
         raise
     return line
-
-
-def _own_host(session: Session) -> str:
-    """Return where the other ranks reach this process."""
-    if session.n_nodes == 1:
-        return "127.0.0.1"
-    return local_host(session.settings, session.place.scheduler[0])

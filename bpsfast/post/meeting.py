@@ -16,13 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from .. import channel
-from ..launch.reach import local_host
+from ..boot import network_id
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..orchestration.job import FIRST_EPOCH
@@ -39,7 +38,6 @@ _CHALLENGE_S = 5.0
 _MOST_STRANGERS = 16
 #: How long nobody is let in after that has failed, for want of file descriptors for example.
 _DEAF_S = 1.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -82,7 +80,7 @@ class Meeting:
         self._deaf_until = 0.0  # by the monotonic clock; 0: it hears
         self._was_deaf = False
         self._doing: dict[int, str] = {}  # by rank that is dialled, in words
-        self._machine = f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
+        self._machine = f"{network_id()} {os.getuid()}"
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listeners = [self._local]
         try:
@@ -102,7 +100,7 @@ class Meeting:
         self._local.listen(128)
         host, port = "", 0
         if session.n_nodes > 1:
-            host = local_host(session.settings, session.place.scheduler[0])
+            host = session.host
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self.listeners.append(listener)
             try:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..launch.reach import local_host
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
     Allocated,
@@ -156,6 +157,11 @@ class Session:
             if self._post is None:
                 self._post = Post(self)
             return self._post
+
+    @property
+    def host(self) -> str:
+        """This machine's own address, by which other machines of the job reach it; raises as `local_host`."""
+        return local_host(self.settings, self.place.scheduler[0])
 
     def retire(self, units: Sequence[Unit]) -> None:
         """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
