@@ -34,7 +34,7 @@ def _difference(a: Request, b: Request) -> str:
     what = a.kind.upper()
     if len(a.specs) != len(b.specs):
         return (f"Mismatched {what} group sizes: One rank sent a group of {len(a.specs)} tensors, but another rank "
-                f"sent a group of {len(b.specs)} tensors.")
+                f"sent a group of {len(b.specs)} tensors.{_odd_one(a, b)}")
     for ours, theirs in zip(a.specs, b.specs):
         which = f" Tensor {ours.name}." if len(a.specs) > 1 else ""
         if ours.name != theirs.name:
@@ -58,6 +58,13 @@ def _difference(a: Request, b: Request) -> str:
         return (f"Mismatched process sets: One rank named ranks {_list(a.ranks)}, but another rank named ranks "
                 f"{_list(b.ranks)}.")
     return ""
+
+
+def _odd_one(a: Request, b: Request) -> str:
+    """Say which tensor only one of them has, the first of those."""
+    ours, theirs = ({spec.name: None for spec in each.specs} for each in (a, b))
+    odd = next((name for name in (*ours, *theirs) if (name in ours) != (name in theirs)), "")
+    return f" Only one of them sent {odd}." if odd else ""
 
 
 def _shapes(kind: str, ours: tuple[int, ...] | None, theirs: tuple[int, ...] | None) -> str:

@@ -135,10 +135,10 @@ class Coordinator:
         self._decide(request.name)
 
     def leave(self, rank: int) -> None:
-        """Note that *rank* asks for nothing any more: what waits for it fails, and so does everything that would."""
-        waiting = [name for name, pending in self._pending.items() if rank not in pending.by_rank]
-        if waiting or self._joined:
-            self._fail_by_leaving(rank, waiting or ["join"])
+        """Note that *rank* takes part no more: what is not decided yet fails, also if it has asked for that itself."""
+        pending = [*self._pending, *(["join"] if self._joined else [])]
+        if pending:
+            self._fail_by_leaving(rank, pending)
         elif self._left is None:
             self._left = rank
 
@@ -207,7 +207,7 @@ class Coordinator:
         self._fail(PeerLostError(
             "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to "
             "allreduce, allgather or broadcast a tensor after one of the ranks finished execution: rank "
-            f"{rank} has left, and will not submit {_some(names)}."))
+            f"{rank} has left, and takes no part in {_some(names)}."))
 
     def _decide(self, name: str) -> None:
         """Answer *name* if everybody has asked for it who will."""

@@ -34,6 +34,6 @@ def listen(key: bytes) -> LeaderLine:
     return LeaderLine(key, _decoder)
 
 
-def connect(host: str, port: int, key: bytes) -> FollowerLine:
-    """Return another rank's end; raises as `FollowerLine`."""
-    return FollowerLine(host, port, key, _decoder)
+def connect(host: str, port: int, key: bytes, leader: str) -> FollowerLine:
+    """Return another rank's end; *leader* and errors as `FollowerLine`."""
+    return FollowerLine(host, port, key, _decoder, leader)

@@ -145,14 +145,18 @@ class LeaderLine:
 class FollowerLine:
     """Another rank's end, connected to *host*:*port*. Owner thread only; nothing blocks but `wait` and `close`.
 
+    *leader*: who listens there, for errors.
+
     Raises
     ------
     ConfigError
         If that cannot be an address.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
+    def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder,
+                 leader: str = "rank 0") -> None:
         self._decoder = decoder
+        self._leader = leader
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._secure = self._lost = False
         self._context = zmq.Context()
@@ -167,11 +171,11 @@ class FollowerLine:
             self._socket.connect(f"tcp://{self.address}")
         except zmq.ZMQError as exc:
             self.close()
-            raise ConfigError(f"rank 0 says it listens at {self.address}, which is no address here: {exc}") from exc
+            raise ConfigError(f"{leader} says it listens at {self.address}, which is no address here: {exc}") from exc
 
     @property
     def is_connected(self) -> bool:
-        """Whether rank 0 has been understood, and `recv_nowait` has not found it gone."""
+        """Whether the leader has been understood, and `recv_nowait` has not found it gone."""
         return self._secure and not self._lost
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
@@ -184,7 +188,7 @@ class FollowerLine:
         Raises
         ------
         PeerLostError
-            If the connection to rank 0 is gone and all it said has been returned.
+            If the connection to the leader is gone and all it said has been returned.
         ProtocolError
             If it says what is no message.
         """
@@ -196,7 +200,8 @@ class FollowerLine:
             except zmq.Again:
                 break
         if lost and not received:
-            raise PeerLostError(f"rank 0's process is gone: its connection to {self.address} broke without a last word")
+            raise PeerLostError(f"{self._leader}'s process is gone: its connection to {self.address} broke without a "
+                                "last word")
         return received
 
     def _is_lost(self) -> bool:
@@ -209,7 +214,7 @@ class FollowerLine:
         return self._lost
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Say *message* to rank 0; before the connection stands, as soon as it does."""
+        """Say *message* to the leader; before the connection stands, as soon as it does."""
         self._socket.send(_encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:

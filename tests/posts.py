@@ -25,8 +25,8 @@ class Office:
 
     def _session(self, rank: int, size: int, far: bool) -> SimpleNamespace:
         return SimpleNamespace(
-            rank=rank, size=size, node=rank if far else 0, n_nodes=size if far else 1, settings=self.settings,
-            place=SimpleNamespace(job_key=KEY, scheduler=("127.0.0.1", 1)), pid=os.getpid(), require_open=lambda: None,
+            rank=rank, size=size, host="127.0.0.1", node=rank if far else 0, n_nodes=size if far else 1,
+            settings=self.settings, place=SimpleNamespace(job_key=KEY), pid=os.getpid(), require_open=lambda: None,
             port=SimpleNamespace(check=self._check), notices=SimpleNamespace(
                 publish=self._publish, lookup=self._lookup, withdraw=lambda prefix: None))
 

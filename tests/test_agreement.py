@@ -48,6 +48,7 @@ def test_the_ranks_and_the_tensor_are_named():
     assert text.endswith("Tensor b. (x: ranks 4 and 7)")
     assert "Mismatched ALLREDUCE tensor names: One rank sent a, but another rank sent c." in disagreement(
         [ask(0), ask(1, names=("c",))])
+    assert "2 tensors. Only one of them sent b. (x: " in disagreement([ask(0), ask(1, shapes=[(2,), (2,)])])
 
 
 def test_rows_may_differ_where_they_are_gathered_or_exchanged():

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import bpsfast
 import bpsfast.hvd as hvd
+from bpsfast.hvd import runtime
+from tests.hvd_ranks import begun
 
 SIGNATURES = {
     "init": "comm=None, process_sets=None",
@@ -129,10 +132,32 @@ def test_comm_is_all_ranks_or_nothing(job):
     assert not first and all(other == (False, n_threads) for other in others)
 
 
+def begin_in_discord():
+    """Let the ranks disagree about their first barrier: which threads are left, and whether the next try works."""
+    usual = runtime.Request
+    if bpsfast.rank():
+        runtime.Request = lambda **fields: usual(**{**fields, "kind": "add_process_set"})
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched operations"):
+        hvd.init()
+    left = [thread.name for thread in threading.enumerate() if thread.name == "bpsfast-hvd"]
+    is_there = hvd.is_initialized()
+    runtime.Request = usual
+    hvd.init()
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    hvd.shutdown()
+    return left, is_there, total
+
+
+def test_a_beginning_that_fails_leaves_nothing_in_a_session_that_goes_on(job):
+    own = job(ranks=(2,))
+    assert own.run(begin_in_discord) == [([], False, 2.0)] * 2
+
+
 def trace(path):
     hvd.init()
     hvd.start_timeline(path if hvd.rank() == 0 else f"{path} of another rank")
     hvd.allreduce(torch.ones(4), name="seen")
+    hvd.barrier()
     hvd.grouped_allreduce([torch.ones(4), torch.ones(2)], name="group")
     try:
         hvd.allreduce(torch.ones(hvd.rank() + 1), name="odd")
@@ -148,7 +173,7 @@ def test_a_timeline_shows_what_was_negotiated_and_executed(job, tmp_path):
     assert job(ranks=(2,)).run(trace, str(path)) == [True, True]
     events = json.loads(path.read_text())
     rows = {event["args"]["name"]: event["pid"] for event in events if event.get("name") == "process_name"}
-    assert set(rows) == {"allreduce.seen", "grouped_allreduce.group", "allreduce.odd"}
+    assert set(rows) == {"allreduce.seen", "barrier.noname.1", "grouped_allreduce.group", "allreduce.odd"}
     of = {name: [event for event in events if event.get("pid") == row and event["ph"] == "X"]
           for name, row in rows.items()}
     assert [event["name"] for event in of["allreduce.seen"]] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
@@ -168,6 +193,36 @@ def test_a_timeline_that_cannot_be_written_says_so(job, tmp_path):
 def test_a_timeline_on_a_full_disk_says_so(job):
     outcomes = job(ranks=(1,)).attempt(trace, "/dev/full")
     assert outcomes[0].error == "ConfigError" and "No space left" in outcomes[0].text
+
+
+class Slow:
+    """In the place of a service: lets another thread add a set while a timeline begins."""
+
+    def __init__(self, adder):
+        self.__dict__["adder"] = adder
+
+    def __setattr__(self, name, value):
+        if self.adder.ident is None:
+            self.adder.start()
+            self.adder.join(1)
+
+
+def begin_a_timeline_while_a_set_is_added(path):
+    if hvd.rank() == 1:
+        hvd.add_process_set([0])
+        return None
+    adder = threading.Thread(target=hvd.add_process_set, args=([0],))
+    services = runtime.current()._services
+    services[-1] = Slow(adder)
+    hvd.start_timeline(path)
+    adder.join(20)
+    del services[-1]
+    return {number: service.observer is not None for number, service in services.items()}
+
+
+def test_a_timeline_begins_while_a_set_is_added(job, tmp_path):
+    own = begun(job(ranks=(2,)))
+    assert own.run(begin_a_timeline_while_a_set_is_added, str(tmp_path / "t.json")) == [{0: True, 1: True}, None]
 
 
 PROGRAM = """

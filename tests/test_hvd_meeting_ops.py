@@ -1,11 +1,15 @@
 """barrier and join: ranks with more or less data than others, beside operations and optimizers."""
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
+import bpsfast
 import bpsfast.hvd as hvd
-from tests.hvd_ranks import of_shapes
+from tests.hvd_ranks import begun, of_shapes
 
 ranks = of_shapes((1,), (2,), (3,), (2, 2))
 
@@ -121,3 +125,33 @@ def test_join_beside_optimizers(ranks, op, steps):
                 expected.append((sum(10 * step + other + 1 for other in there) / divisor, len(there) / divisor))
         assert gradients == [pytest.approx(value) for value in expected]
         assert all(steps[each] == max(steps[:n]) for each in last)
+
+
+def one_of_two_goes_on():
+    """Rank 1 joins, rank 0 makes steps of the second optimizer only; what each gets, and which threads are left."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([each], lr=0.1), [(f"w{i}", each)])
+                  for i, each in enumerate(weights)]
+    for optimizer, weight in zip(optimizers, weights):
+        weight.sum().backward()
+        optimizer.step()
+    end = time.monotonic() + 30
+    error = ""
+    try:
+        if hvd.rank() == 1:
+            hvd.join()
+        while time.monotonic() < end:
+            optimizers[1].zero_grad()
+            weights[1].sum().backward()
+            optimizers[1].step()
+    except bpsfast.StallError as exc:
+        error = str(exc)
+    return error, [thread.name for thread in threading.enumerate() if "joined" in thread.name]
+
+
+def test_a_join_that_fails_takes_part_in_nothing_more(job):
+    own = begun(job(ranks=(2,), timeout_s=3))
+    (first, _), (second, left) = own.run(one_of_two_goes_on)
+    assert "rank 1" in first and "rank 0" in second
+    assert left == []
+    own.kill()

@@ -89,13 +89,14 @@ def wrong_ones():
     if hvd.size() > 1:
         with pytest.raises(hvd.HorovodInternalError, match=r"Mismatched BROADCAST tensor shapes: .*\[2\].*\[3\]|\[3\]"):
             hvd.broadcast_parameters({"a": torch.ones(1), "b": torch.ones(2 if hvd.rank() else 3)}, 0)
-        name = "mine" if hvd.rank() else "yours"
-        if hvd.rank() == 0:
-            with pytest.raises(hvd.HorovodInternalError):
-                hvd.broadcast_parameters({name: torch.ones(1)}, 0)
-        else:
-            with pytest.raises(ValueError, match="'mine' is not at the same place on both"):
-                hvd.broadcast_parameters({name: torch.ones(1)}, 0)
+        first = hvd.rank() == 0
+        for mine, text in (
+                ({"yours" if first else "mine": torch.ones(1)}, "tensor names: .*sent yours,.*sent mine"),
+                ({"a": torch.ones(1)} | ({} if first else {"more": torch.ones(1)}), "Only one of them sent more"),
+                ({} if first else {"a": torch.ones(1)}, "group of 0 tensors.*Only one of them sent a")):
+            with pytest.raises(hvd.HorovodInternalError, match=text):  # on all ranks
+                hvd.broadcast_parameters(mine, 0)
+    hvd.broadcast_parameters({}, 0)
     return True
 
 

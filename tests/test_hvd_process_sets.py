@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
-from tests.hvd_ranks import of_shapes
+from bpsfast.hvd import runtime
+from bpsfast.orchestration.errors import StallError
+from bpsfast.trainer import current
+from tests.hvd_ranks import begun, of_shapes
 
 ranks = of_shapes((2,), (3,), (4,), (2, 2))
 
@@ -118,3 +121,17 @@ def given_to_init():
 
 def test_sets_can_be_given_to_init(job):
     assert job(ranks=(2,)).run(given_to_init) == [(1, 2, 1.0, False, 1, 0)] * 2
+
+
+def meet_and_look():
+    new = hvd.add_process_set([0, 1])
+    session, title = current.current(), f"hvd.{runtime.current()._begun}.{new.process_set_id}:"
+    if hvd.rank() == 0:  # behind its own withdrawal
+        with pytest.raises(StallError, match="has not published it"):
+            session.notices.lookup(title, 0.2, "nobody")
+    return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=new).item() if new.included() else 2.0
+
+
+def test_the_notice_by_which_a_set_has_met_is_taken_back(job):
+    own = begun(job(ranks=(2, 1)))
+    assert own.run(meet_and_look) == [2.0] * 3

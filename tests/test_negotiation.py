@@ -211,6 +211,15 @@ def test_nobody_waits_for_a_rank_that_has_left(first, kind):
     assert "rank 1 has left" in str(coordinator.failure)
 
 
+@pytest.mark.parametrize("kind", ["allreduce", "join"])
+def test_nobody_waits_for_what_a_rank_has_asked_for_that_has_left(kind):
+    coordinator = make(3)
+    coordinator.submit(ask(1, "x", kind), 0.0)
+    coordinator.leave(1)
+    assert isinstance(coordinator.failure, PeerLostError)
+    assert f"rank 1 has left, and takes no part in {'x' if kind == 'allreduce' else 'join'}" in str(coordinator.failure)
+
+
 def test_a_rank_that_leaves_after_all_is_done_harms_nobody():
     coordinator = make()
     for rank in range(2):

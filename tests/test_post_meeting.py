@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -67,6 +69,48 @@ def test_crossing_connects_leave_one_connection(office, far):
         if far:
             assert {(b, a) for a, b in ends} == set(ends), "both ends of a pair use the same connection"
         made.close()
+
+
+@contextlib.contextmanager
+def dialling_each_other(made):
+    """Let ranks 0 and 1 dial each other, and only rank 1 get through; yields what lets rank 0 find an address."""
+    come, has_come = made.posts[0].meeting._come, threading.Event()
+
+    def note(*arguments):
+        taken = come(*arguments)
+        has_come.set()
+        return taken
+
+    made.posts[0].meeting._come = note
+    address = msgspec.msgpack.decode(made.board.pop("post:1:"), type=Address)
+    transfers = [(post, receive(post, 1 - post.rank, 4), send(post, 1 - post.rank, np.full(4, post.rank, np.uint8)))
+                 for post in made.posts[:2]]
+    assert has_come.wait(10)
+    yield transfers, lambda port: made._publish("post:1:", msgspec.msgpack.encode(
+        msgspec.structs.replace(address, port=port or address.port)))
+
+
+@pytest.mark.parametrize("reachable", [False, True])
+def test_of_two_connections_the_one_that_comes_about_counts(office, reachable):
+    made = office(far=True)
+    with dialling_each_other(made) as (transfers, publish), socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        publish(0 if reachable else nobody.getsockname()[1])
+        for post, (x, received), sent in transfers:
+            sent.wait()
+            received.wait()
+            assert x.tolist() == [1 - post.rank] * 4
+    ends = [peer.link.sock.getpeername() for post in made.posts for peer in post._peers.values()]
+    listener = made.posts[1 if reachable else 0].meeting.listeners[1].getsockname()
+    assert listener in ends
+
+
+def test_who_ends_while_two_dial_each_other_lets_the_other_go(office):
+    made = office(far=True)
+    with dialling_each_other(made) as ([_, (_, (_, received), _)], _):
+        made.posts[0].close()
+        with pytest.raises(PeerLostError, match="rank 0 has refused a connection of rank 1: it has given it up"):
+            received.wait()
 
 
 def dial(made, rank, timeout_s=10):
@@ -199,6 +243,47 @@ def test_more_strangers_than_are_let_in_make_others_wait_and_no_more(office):
         waits = [sock for sock in strangers if not select.select([sock], [], [], 0.3)[0]]
         assert len(waits) == 20 - 16, "no nonce for those who wait"
     assert still_works(made)
+
+
+@pytest.fixture
+def no_descriptors():
+    """Returns what lets no more descriptors be opened in this process until the context ends."""
+    @contextlib.contextmanager
+    def none_left():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return none_left
+
+
+def test_without_descriptors_nobody_is_let_in_for_a_while_and_then_again(office, no_descriptors, caplog):
+    made = office()
+    meeting = made.posts[0].meeting
+    accept, tried, again = meeting.accept, [], threading.Event()
+
+    def counted(listener):
+        tried.append(time.monotonic())
+        accept(listener)
+        if len(tried) > 1:
+            again.set()
+
+    meeting.accept = counted
+    address = msgspec.msgpack.decode(made.board["post:0:"], type=Address)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        with no_descriptors():
+            sock.connect("\0" + address.local)
+            assert again.wait(10)
+            assert not meeting.listens
+        assert tried[1] - tried[0] > 0.9, "no core is kept busy by trying"
+        assert len(sock.recv(100)) == 40, "a nonce: it was let in after all"
+    assert still_works(made)
+    assert caplog.text.count("cannot let in who wants to exchange messages") == 1
 
 
 def test_the_end_of_the_job_is_told_though_nobody_waits(office):

@@ -267,6 +267,35 @@ def test_shutdown_beside_a_waiting_thread(job):
     assert job(ranks=(2,)).run(wait_while_closing) == [(False, 1)] * 2
 
 
+def leave_while_a_post_is_made():
+    """Return which threads are left when one has shut down while another one made a post."""
+    session = current.current()
+    publish, published, go_on = session.notices.publish, threading.Event(), threading.Event()
+
+    def publish_slowly(key, value):
+        publish(key, value)
+        published.set()
+        assert go_on.wait(20)
+
+    session.notices.publish = publish_slowly
+    maker = threading.Thread(target=lambda: session.post)
+    leaver = threading.Thread(target=bpsfast.shutdown)
+    maker.start()
+    assert published.wait(20)
+    leaver.start()
+    leaver.join(1)  # it could be over now, if it did not see the post
+    go_on.set()
+    maker.join(20)
+    leaver.join(20)
+    with pytest.raises(bpsfast.ClosedError, match="was shut down"):
+        _ = session.post
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bpsfast-post")]
+
+
+def test_a_post_that_is_just_being_made_ends_with_its_session(job):
+    assert job(ranks=(1,)).run(leave_while_a_post_is_made) == [[]]
+
+
 # -- waiting -------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bpsfast.collective import groups
 from bpsfast.orchestration.errors import StallError
+from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES, cost
 from bpsfast.torch.backend.messages import Messages
 from bpsfast.torch.backend.operands import operand
 from bpsfast.trainer import current
@@ -228,6 +229,31 @@ def barriers():
 
 def test_a_monitored_barrier_that_all_pass(ranks):
     ranks.run(barriers)
+
+
+def flooded():
+    """Rank 0's answer to rank 1 waits behind what rank 1 does not receive; return who has passed the barrier."""
+    group, messages = whole(2.0)
+    n = ROOM_NBYTES // cost(1) + N_ANNOUNCED + 1
+    flood = [messages.send(operand(torch.ones(1, dtype=torch.uint8)), 1, 4) for _ in range(n if group.rank == 0 else 0)]
+    try:
+        messages.barrier(2.0, False)
+        passed = True
+    except StallError:
+        passed = False
+    group.session.barrier()
+    if group.rank == 1:
+        for _ in range(n):
+            messages.receive(operand(torch.zeros(1, dtype=torch.uint8)), 0, 4).wait(timedelta(seconds=20))
+    for work in flood:
+        work.wait(timedelta(seconds=20))
+    messages.close()
+    group.close()
+    return passed
+
+
+def test_who_does_not_take_his_answer_keeps_nobody_else_in_the_barrier(ranks):
+    assert ranks.run(flooded) == [False, False, True]
 
 
 def missing(who, names_all):

@@ -20,7 +20,7 @@ ENTRY = Entry(name="a", part=3, nbytes=4, kind="float32 sum")
 def lines():
     """A leader and two followers."""
     leader = LeaderLine(KEY)
-    followers = [FollowerLine("127.0.0.1", leader.port, KEY) for _ in range(2)]
+    followers = [FollowerLine("127.0.0.1", leader.port, KEY, leader=f"rank {3 * i}") for i in range(2)]
     yield leader, followers
     for line in (leader, *followers):
         line.close()
@@ -66,8 +66,9 @@ def test_a_leader_that_is_gone_is_news_after_its_last_words(lines):
     leader.tell(Turns((ENTRY,)))
     leader.close()
     assert receive(followers[0], 1) == [Turns((ENTRY,))]
-    with pytest.raises(PeerLostError, match="process is gone"):
-        receive(followers[0], 1)
+    for name, follower in zip(("rank 0", "rank 3"), followers):
+        with pytest.raises(PeerLostError, match=f"{name}'s process is gone"):
+            receive(follower, 2)
 
 
 def test_a_follower_that_is_gone_is_noticed_at_the_next_word_and_its_last_ones_are_heard(lines):
@@ -94,8 +95,8 @@ def test_somebody_without_the_key_is_not_heard(lines):
 
 
 def test_what_is_no_address_is_named():
-    with pytest.raises(ConfigError, match="rank 0 says it listens at no such place:7"):
-        FollowerLine("no such place", 7, KEY)
+    with pytest.raises(ConfigError, match="rank 3 says it listens at no such place:7"):
+        FollowerLine("no such place", 7, KEY, leader="rank 3")
 
 
 def test_rubbish_is_named(lines):

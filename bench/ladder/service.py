@@ -4,7 +4,6 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from bpsfast.bench.ladder.control import Control
 from bpsfast.bench.ladder.device import Port, usable
 from bpsfast.bench.ladder.memory import Area
 from bpsfast.bench.ladder.rungs import BY_NAME, Rung
+from bpsfast.boot import boot_id
 from bpsfast.models.catalog import MODELS
 from bpsfast.orchestration.errors import BpsError, MismatchError, ProtocolError
 
@@ -52,8 +52,7 @@ def serve(address: str, port: int, device: str) -> None:
 
 def greeting(device: str) -> control.Hello:
     """Return this end's hello."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return control.Hello(control.FORMAT, boot, device, machine.describe(), memcpy_bandwidth())
+    return control.Hello(control.FORMAT, boot_id(), device, machine.describe(), memcpy_bandwidth())
 
 
 def check(hello: control.Hello, peer: str) -> None:

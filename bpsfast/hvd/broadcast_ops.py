@@ -51,12 +51,13 @@ def broadcast_(tensor: Any, root_rank: int, name: str | None = None,
 
 
 def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, name: str,
-                     process_set: ProcessSet = global_process_set) -> None:
-    """Replace all *tensors*, which need not be contiguous, by those of job rank *root_rank*: one operation."""
-    if not tensors:
-        return
+                     names: Sequence[str] | None = None) -> None:
+    """Replace all *tensors*, which need not be contiguous, by those of job rank *root_rank*: one operation.
+
+    Fails on all ranks if their *names* differ, or how many there are; there may be none.
+    """
     sources = [readable(tensor, False) for tensor in tensors]
-    _begin(sources, sources, root_rank, name, process_set, lambda _: None, grouped=True).wait()
+    _begin(sources, sources, root_rank, name, global_process_set, lambda _: None, grouped=True, names=names).wait()
     with torch.no_grad():
         for tensor, source in zip(tensors, sources):
             if source.data_ptr() != tensor.data_ptr():

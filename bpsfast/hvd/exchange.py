@@ -77,26 +77,29 @@ class StandIn:
         if self._question is None:
             self.ask(set())
 
-    def start(self) -> None:
-        """Take part from now on, in a thread of its own, until all ranks have joined."""
-        self._thread = threading.Thread(target=self._run, name="bpsfast-hvd-joined", daemon=True)
+    def start(self, over: threading.Event) -> None:
+        """Take part from now on, in a thread of its own, until all ranks have joined, or *over* is set.
+
+        It is set if this fails: then the others, too, end after the step under way.
+        """
+        self._thread = threading.Thread(target=self._run, args=(over,), name="bpsfast-hvd-joined", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until all ranks have joined, or raise why they will not."""
+    def wait(self) -> Exception | None:
+        """Wait until it takes part no more; return why, if not because all ranks have joined."""
         assert self._thread is not None, "started"
         self._thread.join()
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
-    def _run(self) -> None:
+    def _run(self, over: threading.Event) -> None:
         try:
             gradients = self.declare(self._names)
-            while not self._step(gradients):
+            while not over.is_set() and not self._step(gradients):
                 pass
         except Exception as exc:  # raised where it is waited for
             self._error = exc
+            over.set()
 
     def _step(self, gradients: Gradients) -> bool:
         """Take part in one step; return whether all ranks had joined before it."""

@@ -63,7 +63,8 @@ def synchronize(handle: Any) -> Any:
 
 def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequence[torch.Tensor],
           outputs: Sequence[torch.Tensor], give: Callable[[Any], Any], *, grouped: bool = False,
-          shapes: Sequence[tuple[int, ...] | None] | None = None, **fields: Any) -> Handle:
+          names: Sequence[str] | None = None, shapes: Sequence[tuple[int, ...] | None] | None = None,
+          **fields: Any) -> Handle:
     """Submit an operation to all ranks of *process_set*.
 
     Parameters
@@ -72,8 +73,8 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
         Contiguous CPU tensors without autograd; *outputs* empty where their shapes come with the response.
     give
         Makes what the caller gets of what the executor has set.
-    shapes
-        Of *inputs*, where not their own count.
+    names, shapes
+        Of *inputs*, where not those that follow from *name*, and their own, count: all ranks must give the same names.
     fields
         Further fields of `Request`.
     """
@@ -81,8 +82,10 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
     label = f"grouped_{kind}" if grouped else kind
     title = service.unnamed(label) if name is None else f"{label}.{name}"
     n = len(inputs)
+    if names is None:
+        names = [f"{title}_{i + 1}of{n}" if grouped else title for i in range(n)]
     specs = tuple(
-        Spec(f"{title}_{i + 1}of{n}" if grouped else title, str(tensor.dtype).removeprefix("torch."),
+        Spec(names[i], str(tensor.dtype).removeprefix("torch."),
              tensor.element_size(), tuple(tensor.shape) if shapes is None else shapes[i])
         for i, tensor in enumerate(inputs))
     request = Request(rank=service.rank, name=title, kind=kind, specs=specs, **fields)

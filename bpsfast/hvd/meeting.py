@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..launch.reach import local_host
 from ..orchestration.errors import ConfigError
 from ..orchestration.negotiation_line import FollowerLine, LeaderLine, connect, listen
 from ..trainer.session import Session
@@ -26,7 +25,8 @@ class _Meeting(msgspec.Struct, frozen=True):
 def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | FollowerLine | None:
     """Return this rank's end of the lines between *ranks*; None if there is nobody else. Called by all of them.
 
-    *title* tells this meeting from all others of the job, on all ranks alike.
+    *title* tells this meeting from all others of the job, on all ranks alike. The first rank withdraws the notice of
+    that key when all have met.
 
     Raises
     ------
@@ -43,10 +43,10 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         found = msgspec.msgpack.decode(notice, type=_Meeting)
         if found.error:
             raise ConfigError(f"rank {first} cannot be reached by ranks {list(ranks[1:])}: {found.error}")
-        return connect(found.host, found.port, found.key)
+        return connect(found.host, found.port, found.key, f"rank {first}")
     key = os.urandom(_KEY_NBYTES)
     try:
-        host = _own_host(session)
+        host = "127.0.0.1" if session.n_nodes == 1 else session.host
         line = listen(key)
     except ConfigError as exc:
         session.notices.publish(title, msgspec.msgpack.encode(_Meeting(error=str(exc))))
@@ -57,10 +57,3 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         line.close()
         raise
     return line
-
-
-def _own_host(session: Session) -> str:
-    """Return where the other ranks reach this process."""
-    if session.n_nodes == 1:
-        return "127.0.0.1"
-    return local_host(session.settings, session.place.scheduler[0])

@@ -1,6 +1,8 @@
 """barrier and join: ranks wait for each other."""
 from __future__ import annotations
 
+import threading
+
 from ..orchestration.negotiation import Request
 from . import runtime
 from .process_sets import ProcessSet, global_process_set
@@ -33,8 +35,13 @@ def join(device: int = -1) -> int:
     service = found.service(0, "join")
     operation = service.submit(Operation(Request(
         rank=service.rank, name="join", kind="join", is_patient=bool(stand_ins))))
-    for each in stand_ins:
-        each.start()
-    for each in stand_ins:
-        each.wait()
+    over = threading.Event()
+    try:
+        for each in stand_ins:
+            each.start(over)
+        errors = [error for each in stand_ins if (error := each.wait()) is not None]
+    finally:
+        over.set()  # also if the wait was interrupted
+    if errors:
+        raise errors[0]
     return int(operation.wait())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import ConfigError, MismatchError
+from ..orchestration.errors import ConfigError
 from ..torch.broadcast import dump, load_state, take_tensors
 from . import runtime
 from .allgather_ops import grouped_allgather
@@ -48,7 +48,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     ConfigError
         If it is something else, or holds what is no tensor.
     HorovodInternalError
-        If the ranks' tensors differ in name, dtype or shape; the text names the first.
+        On all ranks, if their tensors differ in name, dtype or shape; the text names the first.
     """
     if isinstance(params, dict):
         items: list[Any] = list(params.items())
@@ -63,12 +63,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             raise ConfigError(f"invalid params of type: {name!r} is a {type(tensor).__name__}, no tensor; use "
                               "broadcast_object")
     title = _title(None, "broadcast_parameters", global_process_set)
-    names = broadcast_object([name for name, _ in named], root_rank, f"{title}.names")
-    if names != [name for name, _ in named]:
-        odd = sorted(set(names) ^ {name for name, _ in named}) or names[:1]
-        raise MismatchError(f"the parameters of rank {runtime.current().rank} are not those of rank {root_rank}: "
-                            f"{odd[0]!r} is not at the same place on both")
-    broadcast_group_([tensor for _, tensor in named], root_rank, title)
+    broadcast_group_([tensor for _, tensor in named], root_rank, title, [name for name, _ in named])
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

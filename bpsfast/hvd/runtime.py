@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Runtime:
         self._ranks: dict[int, tuple[int, ...]] = {0: tuple(range(session.size))}
         self._services: dict[int, Service] = {}
         self._groups: dict[int, Group] = {}
+        self._lock = threading.Lock()  # of the services and their timeline: sets come and go in a thread of their own
         self._open(0)
 
     def _open(self, number: int) -> None:
@@ -47,15 +49,27 @@ class Runtime:
         ranks = self._ranks[number]
         if self.rank not in ranks:
             return
+        try:
+            self._meet(number, ranks)
+        except BaseException:  # the session may be another's, and go on
+            self._close(number)
+            raise
+
+    def _meet(self, number: int, ranks: tuple[int, ...]) -> None:
         settings = self.session.settings
         group = self._groups[number] = groups.make(self.session, ranks)
-        line = meet(self.session, ranks, f"hvd.{self._begun}.{number}")
-        service = self._services[number] = Service(
+        title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
+        line = meet(self.session, ranks, title)
+        service = Service(
             ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
-        service.observer = None if self._timeline is None else self._timeline.note
+        with self._lock:
+            self._services[number] = service
+            service.observer = None if self._timeline is None else self._timeline.note
         # From here on every rank hears of another one's end: all are connected.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
+        if line is not None and self.rank == ranks[0]:
+            self.session.notices.withdraw(title)  # all have found it, and what a rank may leave there is limited
 
     def _check(self) -> bool:
         """Raise if the job is broken; return whether this process still takes part in it."""
@@ -83,9 +97,12 @@ class Runtime:
         return found
 
     def _close(self, number: int, reason: str = "") -> None:
-        service = self._services.pop(number, None)
-        if service is not None and service.close(reason):
-            self._groups.pop(number).close()
+        with self._lock:
+            service = self._services.pop(number, None)
+        if service is None or service.close(reason):
+            group = self._groups.pop(number, None)
+            if group is not None:
+                group.close()
 
     def has(self, number: int) -> bool:
         """Return whether there is a set of this number."""
@@ -116,24 +133,26 @@ class Runtime:
         """Write what this rank negotiates and executes to *path* from now on; only rank 0 does."""
         self.stop_timeline()
         if self.rank == 0:
-            self._timeline = Timeline(path)
-            for service in self._services.values():
-                service.observer = self._timeline.note
+            self._observe(Timeline(path))
 
     def stop_timeline(self) -> None:
         """End the file. Does nothing if there is none."""
-        timeline, self._timeline = self._timeline, None
-        for service in self._services.values():
-            service.observer = None
-        if timeline is not None:
-            timeline.close()
+        self._observe(None)
+
+    def _observe(self, timeline: Timeline | None) -> None:
+        with self._lock:
+            before, self._timeline = self._timeline, timeline
+            for service in self._services.values():
+                service.observer = None if timeline is None else timeline.note
+        if before is not None:
+            before.close()
 
     def close(self) -> None:
         """Leave all sets, and the job if this joined it."""
         reason = process.failure() or ""
         try:
-            for number in sorted(self._services, reverse=True):
-                self._close(number, reason)
+            while self._services:  # also those that are opened meanwhile
+                self._close(max(self._services), reason)
             self.stop_timeline()
         finally:
             if self._owns_session:

@@ -77,8 +77,8 @@ class Timeline:
 def _arguments(response: Response, name: str) -> dict[str, Any]:
     if response.error:
         return {"error": response.error}
-    if not response.specs:
+    specs = response.specs[response.names.index(name)] if response.specs else ()
+    if not specs:  # of a barrier, for example
         return {}
-    specs = response.specs[response.names.index(name)]
     return {"dtype": specs[0].dtype, "shape": str([list(spec.shape or ()) for spec in specs]), "op": response.op,
             "fused": len(response.names)}

@@ -22,11 +22,11 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from ..boot import network_id
 from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
 from ..settings import Settings, parse_address
@@ -269,11 +269,7 @@ def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
 
 def _machine(settings: Settings) -> str:
     """Return what tells machines apart: boot, network namespace, and the name that the user gave this one."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = os.uname().nodename
-    return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {settings.node_id}"
+    return f"{network_id()} {settings.node_id}"
 
 
 def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:

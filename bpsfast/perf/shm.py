@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from pathlib import Path
 from typing import Any
 
+from ..boot import boot_id
 from ..orchestration.errors import PeerLostError, StallError, UnsupportedError
 from ..pyx import ring
 from ..pyx.pages import Segment
 from ..pyx.perf import MemoryLoop
 from .plan import Plan
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ShmEnd:
@@ -41,7 +39,7 @@ class ShmEnd:
 
     def offer(self) -> dict[str, Any]:
         """Return how the peer finds this side's memory."""
-        return {"boot": _BOOT_ID.read_text().strip(), "host": os.uname().nodename, "pid": os.getpid(),
+        return {"boot": boot_id(), "host": os.uname().nodename, "pid": os.getpid(),
                 "fds": [self._lane.fileno(), self._bell.fileno(), self._data.fileno()]}
 
     def connect(self, peer: dict[str, Any]) -> None:
@@ -52,7 +50,7 @@ class ShmEnd:
         UnsupportedError
             If the peer is another machine, or this process may not see its memory.
         """
-        if peer["boot"] != _BOOT_ID.read_text().strip():
+        if peer["boot"] != boot_id():
             raise UnsupportedError(f"--transport shm: the peer runs on {peer['host']}, another machine; memory can be "
                                    "shared on one only")
         mapped = []

@@ -11,7 +11,7 @@ from ..orchestration.errors import PeerLostError
 from .frames import DATA, EAGER_NBYTES, HEADER, Frame, unpack
 
 _STAGING_NBYTES = 64 << 10
-#: Taken from one connection before others have their turn.
+#: Taken from one connection, or given to it, before others have their turn.
 _TURN_NBYTES = 4 << 20
 _MOST_BUFFERS = 16
 
@@ -62,7 +62,9 @@ class Link:
         self._outbox += [memoryview(bytes(buffer)) for buffer in buffers]
 
     def flush(self) -> None:
-        """Send what the socket takes now, pieces included."""
+        """Send what the socket takes now, pieces included, up to a turn's share; `backlog` tells whether there is more.
+        """
+        budget = _TURN_NBYTES
         while True:
             if not self._outbox:
                 if self._piece is not None:
@@ -73,7 +75,11 @@ class Link:
                     return
                 self._piece, payload = following
                 self._outbox += [memoryview(self._piece.pack()), payload]
-            rest = self._write([self._outbox.popleft() for _ in range(min(_MOST_BUFFERS, len(self._outbox)))])
+            if budget <= 0:
+                return
+            buffers = [self._outbox.popleft() for _ in range(min(_MOST_BUFFERS, len(self._outbox)))]
+            budget -= sum(map(len, buffers))
+            rest = self._write(buffers)
             if rest:
                 self._outbox.extendleft(reversed(rest))
                 return

@@ -3,7 +3,8 @@
 Every post listens on a local socket, and on a port if the job has several nodes. Whoever needs the other dials; both
 prove that they hold the job's key (`orchestration.security`) before anything is believed, and name themselves and each
 other. The acceptor then says one byte: JOINED, and frames follow; or CROSSED: both have dialled, and the connection of
-the lower rank is the one that counts; or REFUSED.
+the lower rank is the one that counts; or REFUSED. A lower rank says CROSSED when its own connection is there: should it
+not come about, for a firewall that is open one way only, the other one counts.
 """
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from .. import channel
-from ..launch.reach import local_host
+from ..boot import network_id
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..orchestration.job import FIRST_EPOCH
@@ -35,7 +36,8 @@ _CONTEXT = "bpsfast post"
 #: A stranger holds up one thread for at most so long, and only so many at a time.
 _CHALLENGE_S = 5.0
 _MOST_STRANGERS = 16
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: How long nobody is let in after that has failed, for want of file descriptors for example.
+_DEAF_S = 1.0
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -54,29 +56,31 @@ class Meeting:
     Parameters
     ----------
     come
-        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; takes the socket over and
-        says JOINED, or returns CROSSED or REFUSED, which is said for it.
+        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; returns False if it is
+        refused, else takes the socket over, and says what becomes of it.
     reached
         Called with the same when this rank was JOINED.
     failed
         Called with (rank, error) when a rank cannot be reached.
     listen
-        Called with False when no more than are here should be let in, and with True afterwards.
+        Called when `listens` has changed.
     """
 
-    def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bytes],
+    def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bool],
                  reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None],
-                 listen: Callable[[bool], None]) -> None:
+                 listen: Callable[[], None]) -> None:
         self._session = session
-        self._come, self._reached, self._failed, self._let_in = come, reached, failed, listen
+        self._come, self._reached, self._failed, self._tell_listening = come, reached, failed, listen
         self._key = session.place.job_key
         self._closed = False
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._unproven: set[socket.socket] = set()
         self._strangers = 0
+        self._deaf_until = 0.0  # by the monotonic clock; 0: it hears
+        self._was_deaf = False
         self._doing: dict[int, str] = {}  # by rank that is dialled, in words
-        self._machine = f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
+        self._machine = f"{network_id()} {os.getuid()}"
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listeners = [self._local]
         try:
@@ -96,7 +100,7 @@ class Meeting:
         self._local.listen(128)
         host, port = "", 0
         if session.n_nodes > 1:
-            host = local_host(session.settings, session.place.scheduler[0])
+            host = session.host
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self.listeners.append(listener)
             try:
@@ -117,18 +121,45 @@ class Meeting:
         self._doing[rank] = "its address is looked up"
         self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
 
+    @property
+    def listens(self) -> bool:
+        """Whether `accept` should be called when somebody has come: not while too many are here, or it cannot work."""
+        with self._lock:
+            return self._strangers < _MOST_STRANGERS and not self._deaf_until
+
     def accept(self, listener: socket.socket) -> None:
         """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # he has gone again
+            return
+        except OSError as exc:
+            self._go_deaf(exc)
+            return
         with self._lock:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
             self._strangers += 1
-            many = self._strangers >= _MOST_STRANGERS
-        if many:
-            self._let_in(False)
+        if not self.listens:
+            self._tell_listening()
         self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+
+    def _go_deaf(self, error: OSError) -> None:
+        """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._deaf_until = time.monotonic() + _DEAF_S
+            warned, self._was_deaf = self._was_deaf, True
+        if not warned:
+            log.warning("rank %d cannot let in who wants to exchange messages with it: %s; it tries again every %g s "
+                        "(too many open files: see ulimit -n)", self._session.rank, error, _DEAF_S)
+        self._tell_listening()
+
+    def tick(self) -> None:
+        """Listen again some time after letting in has failed. To be called now and then."""
+        if self._deaf_until and time.monotonic() >= self._deaf_until:
+            with self._lock:
+                self._deaf_until = 0.0
+            self._tell_listening()
 
     def close(self) -> None:
         """Take no more part. Waits for handshakes under way, which are short; a look-up is given up.
@@ -260,10 +291,9 @@ class Meeting:
             if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
                 raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
                                     f"{session.size}")
-            verdict = self._come(hello.peer, sock, _process_of(sock))
-            taken = verdict == JOINED
+            taken = self._come(hello.peer, sock, _process_of(sock))
             if not taken:
-                sock.send(verdict)
+                sock.send(REFUSED)
         except (BpsError, OSError) as exc:
             log.warning("rank %d refused a connection for messages: %s", session.rank, exc)
         finally:
@@ -273,7 +303,7 @@ class Meeting:
                 self._strangers -= 1
                 few = self._strangers == _MOST_STRANGERS - 1
             if few:
-                self._let_in(True)
+                self._tell_listening()
 
     @property
     def _patience_s(self) -> float:

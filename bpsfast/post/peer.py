@@ -5,17 +5,19 @@ the receiver reads its payload from the sender's memory (`pull`), or asks for it
 """
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 from . import frames, pull
 from .allowance import Allowance, Usage
 from .frames import Frame
 from .link import Link
+from .meeting import CROSSED, REFUSED
 from .memory import view
 from .message import Arrival, Incoming, Outgoing
 
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 State = Literal["apart", "dialling", "joined", "lost"]
 
 
+class Rival(NamedTuple):
+    """A connection that a higher rank has made while this one dials it: *process* as in `Peer.join`."""
+
+    sock: socket.socket
+    process: int
+
+
 class Peer:
     """Rank *rank*, as this post sees it. Everything here is done with the post's lock."""
 
@@ -35,6 +44,7 @@ class Peer:
         self.state: State = "apart"
         self.error: BpsError | None = None
         self.link: Link | None = None
+        self.rival: Rival | None = None  # what counts if this rank's own connection does not come about
         self.pid = 0  # of the process whose memory can be read; 0: it cannot
         self._parting: BpsError | None = None  # this rank has left for this: whatever the peer does then is no news
         self._post = post
@@ -53,6 +63,7 @@ class Peer:
 
         *greeting* goes before everything else.
         """
+        self._dismiss_rival(CROSSED)
         self.link = Link(sock, self)
         self.state, self._process = "joined", process
         self._post.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
@@ -66,12 +77,20 @@ class Peer:
         self.link.send(frame)
         self._admit()
 
+    def _dismiss_rival(self, verdict: bytes) -> None:
+        rival, self.rival = self.rival, None
+        if rival is not None:
+            with contextlib.suppress(OSError):  # its rank may be gone
+                rival.sock.send(verdict)
+            rival.sock.close()
+
     def lose(self, error: BpsError) -> None:
         """Give the peer up for *error*: fail all that is under way, and whatever comes later."""
         if self.state == "lost":
             return
         error = self._parting or error
         self.state, self.error = "lost", error
+        self._dismiss_rival(REFUSED)
         self.close()
         under_way = [each.transfer for each in (*self._waiting, *self._announced.values(), *self._wanted)]
         under_way += [each.transfer for each in self._incoming.values()]

@@ -23,9 +23,9 @@ from ..orchestration.errors import (
 )
 from . import frames, pull
 from .delivery import Delivery
-from .meeting import CROSSED, JOINED, REFUSED, Meeting
+from .meeting import JOINED, Meeting
 from .message import Outgoing
-from .peer import Peer
+from .peer import Peer, Rival
 from .progress import Progress
 from .transfer import Transfer
 
@@ -58,7 +58,7 @@ class Post:
         self.progress = Progress(
             f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
             work=lambda: self.delivery.pull_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
-            awake_s=session.settings.awake_us / 1e6)
+            tick=lambda: self.meeting.tick(), awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
         self.delivery = Delivery(self.rank, self._peers, self.progress)
         try:
@@ -269,28 +269,29 @@ class Post:
     def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
         return lambda events: self.meeting.accept(listener)
 
-    def _listen(self, listening: bool) -> None:
+    def _listen(self) -> None:
         """Let others in, or make them wait."""
         with self._lock:
             if not self._closed:
                 for listener in self.meeting.listeners:
-                    self.progress.change(listener.fileno(), select.EPOLLIN if listening else 0)
+                    self.progress.change(listener.fileno(), select.EPOLLIN if self.meeting.listens else 0)
 
-    def _come(self, rank: int, sock: socket.socket, process: int) -> bytes:
-        """Decide, in a thread of the meeting, about a connection that *rank* has made."""
+    def _come(self, rank: int, sock: socket.socket, process: int) -> bool:
+        """Decide, in a thread of the meeting, about a connection that *rank* has made; return whether it is taken."""
         with self._lock:
             if self._closed or self._error:
-                return REFUSED
+                return False
             peer = self._peers.get(rank)
             if peer is None:
                 peer = self._peers[rank] = Peer(self, rank)
+            if peer.state not in ("apart", "dialling") or peer.rival is not None:
+                return False
             if peer.state == "dialling" and self.rank < rank:
-                return CROSSED
-            if peer.state not in ("apart", "dialling"):
-                return REFUSED
-            peer.join(sock, process, JOINED)
+                peer.rival = Rival(sock, process)
+            else:
+                peer.join(sock, process, JOINED)
         self._settle()
-        return JOINED
+        return True
 
     def _reached(self, rank: int, sock: socket.socket, process: int) -> None:
         with self._lock:
@@ -304,7 +305,11 @@ class Post:
     def _unreachable(self, rank: int, error: BpsError) -> None:
         with self._lock:
             peer = self._peers[rank]
-            if peer.state == "dialling":
+            rival, peer.rival = peer.rival, None
+            if peer.state == "dialling" and rival is not None:
+                log.info("rank %d cannot connect to rank %d, which has connected itself: %s", self.rank, rank, error)
+                peer.join(rival.sock, rival.process, JOINED)
+            elif peer.state == "dialling":
                 peer.lose(PeerLostError(f"rank {self.rank} cannot exchange messages with rank {rank}: {error}"))
         self._settle()
 
@@ -330,14 +335,15 @@ class Post:
         """Close, in a forked child, what belongs to its parent: whose end could not be seen otherwise."""
         self.progress.drop_in_child()
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
-        for sock in [*links, *self.meeting.listeners]:
+        rivals = [peer.rival.sock for peer in self._peers.values() if peer.rival is not None]
+        for sock in [*links, *rivals, *self.meeting.listeners]:
             sock.close()
 
 
 def _call(callback: Callable[[Transfer], object], transfer: Transfer) -> None:
     try:
         callback(transfer)
-    except Exception:
+    except (Exception, SystemExit):  # the thread is not the callback's to end
         log.exception("what was to be done after %s failed", transfer.describe())
 
 

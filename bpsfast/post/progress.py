@@ -41,22 +41,25 @@ class Progress:
         Raises what ended the job, if something did.
     failed
         Told of that, with the lock.
+    tick
+        Called as often as `check`, without the lock.
     awake_s
         How long a wait polls before it sleeps.
     """
 
     def __init__(self, name: str, *, busy: Callable[[], bool], work: Callable[[], bool], settle: Callable[[], None],
-                 check: Callable[[], None], failed: Callable[[BpsError], None], awake_s: float) -> None:
+                 check: Callable[[], None], failed: Callable[[BpsError], None], tick: Callable[[], None],
+                 awake_s: float) -> None:
         self.lock = threading.RLock()
         self._busy, self._work, self._settle = busy, work, settle
-        self._check, self._failed, self._awake_s = check, failed, awake_s
+        self._check, self._failed, self._tick, self._awake_s = check, failed, tick, awake_s
         self._changed = threading.Condition(self.lock)
         self._handover = threading.Condition(self.lock)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._driver = 0  # identity of the thread that polls
         self._n_waiting = 0
         self._inline_at = self._checked_at = self._sleepy_until = 0.0
-        self._closed = False
+        self._closed = self._has_given_up = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -175,33 +178,43 @@ class Progress:
 
     def _turn(self, timeout_s: float) -> bool:
         """Wait for events and act on them; return whether there were any."""
-        worked = self._work()
-        events = self._epoll.poll(0.0 if worked else timeout_s)
-        if events:
-            with self.lock:
-                for fd, what in events:
-                    handler = self._handlers.get(fd)
-                    if handler is not None:  # else a handler before it has closed it
-                        self._guard(handler, what)
-                if self._n_waiting > 1:
-                    self._changed.notify_all()
-        elif not worked:
+        try:
+            worked = self._work()
+            events = self._epoll.poll(0.0 if worked else timeout_s)
+            if events:
+                self._handle(events)
             now = time.monotonic()
             if now - self._checked_at >= _SLICE_S:
                 self._checked_at = now
                 self._look()
-                self._settle()
-            return False
-        self._settle()
-        return True
-
-    def _guard(self, handler: Callable[[int], None], what: int) -> None:
-        """Act on events. An error that nobody expects ends everything in words: a thread that died would be a hang."""
-        try:
-            handler(what)
+            self._settle()
+            return bool(events) or worked
         except Exception as exc:
-            log.exception("moving messages on failed")
-            self._failed(ProtocolError(f"{self._thread.name} failed: {type(exc).__name__}: {exc}"))
+            self._give_up(exc)
+            return False
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
+        with self.lock:
+            for fd, what in events:
+                handler = self._handlers.get(fd)
+                if handler is not None:  # else a handler before it has closed it
+                    handler(what)
+            if self._n_waiting > 1:
+                self._changed.notify_all()
+
+    def _give_up(self, cause: BaseException) -> None:
+        """End everything in words, for an error that nobody expects: a thread that died would be a hang."""
+        if self._has_given_up:
+            log.debug("moving messages on failed again", exc_info=cause)
+            return
+        self._has_given_up = True
+        log.error("moving messages on failed", exc_info=cause)
+        error = ProtocolError(f"{self._thread.name} failed: {type(cause).__name__}: {cause}")
+        try:
+            with self.lock:
+                self._failed(error)
+        finally:
+            self._settle()
 
     def _look(self) -> None:
         try:
@@ -209,6 +222,7 @@ class Progress:
         except BpsError as exc:
             with self.lock:
                 self._failed(exc)
+        self._tick()
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
@@ -217,6 +231,8 @@ class Progress:
         pause_s = _LINGER_S
         while True:
             with self.lock:
+                if self._has_given_up and not self._closed:  # what has failed may fail again, and nothing is under way
+                    self._handover.wait(_IDLE_S)
                 if self._closed:
                     return
                 quiet_s = time.monotonic() - self._inline_at
@@ -229,6 +245,8 @@ class Progress:
                 slice_s = _SLICE_S if self._busy() else _IDLE_S
             try:
                 self._turn(slice_s)
+            except BaseException as exc:  # whatever it is: nobody else moves on what nobody waits for
+                self._give_up(exc)
             finally:
                 with self.lock:
                     self._driver = 0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..boot import boot_id
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import ConfigError
 from . import chrome
@@ -85,13 +86,9 @@ def write(folder: str | Path, role: str, records: bytes, parts: Mapping[int, Par
 def clock_id() -> str:
     """Return what tells clocks apart: the machine's boot, and the namespace that its CLOCK_MONOTONIC belongs to."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = "unknown boot"
-    try:
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:  # kernels before 5.6 have one for all
-        return boot
+        return boot_id()
 
 
 def read(path: Path) -> Process:

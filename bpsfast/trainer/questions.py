@@ -27,11 +27,13 @@ class Questions:
         self._require_open = require_open
         self._mailbox = mailbox
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Message] = {}
+        self._answers: dict[int, list[Message]] = {}  # of the questions that somebody still waits for
 
     def receive(self, number: int, answer: Message) -> None:
-        """Enter the answer to question *number*. Called by the mailbox, one message at a time."""
-        self._answers[number] = answer
+        """Enter the answer to question *number*, if it is still wanted. Called by the mailbox, one at a time."""
+        answers = self._answers.get(number)
+        if answers is not None:
+            answers.append(answer)
 
     def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
             given_up: Callable[[], Message | None] = lambda: None) -> Message:
@@ -54,8 +56,12 @@ class Questions:
         timeout_s = timeout_s or self._timeout_s
         self._require_open()
         number = next(self._numbers)
-        self._mailbox().send(question(number))
-        answer = self._mailbox().wait(lambda: self._answers.pop(number, None) or given_up(), timeout_s)
+        answers = self._answers[number] = []
+        try:
+            self._mailbox().send(question(number))
+            answer = self._mailbox().wait(lambda: answers[0] if answers else given_up(), timeout_s)
+        finally:
+            del self._answers[number]
         if answer is None:
             raise StallError(f"{trouble} within {timeout_s:g} s")
         return answer

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..launch.reach import local_host
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
     Allocated,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 _GOODBYE_S = 5.0
 #: A killed process closes its sockets just before its pidfd fires.
 _DYING_S = 0.5
+_SHUT_DOWN = "bpsfast was shut down in this process: call bpsfast.init() before using it again"
 
 
 class Session:
@@ -110,7 +112,8 @@ class Session:
         self._released = False
         self._broadcaster: Broadcaster | None = None
         self._post: Post | None = None
-        self._post_lock = threading.Lock()
+        self._post_lock = threading.RLock()  # a signal handler may close while a post is made
+        self._is_leaving = False
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
                                 self._node_lost)
 
@@ -149,9 +152,16 @@ class Session:
 
         self.require_open()
         with self._post_lock:  # not the other lock: a post waits for the node
+            if self._is_leaving:
+                raise ClosedError(_SHUT_DOWN)
             if self._post is None:
                 self._post = Post(self)
             return self._post
+
+    @property
+    def host(self) -> str:
+        """This machine's own address, by which other machines of the job reach it; raises as `local_host`."""
+        return local_host(self.settings, self.place.scheduler[0])
 
     def retire(self, units: Sequence[Unit]) -> None:
         """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
@@ -253,7 +263,7 @@ class Session:
             raise ClosedError(f"this process ({os.getpid()}) is a fork of rank {self.rank} (pid {self.pid}): a session "
                               "is not inherited; call bpsfast in the process that called init()")
         if self.closed:
-            raise ClosedError("bpsfast was shut down in this process: call bpsfast.init() before using it again")
+            raise ClosedError(_SHUT_DOWN)
 
     def close(self, clean: bool = True, reason: str = "", timeout_s: float = _GOODBYE_S) -> None:
         """Leave the job and wait up to *timeout_s* for its end. Idempotent; never raises for lost peers.
@@ -262,6 +272,8 @@ class Session:
         """
         if self.closed or self.pid != os.getpid():
             return
+        with self._post_lock:  # of a post that another thread is just making, too
+            self._is_leaving = True
         if self._post is not None:
             self._post.close()
         with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent

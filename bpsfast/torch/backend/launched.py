@@ -14,7 +14,6 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ...launch import roles
-from ...launch.reach import local_host
 from ...orchestration.errors import MismatchError
 from ...settings import load, parse_address
 from ...trainer import current
@@ -63,7 +62,7 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     session.n_stores += 1
     key = f"{_NOTICE}/{number}"
     if session.rank == 0:
-        host = local_host(session.settings, session.place.scheduler[0])
+        host = session.host
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         session.notices.publish(key, f"{host}:{store.port}".encode())
         return store

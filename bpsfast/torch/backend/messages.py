@@ -128,11 +128,15 @@ class Messages:
             said = f"Rank{'s' if len(missing) > 1 else ''} {named} failed to pass monitoredBarrier in " \
                    f"{timeout_s * 1000:.0f} ms"
         text = np.frombuffer(said.encode() or b"\0", np.uint8)
+        answers = []
         for rank, transfer in coming.items():
             if transfer.done() and transfer.error is None:
-                post.send(self._barriers, rank, tag, text.ctypes.data, text.nbytes, text).wait(group.timeout_s)
+                answers.append(post.send(self._barriers, rank, tag, text.ctypes.data, text.nbytes, text))
             else:
                 transfer.cancel()
+        deadline = time.monotonic() + group.timeout_s
+        for answer in answers:  # all are on their way: who does not take his keeps nobody else waiting
+            answer.wait(max(0.0, deadline - time.monotonic()))
         if missing:
             raise StallError(said) from next(iter(missing.values()))
 

@@ -1,0 +1,21 @@
+"""What tells machines apart."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from bpsfast import boot
+
+ASK = "from bpsfast import boot; print(boot.boot_id(), boot.network_id(), sep='\\n')"
+
+
+def test_processes_of_a_machine_agree():
+    found = subprocess.run([sys.executable, "-c", ASK], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert found.splitlines() == [boot.boot_id(), boot.network_id()]
+    assert boot.network_id().startswith(boot.boot_id()) and boot.network_id() != boot.boot_id()
+
+
+def test_where_the_kernel_does_not_tell_it_is_the_machines_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(boot, "_BOOT_ID", tmp_path / "none")
+    assert boot.boot_id() == os.uname().nodename
