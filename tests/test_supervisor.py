@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import os
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -64,6 +66,56 @@ def test_a_lot_of_output_arrives_whole():
     code, out, _ = supervise(program("rank 0", "print(('x' * 999 + '\\n') * 3000, end='')"))
     assert code == 0
     assert out == ("[rank 0] " + "x" * 999 + "\n") * 3000
+
+
+class Watched(Output):
+    """Output that tells when the processes have to wait for its reader; `most_nbytes` is the most that has waited."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.has_been_full = threading.Event()
+        self.most_nbytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        self.most_nbytes = max(self.most_nbytes, self.pending_nbytes)
+        if super().is_full:
+            self.has_been_full.set()
+        return super().is_full
+
+
+def test_a_reader_that_stops_for_a_while_gets_all_and_little_waits(no_leaks):
+    source, target = os.pipe()
+    came = []
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        output = Watched(writer, io.BytesIO())
+
+        def read() -> None:
+            assert output.has_been_full.wait(30.0)
+            came.append(reader.read())
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            code = Supervisor([program("rank 0", "for i in range(9_000): print(f'{i:999}')")], limits=_FAST,
+                              output=output).run()
+            writer.close()
+            reading.result(30.0)
+    assert code == 0
+    assert came == [b"".join(b"[rank 0] %999d\n" % i for i in range(9_000))]
+    assert output.most_nbytes < 2 << 20, "of 9 MB"
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("text", ["while True: print('y' * 99)", "print(('x' * 99 + '\\n') * 5000, end='')"])
+def test_a_reader_that_stops_holds_up_no_signal(together, text, no_leaks):
+    with subprocess.Popen([sys.executable, "-c", _LAUNCHER, text], stdout=subprocess.PIPE, bufsize=0,
+                          stderr=subprocess.STDOUT if together else subprocess.PIPE) as launcher:
+        os.read(launcher.stdout.fileno(), 1000)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(20.0) == 128 + signal.SIGTERM
+        if not together:
+            said = launcher.stderr.read()
+            assert b"got SIGTERM" in said and b" bytes of output are left out" in said
 
 
 def test_a_failure_ends_the_others_and_its_traceback_comes_last():

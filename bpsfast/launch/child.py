@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -218,6 +218,15 @@ class Children:
         self._selector.unregister(child.pidfd)
         child.code = child.exit_code()
         return (child,)
+
+
+def watch(selector: selectors.BaseSelector, source: Any, event: int, handler: Callable[[], Any], wanted: bool) -> None:
+    """Have *handler* called for an *event* of *source*, or no longer."""
+    watched = source in selector.get_map()
+    if wanted and not watched:
+        selector.register(source, event, handler)
+    elif watched and not wanted:
+        selector.unregister(source)
 
 
 def thread_defaults(n_ranks: int) -> dict[str, str]:

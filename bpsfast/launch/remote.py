@@ -28,7 +28,7 @@ import psutil
 from .. import __version__
 from ..orchestration.errors import ProtocolError
 from . import remote_messages as messages
-from .child import Child, Children, Command, Kind, thread_defaults
+from .child import Child, Children, Command, Kind, thread_defaults, watch
 from .daemons import clean_environment, reserve_port
 from .line import Line
 
@@ -157,18 +157,10 @@ class Agent:
             self._pulse_s = now + PULSE_S
             self._tell(messages.Alive())
         waiting_nbytes = self._line.pending_nbytes
-        self._watch(self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
-        self._watch(self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
+        watch(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        watch(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
             key.data()
-
-    def _watch(self, source: Any, event: int, handler: Callable[[], None], wanted: bool) -> None:
-        """Have *handler* called for an event of *source*, or no longer."""
-        watched = source in self._selector.get_map()
-        if wanted and not watched:
-            self._selector.register(source, event, handler)
-        elif watched and not wanted:
-            self._selector.unregister(source)
 
     def _hand_on(self) -> None:
         """Hand on what the children print, and their ends."""
