@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
+from ... import logs
 from ...launch import roles
 from ...launch.reach import local_host
 from ...orchestration.errors import MismatchError
@@ -32,10 +33,9 @@ def env(torchs: Handler) -> Handler:
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[tuple[Any, int, int]]:
         given = dict(parse_qsl(urlsplit(url).query))  # arguments of init_process_group
-        if "rank" in given or not is_launched():
+        if "rank" in given or not _is_in_job():
             yield from torchs(url, timeout=timeout, **more)
             return
-        current.init()
         session = current.current()
         if given.get("world_size", str(session.size)) != str(session.size):
             raise MismatchError(f"init_process_group is given world_size={given['world_size']}, but the launcher has "
@@ -46,9 +46,19 @@ def env(torchs: Handler) -> Handler:
     return handler
 
 
-def is_launched() -> bool:
-    """Whether this process is a rank of a job by another launcher's word. Raises `ConfigError` as `roles.detect`."""
-    return current.session() is not None or roles.detect(load({})).launcher != "single"
+def _is_in_job() -> bool:
+    """Join the job whose rank this process is by another launcher's word; return False if there is none.
+
+    Raises what `bpsfast.init` raises.
+    """
+    if current.session() is None:
+        settings = load({})
+        logs.configure(settings.log_level, "rank")
+        place = roles.detect(settings)
+        if place.launcher == "single":
+            return False
+        current.begin(place, settings)
+    return True
 
 
 def store_of(session: Session, timeout: timedelta) -> Any:
