@@ -13,6 +13,8 @@ from typing import BinaryIO, Protocol
 from .outlet import Outlet, is_one
 
 _TAIL_LINES = 200
+#: After which a line is cut that does not end.
+_LINE_NBYTES = 1 << 20
 #: What may wait for a reader before the job has to wait for it.
 _PENDING_NBYTES = 1 << 20
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
@@ -161,23 +163,31 @@ class Transcript:
     def __init__(self, head: str, show: Callable[[bytes], None], files: Sequence[BinaryIO], stamped: bool,
                  n_kept: int) -> None:
         self._head, self._write, self._files, self._stamped = head, show, files, stamped
-        self._rest = b""
+        self._rest = bytearray()
         self._cut_at_return = False
         self.tail: deque[bytes] = deque(maxlen=n_kept)
 
     def feed(self, data: bytes) -> None:
-        """Show the lines that *data* completes."""
+        """Show the lines that *data* completes; one that grows too long is cut."""
         if self._cut_at_return and data.startswith(b"\n"):
             data = data[1:]  # the other half of the end of a line that was shown
         self._cut_at_return = data.endswith(b"\r")
         # a progress bar rewrites its line by \r: each state becomes a line
-        lines = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = lines.pop()
+        first, *others = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest += first
+        lines: list[bytes] = []
+        if others:
+            lines = [bytes(self._rest), *others[:-1]]
+            self._rest = bytearray(others[-1])
+        if len(self._rest) >= _LINE_NBYTES:
+            lines.append(bytes(self._rest))
+            self._rest.clear()
         self._show(lines)
 
     def finish(self) -> None:
         """Show what is left without an end of line."""
-        rest, self._rest = self._rest, b""
+        rest = bytes(self._rest)
+        self._rest.clear()
         self._show([rest] if rest else [])
 
     def _show(self, lines: Sequence[bytes]) -> None:
