@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from . import __version__, settings
-from .commands import LazyGroup, host_options
+from .commands import LazyGroup, bench_options, host_options
 from .commands.assignments import overrides, set_option
 from .commands.exits import errors_in_words
 from .orchestration.errors import ConfigError
@@ -123,23 +122,8 @@ def bench() -> None:
     """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce."""
 
 
-def _result_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """Refuse a result file that cannot be written, before minutes of measuring."""
-    if value is not None:
-        try:
-            Path(value).open("a").close()
-        except OSError as exc:
-            raise click.BadParameter(f"{value} cannot be written: {exc.strerror}", context, option) from None
-    return value
-
-
-_JSON_OPTION = click.option("--json", "json_path", type=click.Path(dir_okay=False), callback=_result_file,
-                            help="Write raw samples here.")
-
-
 @bench.command("kernels")
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
+@bench_options.result(quick="Fewer sizes and samples.")
 @errors_in_words
 def bench_kernels(json_path: str | None, quick: bool) -> None:
     """Sums per second of each kernel against C, NumPy and torch."""
@@ -155,8 +139,7 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Fewer sizes and samples.")
+@bench_options.result(quick="Fewer sizes and samples.")
 @errors_in_words
 def bench_push_pull(**options: Any) -> None:
     """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
@@ -169,9 +152,8 @@ def bench_push_pull(**options: Any) -> None:
 @bench.command("post")
 @click.option("--nodes", "n_nodes", type=click.IntRange(1, 2), help="Nodes of the two ranks.  [default: 1, then 2]")
 @click.option("--sizes", help="Bytes of a message.  [default: 8,4K,64K,1M,16M,64M]", metavar="N,N")
-@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 5]")
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Two sizes, one turn.")
+@bench_options.rounds("each contestant", default=5)
+@bench_options.result(quick="Two sizes, one turn.")
 @errors_in_words
 def bench_post(**options: Any) -> None:
     """A message from rank to rank and back, beside gloo's send and recv."""
@@ -183,9 +165,8 @@ def bench_post(**options: Any) -> None:
 @bench.command("optimum")
 @click.option("--sets", help="Which cells: equal, full, unequal, models.  [default: all]", metavar="NAME[,NAME]")
 @click.option("--workers", help="Workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
-@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each contestant.  [default: 3]")
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Fewer cells and turns.")
+@bench_options.rounds("each contestant", default=3)
+@bench_options.result(quick="Fewer cells and turns.")
 @errors_in_words
 def bench_optimum(**options: Any) -> None:
     """Steps on real packets beside the model: n workers and k helpers, each a network namespace. Needs root."""
@@ -201,9 +182,8 @@ def bench_optimum(**options: Any) -> None:
 @click.option("--ratio", type=click.FloatRange(0, min_open=True),
               help="Seconds of computing for each of communication.  [default: 0.75]")
 @click.option("--ways", help="fifo|priority, crossing|DDP gloo|...  [default: all]", metavar="NAME[|NAME]")
-@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each way.  [default: 3]")
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Three ways, one turn.")
+@bench_options.rounds("each way", default=3)
+@bench_options.result(quick="Three ways, one turn.")
 @errors_in_words
 def bench_schedule(**options: Any) -> None:
     """Training by urgency and without a barrier against order of arrival, and against DDP over gloo. Needs root."""
@@ -216,9 +196,8 @@ def bench_schedule(**options: Any) -> None:
 @click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
 @click.option("--sizes", help="Of the collectives.  [default: 1K,16K,256K,4M,64M]", metavar="N[,N]")
 @click.option("--operations", help="Which collectives, '' for none.  [default: all]", metavar="NAME[,NAME]")
-@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each backend.  [default: 5]")
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Fewer sizes, one turn.")
+@bench_options.rounds("each backend", default=5)
+@bench_options.result(quick="Fewer sizes, one turn.")
 @errors_in_words
 def bench_ddp(**options: Any) -> None:
     """DistributedDataParallel and torch's collectives by the backend "bpsfast" beside gloo. Needs torch."""
@@ -229,8 +208,8 @@ def bench_ddp(**options: Any) -> None:
 
 @bench.command("autotune")
 @click.option("--starts", help="Bad partition_bytes to begin with.  [default: 64000,65536000]", metavar="N[,N]")
-@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of what was chosen and the grid's best.  [default: 3]")
-@_JSON_OPTION
+@bench_options.rounds("what was chosen and the grid's best", default=3)
+@bench_options.result()
 @errors_in_words
 def bench_autotune(**options: Any) -> None:
     """Tuning inside training, from bad settings, beside a grid of settings. Needs root and torch; ten minutes."""
@@ -249,8 +228,7 @@ def bench_autotune(**options: Any) -> None:
 @click.option("--at-most-s", type=click.FloatRange(0, min_open=True),
               help="Give up by then where other programs disturb.  [default: 600 for each load]")
 @click.option("--window-s", type=click.FloatRange(0, min_open=True), help="Length of a window.  [default: 1]")
-@_JSON_OPTION
-@click.option("--quick", is_flag=True, help="Fewer windows.")
+@bench_options.result(quick="Fewer windows.")
 @errors_in_words
 def bench_neighbour(**options: Any) -> None:
     """Step time of another job on this machine while a helper with a quota serves, and while it is idle."""
@@ -266,7 +244,7 @@ def bench_neighbour(**options: Any) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the control connection.  [default: 7810]")
 @click.option("--devices", metavar="A[,B]", help="RDMA device of this end; with both ends here, of the service, too.")
 @click.option("--models", metavar="NAME[/N],...", help="vgg19, resnet50, inception-bn; /N: 1/N of every tensor.")
-@click.option("--rounds", "n_rounds", type=_COUNT, help="Turns of each rung.  [default: 5]")
+@bench_options.rounds("each rung", default=5)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write raw samples here.")
 @click.option("--quick", is_flag=True, help="One round, small fractions of the lists.")
 @errors_in_words

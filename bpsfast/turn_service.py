@@ -5,7 +5,6 @@ gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
 """
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -27,6 +26,7 @@ from .orchestration.errors import (
 )
 from .orchestration.turn_line import FollowerLine, LeaderLine
 from .orchestration.turns import Entry, Follower, Leader
+from .wake_up import WakeUp
 
 log = logging.getLogger("bpsfast")
 
@@ -83,9 +83,13 @@ class TurnService:
         self.size = size
         self._timeout_s = timeout_s
         self._role: Leader | Follower = Leader(credit_nbytes) if rank == 0 else Follower()
-        self._wake = -1
         self._line = self._meet(agree, host)
-        self._lock = threading.Lock()  # of what both threads write: role, open operations, error, closing, wake
+        try:
+            self._wake = WakeUp()
+        except OSError:
+            self._line.close()
+            raise
+        self._lock = threading.Lock()  # of what both threads write: role, open operations, error, closing
         self._open: dict[tuple[str, int], _Operation] = {}
         self._ended: deque[tuple[_Operation, BaseException | None]] = deque()
         self._error: BpsError | None = None
@@ -96,7 +100,6 @@ class TurnService:
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="bpsfast-turns", daemon=True)
         try:
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             if rank != 0:
                 self._line.tell(says.Hello(rank))
             self._thread.start()
@@ -126,10 +129,7 @@ class TurnService:
 
     def _free(self) -> None:
         self._line.close()
-        with self._lock:
-            if self._wake >= 0:
-                os.close(self._wake)
-                self._wake = -1
+        self._wake.close()
 
     def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
         """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end.
@@ -151,7 +151,7 @@ class TurnService:
             self._role.give(entry, priority)
             self._open[entry.key] = _Operation(entry, begin, on_done)
             self._progress = time.monotonic()
-        self._notify()
+        self._wake.ring()
 
     def close(self) -> None:
         """Wait for what was given here, on rank 0 for all ranks to close, and end the thread. Again: does nothing.
@@ -165,7 +165,7 @@ class TurnService:
             if not self._closing:
                 self._closing = True
                 self._progress = time.monotonic()
-        self._notify()
+        self._wake.ring()
         self._thread.join()
         if self._unheard is not None:
             unheard, self._unheard = self._unheard, None
@@ -176,17 +176,12 @@ class TurnService:
     def _finished(self, operation: _Operation, error: BaseException | None) -> None:
         """Note an operation's end. Any thread."""
         self._ended.append((operation, error))
-        self._notify()
-
-    def _notify(self) -> None:
-        with self._lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+        self._wake.ring()
 
     def _run(self) -> None:
         try:
             while not self._is_over():
-                self._line.wait(self._wake, min(_TICK_S, self._timeout_s))
+                self._line.wait(self._wake.fileno(), min(_TICK_S, self._timeout_s))
                 self._turn(time.monotonic())
         except BpsError as exc:
             self._end(exc)
@@ -224,8 +219,7 @@ class TurnService:
                                     "word")
 
     def _turn(self, now: float) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        self._wake.clear()
         while self._ended:
             self._conclude(*self._ended.popleft())
             self._progress = now

@@ -21,7 +21,7 @@ def editions(n, retires):
                        edition_of=f"editions {retires}")
             for name, size in zip(names, sizes)])
         units = list({session.tensors.unit(name) for name in names})
-        regions = [session.allocate(unit.nbytes) for unit in units]
+        regions = [session.memory.allocate(unit.nbytes) for unit in units]
         for step in range(2):
             for unit, region in zip(units, regions):
                 region.array.view("f4")[:] = number + step + bpsfast.rank()
@@ -35,7 +35,7 @@ def editions(n, retires):
         if retires:
             session.retire(units)
             for region in regions:
-                session.release(region)
+                session.memory.release(region)
         bpsfast.barrier()
         stats = bpsfast.counters()
         counts.append((stats["memory_segments"], stats["registrations"], len(os.listdir("/proc/self/fd")),

@@ -27,8 +27,8 @@ class Office:
         return SimpleNamespace(
             rank=rank, size=size, node=rank if far else 0, n_nodes=size if far else 1, settings=self.settings,
             place=SimpleNamespace(job_key=KEY, scheduler=("127.0.0.1", 1)), pid=os.getpid(), require_open=lambda: None,
-            port=SimpleNamespace(check=self._check), publish=self._publish, lookup=self._lookup,
-            withdraw=lambda prefix: None)
+            port=SimpleNamespace(check=self._check), notices=SimpleNamespace(
+                publish=self._publish, lookup=self._lookup, withdraw=lambda prefix: None))
 
     def _check(self) -> None:
         if self.aborted is not None:

@@ -56,7 +56,7 @@ class Job:
     def total(self, name: str) -> float:
         """Return the sum of all ranks' numbers, each plus one."""
         self.session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(1000,), average=False)])
-        region = self.session.allocate(4000)
+        region = self.session.memory.allocate(4000)
         region.array.view(np.float32)[:] = RANK + 1
         unit = self.session.tensors.unit(name)
         round = unit.push(region.address, 4000)

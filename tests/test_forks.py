@@ -72,7 +72,7 @@ def fork_beside_waits():
         os.sched_yield()
     reader, writer = os.pipe()
     unit = session.tensors._units["beside"]
-    with session._mailbox._condition, session._lock, session.tensors._lock, session.port._lock:
+    with session._mailbox._condition, session._lock, session.memory._lock, session.tensors._lock, session.port._lock:
         child = os.fork()
         if child == 0:
             calls = (deferred.wait, deferred.done, lambda: unit.wait(unit.round, 40), lambda: total("beside"),

@@ -65,7 +65,7 @@ def test_small_tensors_are_one_round(three):
 def in_the_segment():
     g = Gradients(LAYERS, prefix="segment ")
     session = current.current()
-    return all(session.locate(g[name].ctypes.data, g[name].nbytes) is not None for name in g)
+    return all(session.memory.locate(g[name].ctypes.data, g[name].nbytes) is not None for name in g)
 
 
 def test_arrays_lie_in_the_segment(three):

@@ -82,7 +82,7 @@ def views_last():
         x[:] = step + 1
         views.append(bpsfast.push_pull(x, True, "views"))
     kept = [float(view[3, 3]) for view in views]
-    inside = current.current().locate(x.ctypes.data, x.nbytes) is not None
+    inside = current.current().memory.locate(x.ctypes.data, x.nbytes) is not None
     return kept, inside, views[0].base is not None
 
 

@@ -5,20 +5,9 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from tests.hvd_ranks import of_shapes
 
-SHAPES = [(1,), (2,), (3,), (2, 2)]
-
-
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: "+".join(map(str, shape)))
-def ranks(request, shared_job):
-    job = shared_job(ranks=request.param, transport="tcp")
-    job.run(begin)
-    return job
-
-
-def begin():
-    torch.set_num_threads(1)
-    hvd.init()
+ranks = of_shapes((1,), (2,), (3,), (2, 2))
 
 
 def barriers():

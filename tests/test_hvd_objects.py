@@ -5,18 +5,9 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from tests.hvd_ranks import of_shapes
 
-
-@pytest.fixture(scope="module", params=[(1,), (2,), (2, 1), (4,)], ids=lambda shape: "+".join(map(str, shape)))
-def ranks(request, shared_job):
-    job = shared_job(ranks=request.param, transport="tcp", fusion_bytes=1 << 20)
-    job.run(begin)
-    return job
-
-
-def begin():
-    torch.set_num_threads(1)
-    hvd.init()
+ranks = of_shapes((1,), (2,), (2, 1), (4,), fusion_bytes=1 << 20)
 
 
 def objects():

@@ -7,24 +7,12 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from tests.hvd_ranks import of_shapes
 
-SHAPES = [(1,), (2,), (3,), (4,), (1, 1), (2, 1), (2, 2)]
+ranks = of_shapes((1,), (2,), (3,), (4,), (1, 1), (2, 1), (2, 2))
 REDUCED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
            torch.int64, torch.uint8]
 MOVED = [*REDUCED, torch.bool, torch.complex64]
-
-
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: "+".join(map(str, shape)))
-def ranks(request, shared_job):
-    """A job of one or two nodes that has called `hvd.init`."""
-    job = shared_job(ranks=request.param, transport="tcp")
-    job.run(begin)
-    return job
-
-
-def begin():
-    torch.set_num_threads(1)
-    hvd.init()
 
 
 def check(job, function, *arguments):

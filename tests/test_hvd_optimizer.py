@@ -7,25 +7,14 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from tests.hvd_ranks import begun, of_shapes
 
-
-@pytest.fixture(scope="module", params=[(1,), (2,), (3,), (2, 2)], ids=lambda shape: "+".join(map(str, shape)))
-def ranks(request, shared_job):
-    job = shared_job(ranks=request.param, transport="tcp")
-    job.run(begin)
-    return job
+ranks = of_shapes((1,), (2,), (3,), (2, 2))
 
 
 @pytest.fixture
 def pair(shared_job):
-    job = shared_job(ranks=(2,), transport="tcp", fusion_bytes=64)
-    job.run(begin)
-    return job
-
-
-def begin():
-    torch.set_num_threads(1)
-    hvd.init()
+    return begun(shared_job(ranks=(2,), transport="tcp", fusion_bytes=64))
 
 
 class Net(torch.nn.Module):

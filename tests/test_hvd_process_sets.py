@@ -7,18 +7,9 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from tests.hvd_ranks import of_shapes
 
-
-@pytest.fixture(scope="module", params=[(2,), (3,), (4,), (2, 2)], ids=lambda shape: "+".join(map(str, shape)))
-def ranks(request, shared_job):
-    job = shared_job(ranks=request.param, transport="tcp")
-    job.run(begin)
-    return job
-
-
-def begin():
-    torch.set_num_threads(1)
-    hvd.init()
+ranks = of_shapes((2,), (3,), (4,), (2, 2))
 
 
 def every_operation():

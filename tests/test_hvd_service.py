@@ -11,18 +11,12 @@ import torch
 
 import bpsfast.hvd as hvd
 from bpsfast.orchestration.errors import MismatchError
-
-
-def begin():
-    torch.set_num_threads(1)
-    hvd.init()
+from tests.hvd_ranks import begin, begun
 
 
 @pytest.fixture
 def pair(shared_job):
-    job = shared_job(ranks=(2,))
-    job.run(begin)
-    return job
+    return begun(shared_job(ranks=(2,)))
 
 
 def mismatches():

@@ -230,7 +230,7 @@ def where_gradients_live(set_to_none):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(net, step, bps.rank()).backward()
         optimizer.step()
-        inside.append(all(session.locate(p.grad.data_ptr(), 4) is not None for p in net.parameters()))
+        inside.append(all(session.memory.locate(p.grad.data_ptr(), 4) is not None for p in net.parameters()))
     return inside
 
 

@@ -118,7 +118,7 @@ class Pipe:
         """Give it up; what it uses is free when all members have. No call may be under way on any member."""
         region = self.unit.staging
         self.unit.session.retire([self.unit])
-        self.unit.session.release(region)
+        self.unit.session.memory.release(region)
 
 
 def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, bore: Bore) -> TensorSpec:

@@ -39,7 +39,7 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
     if len(ranks) == 1:
         return None
     if session.rank != first:
-        notice = session.lookup(title, session.settings.timeout_s, f"rank {first}")
+        notice = session.notices.lookup(title, session.settings.timeout_s, f"rank {first}")
         found = msgspec.msgpack.decode(notice, type=_Meeting)
         if found.error:
             raise ConfigError(f"rank {first} cannot be reached by ranks {list(ranks[1:])}: {found.error}")
@@ -49,10 +49,10 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         host = _own_host(session)
         line = listen(key)
     except ConfigError as exc:
-        session.publish(title, msgspec.msgpack.encode(_Meeting(error=str(exc))))
+        session.notices.publish(title, msgspec.msgpack.encode(_Meeting(error=str(exc))))
         raise
     try:
-        session.publish(title, msgspec.msgpack.encode(_Meeting(host, line.port, key)))
+        session.notices.publish(title, msgspec.msgpack.encode(_Meeting(host, line.port, key)))
     except BaseException:
         line.close()
         raise

@@ -5,7 +5,6 @@ an operation does is the executor's: the service only keeps the order, the deadl
 """
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -19,6 +18,7 @@ from ..orchestration import errors, negotiation_line as says
 from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
 from ..orchestration.negotiation import Coordinator, Request, Response
 from ..orchestration.negotiation_line import FollowerLine, LeaderLine
+from ..wake_up import WakeUp
 from .errors import internal
 
 log = logging.getLogger("bpsfast.hvd")
@@ -98,7 +98,7 @@ class Service:
         self._timeout_s = timeout_s
         leads = rank == self.ranks[0]
         self._coordinator = Coordinator(ranks, fusion_nbytes, warn_s, timeout_s) if leads else None
-        self._lock = threading.Lock()  # of what both threads write: open operations, outbox, names, error, wake
+        self._lock = threading.Lock()  # of what both threads write: open operations, outbox, names, error
         self._open: dict[str, Operation] = {}
         self._outbox: list[Request] = []
         self._unnamed: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Service:
         #: Hears of negotiated and executed responses: (response, this rank's operations, when begun, when over). Who
         #: raises hears no more.
         self.observer: Callable[[Response, list[Operation | None], float, float], None] | None = None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._thread = threading.Thread(target=self._run, name="bpsfast-hvd", daemon=True)
         try:
             if isinstance(line, FollowerLine):
@@ -145,7 +145,7 @@ class Service:
                 raise internal(BusyError(f"{_DUPLICATE} ({operation.request.name})"))
             self._open[operation.request.name] = operation
             self._outbox.append(operation.request)
-        self._notify()
+        self._wake.ring()
         return operation
 
     def close(self, reason: str = "") -> bool:
@@ -157,14 +157,9 @@ class Service:
         with self._lock:
             self._closing = True
             self._reason = self._reason or reason
-        self._notify()
+        self._wake.ring()
         self._thread.join(_GOODBYE_S)
         return not self._thread.is_alive()
-
-    def _notify(self) -> None:
-        with self._lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -187,13 +182,12 @@ class Service:
 
     def _sleep(self) -> None:
         if self._line is not None and not self._leader_has_left:
-            self._line.wait(self._wake, _TICK_S)
+            self._line.wait(self._wake.fileno(), _TICK_S)
         else:
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
             poll.poll(_TICK_S * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        self._wake.clear()
 
     def _turn(self, now: float) -> None:
         with self._lock:
@@ -307,10 +301,7 @@ class Service:
     def _free(self) -> None:
         if self._line is not None:
             self._line.close()
-        with self._lock:
-            if self._wake >= 0:
-                os.close(self._wake)
-                self._wake = -1
+        self._wake.close()
 
 
 def _error_of(message: says.Failed) -> BpsError:

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import zmq
+
+from ..wake_up import WakeUp
 
 
 class EventLoop:
@@ -27,10 +27,8 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
-        self._closing = threading.Lock()
-        self.watch(self._wake_fd, self._run_calls)
+        self._wake = WakeUp()
+        self.watch(self._wake.fileno(), self._run_calls)
 
     def watch(self, what: int | zmq.Socket[bytes], handler: Callable[[], None]) -> None:
         """Call *handler* whenever *what* (a descriptor or a ZeroMQ socket) is readable or at its end."""
@@ -49,9 +47,7 @@ class EventLoop:
     def call_soon(self, handler: Callable[[], None]) -> None:
         """Call *handler* in the loop's thread as soon as possible. Any thread; nothing happens once it is closed."""
         self._calls.append(handler)
-        with self._closing:  # the number of a closed descriptor may be another one's
-            if not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
+        self._wake.ring()
 
     def run_once(self, timeout_s: float) -> None:
         """Wait at most *timeout_s* for something to happen and call its handlers."""
@@ -67,12 +63,9 @@ class EventLoop:
 
     def close(self) -> None:
         """Close the loop's own descriptor. Watched ones are their owners'."""
-        if not self._closed:
-            self._handlers.clear()
-            self._timers.clear()
-            with self._closing:
-                self._closed = True
-                os.close(self._wake_fd)
+        self._handlers.clear()
+        self._timers.clear()
+        self._wake.close()
 
     def _call(self, handler: Callable[[], None]) -> None:
         try:
@@ -81,6 +74,6 @@ class EventLoop:
             self._on_error(exc)
 
     def _run_calls(self) -> None:
-        os.eventfd_read(self._wake_fd)
+        self._wake.clear()
         while self._calls:
             self._call(self._calls.popleft())

@@ -83,7 +83,7 @@ class Meeting:
             self._address = self._listen()
             for listener in self.listeners:
                 listener.setblocking(False)
-            session.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
+            session.notices.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
         except BaseException:
             for listener in self.listeners:
                 listener.close()
@@ -207,8 +207,8 @@ class Meeting:
             self._failed(rank, PeerLostError(f"rank {session.rank} cannot connect to rank {rank}: {exc}"))
 
     def _find(self, rank: int) -> Address:
-        data = self._session.lookup(_key_of(rank), self._session.settings.timeout_s, f"rank {rank}",
-                                    lambda: self._closed)
+        data = self._session.notices.lookup(_key_of(rank), self._session.settings.timeout_s, f"rank {rank}",
+                                            lambda: self._closed)
         try:
             return msgspec.msgpack.decode(data, type=Address)
         except msgspec.MsgspecError as exc:

@@ -321,7 +321,7 @@ class Post:
             for peer in self._peers.values():
                 peer.leave(error)
         try:
-            self._session.withdraw(f"post:{self.rank}:")
+            self._session.notices.withdraw(f"post:{self.rank}:")
             self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _GOODBYE_S)
         except BpsError:
             log.debug("the job is over: nobody is waited for")

@@ -5,4 +5,5 @@
     broadcaster   broadcast                      unit         input, rounds and result of one tensor or group
     tensor_input  what users pass -> an address  guarded_port the native port, with errors that say who is to blame
     attachment    how a rank joins its node      mailbox      the socket to it
+    memory        segments and input memory      notice_board what all ranks may look up
 """

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..orchestration.errors import BpsError
 from ..orchestration.messages import MemberPlan, TensorSpec
-from .unit import Region, Unit
+from .memory import Region
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .session import Session
@@ -88,7 +89,7 @@ class Edition:
                 homeless.append(unit)
         rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in homeless]
         if homeless:  # one request for all: one segment
-            memory, offset = self._session.allocate(sum(rounded)), 0
+            memory, offset = self._session.memory.allocate(sum(rounded)), 0
             self._own.append(memory)
             for unit, nbytes in zip(homeless, rounded):
                 unit.adopt_staging(memory.part(offset, nbytes))
@@ -129,7 +130,7 @@ class Edition:
         self._session.retire(units)
         if not keeps_input:
             for memory in self._own:
-                self._session.release(memory)
+                self._session.memory.release(memory)
 
 
 def _block(unit: Unit, homes: Sequence[Home | None]) -> Region | None:

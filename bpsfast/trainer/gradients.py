@@ -23,8 +23,9 @@ from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
 from . import current as process
 from .edition import Cut, Edition
+from .memory import Region
 from .tuner import Tuner
-from .unit import Region, Unit
+from .unit import Unit
 
 
 class Gradients:

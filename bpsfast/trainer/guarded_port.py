@@ -22,7 +22,8 @@ from .patience import Patience
 from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
-    from .unit import Region, Unit
+    from .memory import Region
+    from .unit import Unit
 
 #: A wait sleeps at most this long before it looks whether the session was closed by another thread.
 _SLICE_S = 0.5

@@ -245,7 +245,7 @@ def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any
     """Return where the result of *source* is copied and what the caller gets; None, None: a view of shared memory."""
     if out is not None:
         return _output(out, source), out
-    if source.nbytes and process.current().locate(source.address, source.nbytes) is not None:
+    if source.nbytes and process.current().memory.locate(source.address, source.nbytes) is not None:
         return None, None
     fresh = np.empty(source.shape, TABLE[source.dtype].numpy)
     return tensor_input(fresh), fresh
@@ -294,5 +294,5 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32") -> np.ndarray[An
     row = TABLE[wire_name(dtype)]
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
-    region = process.current().allocate(max(nbytes, 1))
+    region = process.current().memory.allocate(max(nbytes, 1))
     return region.array[:nbytes].view(row.numpy).reshape(shape)

@@ -1,13 +1,12 @@
 """A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
 
-A session knows the segments that were shared; `Tensors` knows the names and units. Waits on rounds are native
-(`GuardedPort`); the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred.
-`current` holds the one session of a process.
+`Memory` knows the segments that were shared, `Tensors` the names and units. Waits on rounds are native (`GuardedPort`);
+the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred. `current` holds the
+one session of a process.
 """
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import threading
@@ -15,21 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..holes import Holes
-from ..orchestration import notices
-from ..orchestration.errors import (
-    BpsError,
-    BusyError,
-    CapacityError,
-    ClosedError,
-    PeerLostError,
-    ProtocolError,
-    StallError,
-)
+from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
-    Allocate,
     Allocated,
     Ask,
     BarrierDone,
@@ -43,18 +29,14 @@ from ..orchestration.messages import (
     Found,
     LagAnswer,
     LagQuestion,
-    Lookup,
     Message,
-    Publish,
     Refuse,
     Retire,
     SegmentShared,
     StallAnswer,
     Told,
     UnitReady,
-    Withdraw,
 )
-from ..pyx.pages import Segment
 from ..pyx.port import Port
 from ..settings import Settings
 from ..trace.records import RECORD, limits
@@ -62,10 +44,13 @@ from .attachment import Attachment, error_of
 from .guarded_port import GuardedPort
 from .inquiry import Inquiry
 from .mailbox import Mailbox
+from .memory import Memory
+from .notice_board import NoticeBoard
+from .questions import Questions
 from .stall_inspector import StallInspector
 from .step_clock import StepClock
 from .tensors import Tensors
-from .unit import Region, Unit
+from .unit import Unit
 
 if TYPE_CHECKING:
     from ..post import Post
@@ -74,9 +59,6 @@ if TYPE_CHECKING:
 
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
-#: How much longer than the scheduler a rank waits for its word on a notice.
-_FINDING_S = 5.0
-_GIVEN_UP = Found(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
 #: A killed process closes its sockets just before its pidfd fires.
 _DYING_S = 0.5
 
@@ -110,24 +92,18 @@ class Session:
         self._retired_nbytes = 0  # pushed by units that are retired
         self.clock = StepClock(
             port, lambda: self._retired_nbytes + sum(unit.round * unit.nbytes for unit in self.tensors.units()))
+        self.memory = Memory(self.rank, settings.timeout_s, self.require_open, lambda: self._mailbox)
+        self._questions = Questions(settings.timeout_s, self.require_open, lambda: self._mailbox)
+        self.notices = NoticeBoard(self.rank, self._questions, self.require_open, lambda: self._mailbox)
         self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
                                self.inquiry, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
                                 self.inspector, self.tensors.look_for_commits, self._node_lost)
         self._lock = threading.RLock()
-        self._segments: dict[tuple[str, int], Segment] = {}
-        self._inputs: list[tuple[int, Segment]] = []
-        self._free: dict[int, Holes] = {}  # by input segment: what was released
         self.repeats: dict[str, Repeat] = {}
         self.n_stores = 0  # made for torch (`torch.backend.launched`)
         self.n_groups: Counter[tuple[int, ...]] = Counter()  # made of the same ranks in the same order (`collective`)
         self.n_users: Counter[str] = Counter()  # name on the wire -> how many `Gradients` push it
-        self._asked: list[int] = []  # requests for memory that have no answer yet: they are answered in order
-        self._allocated: dict[int, Allocated | BpsError] = {}
-        self._unmapped: CapacityError | None = None
-        self._not_mapped: dict[tuple[str, int], tuple[SegmentShared, int]] = {}  # with their descriptors
-        self._told: dict[int, Message] = {}
-        self._requests = 0
         self._barriers_entered = 0
         self._barriers_done = 0
         self.order: dict[str, int] = {}  # of names: the place at which `bpsfast.torch.declare` was told of them
@@ -137,57 +113,6 @@ class Session:
         self._post_lock = threading.Lock()
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
                                 self._node_lost)
-
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def allocate(self, nbytes: int) -> Region:
-        """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
-
-        It stays this rank's until the session ends, or until it is released.
-
-        Raises
-        ------
-        CapacityError
-            If the machine cannot hold it.
-        """
-        self.require_open()
-        with self._lock:
-            for number, holes in self._free.items():
-                offset = holes.take(_rounded(nbytes))
-                if offset is not None:
-                    return self._region(number, offset, nbytes)
-            self._requests += 1
-            request = self._requests
-            self._asked.append(request)
-            self._mailbox.send(Allocate(request=request, nbytes=nbytes))
-        answer = self._mailbox.wait(lambda: self._allocated.pop(request, None), self.settings.timeout_s)
-        if answer is None:
-            raise StallError(f"the node did not answer a request for {nbytes} bytes within "
-                             f"{self.settings.timeout_s:g} s")
-        if isinstance(answer, BpsError):
-            raise answer
-        segment = self._segments.get(("rank", answer.segment))
-        if segment is None:
-            raise self._unmapped or ProtocolError(f"the node answered with segment {answer.segment}, which it has not "
-                                                  "shared")
-        return self._region(answer.segment, answer.offset, nbytes)
-
-    def _region(self, number: int, offset: int, nbytes: int) -> Region:
-        segment = self._segments["rank", number]
-        array = np.frombuffer(segment, np.uint8, nbytes, offset)  # type: ignore[call-overload]
-        return Region(array, number, offset, segment.address + offset)
-
-    def release(self, region: Region) -> None:
-        """Take back what `allocate` returned: nobody writes there any more, and all rounds pushed from it are over."""
-        with self._lock:
-            self._free.setdefault(region.segment, Holes()).give(region.offset, _rounded(region.array.nbytes))
-
-    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Return (segment, offset) if these bytes lie in one of this rank's input segments."""
-        for number, segment in self._inputs:
-            if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
-                return number, address - segment.address
-        return None
 
     # -- the job ---------------------------------------------------------------------------------------------------
 
@@ -253,125 +178,36 @@ class Session:
 
     def ask_node(self) -> Told:
         """Return what this machine's node has counted."""
-        told = self._ask(lambda request: Ask(request=request), "the node did not tell its counters")
+        told = self._questions.ask(lambda request: Ask(request=request), "the node did not tell its counters")
         assert isinstance(told, Told)
         return told
 
     def ask_lags(self) -> LagAnswer:
         """Return how late the ranks of the whole job were: nodes that do not answer in a second or two are named."""
-        answer = self._ask(lambda request: LagQuestion(rank=self.rank, question=request),
-                           "node or scheduler did not tell who is late")
+        answer = self._questions.ask(lambda request: LagQuestion(rank=self.rank, question=request),
+                                     "node or scheduler did not tell who is late")
         assert isinstance(answer, LagAnswer)
         return answer
-
-    def publish(self, key: str, value: bytes) -> None:
-        """Leave a notice for all ranks to find, instead of one of the same *key* that this rank has left before.
-
-        Once this returns, every `lookup` finds it. It stays until it is withdrawn, also after this rank has left.
-
-        Raises
-        ------
-        ConfigError, CapacityError
-            If the key is empty or too long; if the value, or all that this rank has published, is too much.
-        MismatchError
-            If another rank has published under this key.
-        """
-        notices.check(key, value)
-        self._find(lambda question: Publish(rank=self.rank, question=question, key=key, value=value),
-                   f"did not take notice {key!r}", 0.0)
-
-    def withdraw(self, prefix: str) -> None:
-        """Take back this rank's notices whose keys begin with *prefix*. Not waited for."""
-        self.require_open()
-        self._mailbox.send(Withdraw(rank=self.rank, prefix=prefix))
-
-    def lookup(self, key: str, timeout_s: float, who: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
-        """Return the value of notice *key*, as soon as somebody has published it.
-
-        Parameters
-        ----------
-        who
-            Whose notice it is, for errors. Called "rank 3", it is not waited for once that rank has left the job.
-        given_up
-            Asked now and then whether this still matters to anybody.
-
-        Raises
-        ------
-        StallError
-            If it was not published within *timeout_s* seconds, or *who* has left without it.
-        ClosedError
-            If it was *given_up*.
-        """
-        notices.check(key)
-        found = self._find(lambda question: Lookup(rank=self.rank, question=question, key=key, timeout_s=timeout_s,
-                                                   who=who), f"did not say whether {who} published {key!r}", timeout_s,
-                           given_up)
-        return found.value
-
-    def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
-              given_up: Callable[[], bool] = lambda: False) -> Found:
-        found = self._ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S, given_up)
-        assert isinstance(found, Found)
-        if found.error:
-            raise error_of(found.error, found.reason)
-        return found
-
-    def _ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
-             given_up: Callable[[], bool] = lambda: False) -> Message:
-        """Return the answer to a question; *timeout_s* 0: the setting."""
-        timeout_s = timeout_s or self.settings.timeout_s
-        self.require_open()
-        with self._lock:
-            self._requests += 1
-            request = self._requests
-        self._mailbox.send(question(request))
-        told = self._mailbox.wait(lambda: self._told.pop(request, None) or (_GIVEN_UP if given_up() else None),
-                                  timeout_s)
-        if told is None:
-            raise StallError(f"{trouble} within {timeout_s:g} s")
-        return told
 
     def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
         """Enter one message of the node into the tables. Called by the mailbox, one message at a time."""
         match message:
-            case SegmentShared():
-                self._map(message, fds[0])
-            case Allocated():
-                self._asked.remove(message.request)
-                self._allocated[message.request] = message
+            case SegmentShared() | Allocated() | Refuse():
+                self.memory.receive(message, fds)
             case Declared():
                 self._commit(message.units)
             case DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
-            case Refuse():
-                self._allocated[self._asked.pop(0)] = error_of(message.error, message.reason)
             case StallAnswer() | Departed():
                 self.inquiry.receive(message)
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
-                self._told[message.request] = message
+                self._questions.receive(message.request, message)
             case LagAnswer() | Found():
-                self._told[message.question] = message
+                self._questions.receive(message.question, message)
             case Detached():
                 self._released = True
-
-    def _map(self, message: SegmentShared, fd: int) -> None:
-        """Map a segment; if that fails, whoever needs it gets the error, which may be another thread than this."""
-        try:
-            segment = Segment.attach(fd, writable=message.owner == "rank")
-        except OSError as exc:
-            if message.owner == "rank":  # who has asked for it is told
-                os.close(fd)
-            else:
-                self._not_mapped[message.owner, message.segment] = message, fd
-            self._unmapped = CapacityError(f"rank {self.rank} cannot map a segment of {message.nbytes} bytes that its "
-                                           f"node shares with it: {exc}; raise the limit of its address space "
-                                           "(ulimit -v), or push less")
-            return
-        self._segments[message.owner, message.segment] = segment
-        if message.owner == "rank":
-            self._inputs = [*self._inputs, (message.segment, segment)]
 
     def _commit(self, units: Sequence[UnitReady]) -> None:
         """Enter units as tensors of this rank; those of an edition that cannot be mapped are given up at once.
@@ -383,25 +219,19 @@ class Session:
         for ready in units:
             try:
                 try:
-                    unit = Unit(self, ready, self._segments)
+                    unit = Unit(self, ready, self.memory.segments)
                 except ProtocolError:
-                    self._map_again()
-                    unit = Unit(self, ready, self._segments)
+                    self.memory.map_again()
+                    unit = Unit(self, ready, self.memory.segments)
             except ProtocolError as exc:
                 names = [member.name for member in ready.plan.members]
                 if self.tensors.are_edition(names):
                     given_up.append(ready.plan.unit)
-                self.tensors.refused(names, self._unmapped or exc)
+                self.tensors.refused(names, self.memory.unmapped or exc)
             else:
                 self.tensors.committed(unit)
         if given_up:
             self._mailbox.send(Retire(rank=self.rank, units=tuple(given_up)))
-
-    def _map_again(self) -> None:
-        """Try what could not be mapped before: there may be room now."""
-        again, self._not_mapped, self._unmapped = self._not_mapped, {}, None
-        for message, fd in again.values():
-            self._map(message, fd)
 
     def _node_lost(self) -> BpsError:
         """Return in words that the node has ended without having said why, or let this rank go."""
@@ -441,12 +271,7 @@ class Session:
         self._write_trace()
         self.tensors.forget()
         self.repeats.clear()
-        self._inputs = []
-        self._free.clear()
-        segments, self._segments = list(self._segments.values()), {}
-        for _, fd in self._not_mapped.values():
-            os.close(fd)
-        self._not_mapped.clear()
+        segments = self.memory.forget()
         if not self.port.close(_GOODBYE_S):
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
         self._attachment.close()
@@ -462,8 +287,3 @@ class Session:
             parts = {number: part for unit in self.tensors.units() for number, part in unit.titles().items()}
             trace.write(self.settings.trace_dir, f"rank {self.rank}", records, parts, trace.Origin(
                 node=self.node, rank=self.rank, full=len(records) >= self.settings.trace_capacity * RECORD.size))
-
-
-def _rounded(nbytes: int) -> int:
-    """Return *nbytes* as whole pages, which is what the node gives."""
-    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -167,7 +167,7 @@ class Tuner:
         unit = self._session.tensors.unit(self._name)
         staging = unit.staging
         self._session.retire([unit])
-        self._session.release(staging)
+        self._session.memory.release(staging)
         if self._pilot is not None:
             self._pilot.save()
 

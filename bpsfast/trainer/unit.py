@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..pyx.pages import Segment, Window
 from ..trace.records import Part
 
 if TYPE_CHECKING:
+    from .memory import Region
     from .session import Session
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
@@ -27,20 +27,6 @@ INPUT_ALIGNMENT = 64
 #: Least and most partitions on their way to the sum at once while a unit is streamed: while some are copied others are
 #: summed, and more would leave the cache.
 _WINDOW_PARTS = 2, 8
-
-
-@dataclass(frozen=True)
-class Region:
-    """Input memory of this rank: `array` is writable uint8 over it; `segment`, `offset` are how the node calls it."""
-
-    array: np.ndarray[Any, Any]
-    segment: int
-    offset: int
-    address: int
-
-    def part(self, offset: int, nbytes: int) -> Region:
-        """Return *nbytes* of this region from *offset* on."""
-        return Region(self.array[offset : offset + nbytes], self.segment, self.offset + offset, self.address + offset)
 
 
 class _Run(NamedTuple):
@@ -98,7 +84,7 @@ class Unit:
         """This rank's own input memory for the unit, allocated at the first use."""
         with self._lock:
             if self._staging is None:
-                self._staging = self.session.allocate(max(self.nbytes, 1))
+                self._staging = self.session.memory.allocate(max(self.nbytes, 1))
             return self._staging
 
     def adopt_staging(self, region: Region) -> None:
@@ -121,7 +107,7 @@ class Unit:
         """
         if nbytes != self.nbytes:
             raise ProtocolError(f"unit {self.name!r} has {self.nbytes} bytes, {nbytes} were pushed")
-        place = self.session.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 else None
+        place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 else None
         staging = self.staging if place is None and self.n_parts else None
         round = self._begin()
         if self.n_parts == 0:
@@ -139,7 +125,7 @@ class Unit:
 
         Raises as `push` and `wait`.
         """
-        place = self.session.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 and self.n_parts else None
+        place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 and self.n_parts else None
         if place is None or nbytes != self.nbytes:
             return None
         round = self._begin()
@@ -164,12 +150,12 @@ class Unit:
         session = self.session
         n_slots = window_parts(session.local_size)
         if (self.n_parts < 2 * n_slots or nbytes != self.nbytes or session.n_nodes + session.n_helpers > 1
-                or session.locate(source, nbytes) is not None):
+                or session.memory.locate(source, nbytes) is not None):
             return False
         deadline = time.monotonic() + timeout_s
         with self._lock:
             if self._window is None:
-                self._window = self._staging or session.allocate(n_slots * self.stride)
+                self._window = self._staging or session.memory.allocate(n_slots * self.stride)
             window = self._window
         round = self._begin()
         try:
@@ -245,7 +231,7 @@ class Unit:
         destination is then partly written.
         """
         deadline = time.monotonic() + timeout_s
-        if self.session.locate(address, nbytes) is not None:
+        if self.session.memory.locate(address, nbytes) is not None:
             # The destination is an input: it stays intact until the whole unit is complete (a lost peer may need it).
             self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
         runs = self._runs

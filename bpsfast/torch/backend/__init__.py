@@ -6,6 +6,7 @@
 registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autoload`).
 
     process_group   torch's calls -> a `collective.Group` and its conductor, or messages
+    base_group      who a group is, how its calls are started, how it ends
     work            what a call returns
     launched        env:// where the launcher is not torch's
     worlds          sessions, each made by the first group of its ranks

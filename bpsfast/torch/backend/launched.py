@@ -75,8 +75,8 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     if session.rank == 0:
         host = local_host(session.settings, session.place.scheduler[0])
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.publish(key, f"{host}:{store.port}".encode())
+        session.notices.publish(key, f"{host}:{store.port}".encode())
         return store
-    found = session.lookup(key, timeout.total_seconds(), "rank 0").decode()
+    found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

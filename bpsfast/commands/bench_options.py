@@ -1,0 +1,34 @@
+"""The options that benches share."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+
+def rounds(what: str, default: int) -> Callable[[Callable], Callable]:
+    """Add ``--rounds``, how many turns *what* gets, *default* without it; it arrives as the parameter *n_rounds*."""
+    return click.option("--rounds", "n_rounds", type=click.IntRange(1), help=f"Turns of {what}.  [default: {default}]")
+
+
+def result(quick: str = "") -> Callable[[Callable], Callable]:
+    """Add ``--json``, which arrives as the parameter *json_path*, and ``--quick`` if that says what it leaves out."""
+
+    def decorate(function: Callable) -> Callable:
+        if quick:
+            function = click.option("--quick", is_flag=True, help=quick)(function)
+        return click.option("--json", "json_path", type=click.Path(dir_okay=False), callback=_result_file,
+                            help="Write raw samples here.")(function)
+
+    return decorate
+
+
+def _result_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Refuse a result file that cannot be written, before minutes of measuring."""
+    if value is not None:
+        try:
+            Path(value).open("a").close()
+        except OSError as exc:
+            raise click.BadParameter(f"{value} cannot be written: {exc.strerror}", context, option) from None
+    return value

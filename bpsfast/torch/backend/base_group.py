@@ -1,0 +1,168 @@
+"""A torch process group without its calls: who it is, how a call is started and noted, how the group ends."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...collective.conductor import Conductor
+from ...collective.group import Group
+from ...orchestration.errors import BpsError
+from . import shim, worlds
+from .messages import Messages
+from .operands import Operand
+from .work import Work, torch_error
+
+_log = logging.getLogger("bpsfast.torch")
+
+#: After so long somebody wants to know what the end of a group waits for.
+_REMARK_S = 5.0
+#: How long an ended session's last call may take to come out of it.
+_GOODBYE_S = 10.0
+
+
+class BaseGroup(dist.ProcessGroup):
+    """Carries out calls by *group*, in their order. `ProcessGroup` has the calls, and says what holds for all of them.
+
+    *world* is left when the group ends.
+    """
+
+    def __init__(self, world: worlds.World, group: Group, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._world: worlds.World | None = world
+        self._group = group
+        self._messages = Messages(group)
+        self._conductor = Conductor(group.name)
+        self._coalesced: list[Work] | None = None
+        self._sequence = 0
+        self._names = {"name": group.name, "desc": "undefined"}
+
+    # -- who it is -------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return the name under which it is registered."""
+        return shim.NAME
+
+    name = _get_backend_name = getBackendName
+
+    def _set_group_name(self, name: str) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._names["desc"] = text
+
+    def getGroupName(self) -> str:
+        """Return what torch calls the group."""
+        return self._names["name"]
+
+    def getGroupDesc(self) -> str:
+        """Return what torch's user calls the group."""
+        return self._names["desc"]
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Sub-groups are made anew: nothing is gained by splitting."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether calls may be collected and waited for together."""
+        return True
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """torch asks for this; calls are counted from the start."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let calls from now on take *timeout* at most."""
+        self._group.timeout_s = timeout.total_seconds()
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _start(self, text: str, results: Sequence[torch.Tensor], opts: Any, run: Callable[[], None],
+               written: Sequence[Operand] = ()) -> Work:
+        self._sequence += 1
+        timeout_s = shim.timeout_of(opts, self._group.timeout_s)
+        work = Work(results, timeout_s, text)
+
+        def job() -> None:
+            with self._group.within(timeout_s):
+                run()
+            for each in written:
+                each.take_back()
+
+        inline = shim.is_waited_for(opts) and self._coalesced is None
+        try:
+            self._conductor.run(job, work.finish, inline)
+        except BpsError as exc:
+            raise torch_error(exc) from exc
+        return self._noted(work)
+
+    def _noted(self, work: Work) -> Work:
+        """Return *work*, which counts among coalesced ones if it is one of them and not well over."""
+        if self._coalesced is not None:
+            self._coalesced = [each for each in self._coalesced if not each.is_success()]
+            self._coalesced.append(work)
+        return work
+
+    def _message(self, begin: Callable[[], Work]) -> Work:
+        try:
+            work = begin()
+        except BpsError as exc:
+            raise torch_error(exc) from exc
+        return self._noted(work)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of calls from now on."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Return the one work of all that was collected."""
+        works, self._coalesced = self._coalesced or [], None
+        return self._start("coalesced calls", [], dist.BarrierOptions(), lambda: _wait_all(works))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End the group at once: calls under way fail, on all members if it is the last group of the job."""
+        self._end(0.0)
+
+    def shutdown(self) -> None:
+        """End the group, once its calls are over; at once while an exception is handled, as in a ``finally``.
+
+        Then the other members may never make the calls that are under way here: they wait for what this one has left
+        out, and shall be told that it is gone.
+        """
+        self._end(self._group.timeout_s if sys.exc_info()[1] is None else 0.0)
+
+    def _end(self, timeout_s: float) -> None:
+        world, self._world = self._world, None
+        if world is None:
+            return
+        ended = self._conductor.close(min(timeout_s, _REMARK_S))
+        if not ended and timeout_s > _REMARK_S:
+            _log.warning("group %r is destroyed, and its last call waits for other members: for %g s at most",
+                         self.group_name, timeout_s)
+            ended = self._conductor.close(timeout_s - _REMARK_S)
+        self._messages.close()
+        with contextlib.suppress(BpsError):  # of a job that is over there is nothing to give back
+            self._group.close()
+        worlds.quit(world)
+        if not ended:
+            self._conductor.close(_GOODBYE_S)
+
+
+def _wait_all(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,43 @@
+"""Messages of the rank that runs this, in short words: its post, what is sent and received, a ring of all ranks."""
+from __future__ import annotations
+
+import numpy as np
+
+import bpsfast
+from bpsfast.post import Post, pull
+from bpsfast.post.frames import EAGER_NBYTES
+from bpsfast.trainer import current
+
+SIZES = [0, 1, EAGER_NBYTES, EAGER_NBYTES + 1, 1 << 20, 50 << 20]
+
+
+def post() -> Post:
+    return current.current().post
+
+
+def send(x, to, tag=0, channel=1):
+    return post().send(channel, to, tag, x.ctypes.data, x.nbytes, x)
+
+
+def receive(x, source=None, tag=None, channel=1):
+    return post().receive(channel, source, tag, x.ctypes.data, x.nbytes, x)
+
+
+def pattern(nbytes, seed):
+    return (np.arange(nbytes, dtype=np.uint32) * 2654435761 + seed >> 7).astype(np.uint8)
+
+
+def ring(sizes, copies=True):
+    """Send to the next rank, receive from the one before."""
+    if not copies:
+        pull.can_read = lambda *token: False
+    me, size = bpsfast.rank(), bpsfast.size()
+    for nbytes in sizes:
+        theirs = np.zeros(nbytes + 3, np.uint8)
+        incoming = receive(theirs, (me - 1) % size, 5)
+        outgoing = send(pattern(nbytes, me), (me + 1) % size, 5)
+        incoming.wait(20)
+        outgoing.wait(20)
+        assert (incoming.source, incoming.tag, incoming.nbytes) == ((me - 1) % size, 5, nbytes)
+        assert np.array_equal(theirs[:nbytes], pattern(nbytes, (me - 1) % size)) and not theirs[nbytes:].any()
+    return {peer.pid > 0 for peer in post()._peers.values()}
