@@ -76,7 +76,7 @@ class Place(Protocol):
 
 
 class Child:
-    """One process of this machine, and its two pipes."""
+    """One process of this machine, and its two pipes. Raises `OSError` if it cannot be started; then none is left."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -85,7 +85,11 @@ class Child:
             [*command.via, *tethered(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
         )
-        self.pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.process.pid)
+        except OSError:  # no descriptor is left
+            self._end()
+            raise
 
     def signal_group(self, number: int) -> None:
         """See `Process`."""
@@ -109,9 +113,12 @@ class Child:
 
     def close(self) -> None:
         """End what is left of the group, reap, give back descriptors."""
+        self._end()
+        os.close(self.pidfd)
+
+    def _end(self) -> None:
         self.signal_group(signal.SIGKILL)
         self.process.wait(timeout=10.0)
-        os.close(self.pidfd)
         for file in (self.process.stdout, self.process.stderr):
             if file is not None:
                 file.close()
