@@ -24,6 +24,9 @@ from bpsfast.bench.peers import Gloo
 from bpsfast.bench.ranks import Ranks
 from bpsfast.settings import parse_address
 
+#: What the line of the rows begins with; libraries may print others.
+ROWS_MARK = "bpsfast bench rows: "
+
 
 def main(arguments: Sequence[str]) -> int:
     """Be one rank from `init` to `shutdown`."""
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         timers["gloo"] = Timer(gloo)
     rows = [row for nbytes in options["sizes"] for row in _measure(timers, nbytes, options["n_rounds"])]
     if ours.rank == 0:
-        print(json.dumps({"rows": rows}), flush=True)
+        print(f"{ROWS_MARK}{json.dumps({'rows': rows})}", flush=True)
     if gloo is not None:
         gloo.close()
     ours.close()
