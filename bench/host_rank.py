@@ -7,11 +7,12 @@ learn how long the slowest one took by a push_pull of the times.
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ from bpsfast.bench import samples
 from bpsfast.bench.contestant import Timer
 from bpsfast.bench.peers import Gloo
 from bpsfast.bench.ranks import Ranks
+from bpsfast.launch.daemons import reserve_port
 from bpsfast.settings import parse_address
+
+#: What the line of the rows begins with; libraries may print others.
+ROWS_MARK = "bpsfast bench rows: "
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,12 +37,13 @@ def main(arguments: Sequence[str]) -> int:
     timers = {"numpy": Timer(ours)}
     gloo = None
     if "gloo" in options["peers"]:
-        os.environ.update(_rendezvous())
-        gloo = Gloo()
+        with rendezvous() as variables:
+            os.environ.update(variables)
+            gloo = Gloo()
         timers["gloo"] = Timer(gloo)
     rows = [row for nbytes in options["sizes"] for row in _measure(timers, nbytes, options["n_rounds"])]
     if ours.rank == 0:
-        print(json.dumps({"rows": rows}), flush=True)
+        print(f"{ROWS_MARK}{json.dumps({'rows': rows})}", flush=True)
     if gloo is not None:
         gloo.close()
     ours.close()
@@ -69,13 +75,18 @@ def _of_all(numbers: Sequence[float]) -> np.ndarray[Any, Any]:
     return np.array(bpsfast.push_pull(table, average=False, name=f"of all {len(numbers)}"))
 
 
-def _rendezvous() -> dict[str, str]:
-    """Return the variables by which gloo's ranks meet, on the network that ours use."""
+@contextlib.contextmanager
+def rendezvous() -> Iterator[dict[str, str]]:
+    """Yield the variables by which gloo's ranks meet, on the network that ours use; the port is kept meanwhile."""
     host = parse_address(os.environ["BPSFAST_SCHEDULER"])[0]
     port = np.zeros(1)
-    if bpsfast.rank() == 0:
-        with socket.create_server((host, 0)) as server:
-            port[0] = server.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        if bpsfast.rank() == 0:
+            port[0] = stack.enter_context(reserve_port(host)).getsockname()[1]  # torch's store binds beside it
+        yield _variables(host, port)
+
+
+def _variables(host: str, port: np.ndarray[Any, Any]) -> dict[str, str]:
     port = bpsfast.broadcast(port, root_rank=0, name="port of gloo")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((host, 9))  # sends nothing: which of our addresses is on the way there?

@@ -7,6 +7,7 @@ from typing import Any
 from bpsfast import settings
 from bpsfast.bench import table
 from bpsfast.bench.group import Group
+from bpsfast.bench.host_rank import ROWS_MARK
 from bpsfast.bench.plan import Plan
 from bpsfast.bench.samples import Row, best
 from bpsfast.launch import over_ssh
@@ -27,7 +28,7 @@ def run(plan: Plan, hosts: over_ssh.Plan) -> list[dict[str, Any]]:
     Raises
     ------
     PeerLostError
-        If the job of a bench has failed; its output says why.
+        If the job of a bench has failed, its output says why; or has said nothing.
     """
     options = {"sizes": plan.sizes, "n_rounds": plan.n_rounds, "peers": plan.peers}
     program = [hosts.ssh.python, "-m", "bpsfast.bench.host_rank", json.dumps(options)]
@@ -38,7 +39,7 @@ def run(plan: Plan, hosts: over_ssh.Plan) -> list[dict[str, Any]]:
                             "is above")
     names = {"numpy": "bpsfast"}
     rows = []
-    for found in json.loads(output.result)["rows"]:
+    for found in output.rows:
         variant, nbytes = found.pop("variant"), found.pop("nbytes")
         rows.append(Row(Elsewhere(names.get(variant, variant)), variant, nbytes, **found))
     return _report(plan, hosts, rows)
@@ -63,26 +64,52 @@ def _report(plan: Plan, hosts: over_ssh.Plan, rows: list[Row]) -> list[dict[str,
 
 
 class _Collected(Output):
-    """Output whose rank 0 is a program's: what it writes to standard output is kept as `result`."""
+    """Output whose rank 0 is a program's: the line of its rows becomes `rows`, others are shown."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.result = b""
+        self._rank_0: _Rows | None = None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What rank 0 has measured. Raises `PeerLostError` if it has said nothing of that."""
+        if self._rank_0 is None or self._rank_0.found is None:
+            raise PeerLostError("the bench's rank 0 has ended well and has not said what it measured: is its bpsfast "
+                                "the one of this machine?")
+        return list(json.loads(self._rank_0.found)["rows"])
 
     def streams(self, name: str, rank: int | None = None, n_ranks: int = 0) -> tuple[Any, Any]:
         out, err = super().streams(name, rank, n_ranks)
-        return (_Kept(self) if rank == 0 else out), err
+        if rank != 0:
+            return out, err
+        self._rank_0 = _Rows(out)
+        return self._rank_0, err
 
 
-class _Kept(Sink):
-    """Keeps what comes."""
+class _Rows(Sink):
+    """Takes the line of the rows out of what comes, and passes on all else: libraries print, too."""
 
-    def __init__(self, output: _Collected) -> None:
-        self._output = output
+    def __init__(self, further: Sink) -> None:
+        self.found: bytes | None = None
+        self._further = further
+        self._line = bytearray()
 
     def feed(self, data: bytes) -> None:
         """See `Sink`."""
-        self._output.result += data
+        first, *others = data.split(b"\n")
+        self._line += first
+        for other in others:
+            self._take(bytes(self._line) + b"\n")
+            self._line = bytearray(other)
 
     def finish(self) -> None:
         """See `Sink`."""
+        self._take(bytes(self._line))
+        self._line.clear()
+        self._further.finish()
+
+    def _take(self, line: bytes) -> None:
+        before, mark, rows = line.partition(ROWS_MARK.encode())
+        if mark:
+            self.found = rows
+        self._further.feed(before)

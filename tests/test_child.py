@@ -1,12 +1,13 @@
 """Pipes of children: what is handed on at a child's end. `test_supervisor` and `test_remote` have the processes."""
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 
 import pytest
 
-from bpsfast.launch.child import Pipe
+from bpsfast.launch.child import Child, Command, Kind, Pipe
 
 
 class Echo:
@@ -48,3 +49,19 @@ def test_a_full_pipe_is_emptied(no_leaks):
         pipe.drain()
         assert sink.nbytes == nbytes and sink.has_finished
     os.close(target)
+
+
+def test_what_cannot_be_watched_does_not_run(monkeypatch, no_leaks):
+    pids = []
+
+    def refuse(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        Child(Command("rank 0", Kind.RANK, ("sleep", "600"), os.environ))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pids[0], os.WNOHANG)  # it has been: it has ended and no zombie is left
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pids[0], 0)

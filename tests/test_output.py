@@ -33,6 +33,16 @@ def test_lines_are_whole_whatever_the_pieces(pieces):
     assert out.getvalue() == b"".join(b"[rank 0] " + line + b"\n" for line in expected)
 
 
+def test_a_line_that_does_not_end_is_cut(no_leaks):
+    out, piece = io.BytesIO(), b"x" * 65536
+    stream = Output(out, io.BytesIO()).streams("rank 0")[0]
+    for _ in range(40):
+        stream.feed(piece)
+    stream.feed(b"y\nz\n")
+    long, rest = b"[rank 0] " + piece * 16 + b"\n", b"[rank 0] " + piece * 8 + b"y\n[rank 0] z\n"
+    assert out.getvalue() == long * 2 + rest, "1 MiB, 1 MiB, and the rest"
+
+
 def test_heads_have_a_colour_each_on_a_terminal_only():
     out, err = Terminal(), io.BytesIO()
     output = Output(out, err)

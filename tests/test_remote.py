@@ -210,6 +210,17 @@ def test_a_port_is_kept_and_who_listens_there_is_known(launcher):
         pass
 
 
+def test_many_addresses_that_do_not_answer_take_no_longer_than_all_may(monkeypatch, no_leaks):
+    monkeypatch.setattr(remote, "_REACH_S", 1.0)
+    monkeypatch.setattr(remote, "_REACH_ALL_S", 1.5)
+    with socket.create_server(("0.0.0.0", 0), backlog=1000) as silent:
+        begin = time.monotonic()
+        errors = remote.reached(Reach([f"127.0.1.{i}" for i in range(1, 161)], silent.getsockname()[1], b""))
+        assert time.monotonic() - begin < 10.0, "not a second for every eight"
+    assert len(errors) == 160 and all(error.startswith("timed out") for error in errors)
+    assert errors[-1] == "timed out, as addresses before it have"
+
+
 def test_the_environment_of_a_process():
     environ = {"PATH": "/bin", "RANK": "3", "BPSFAST_JOB_KEY": "no", "PYTHONSAFEPATH": "1", "HOME": "/h",
                "PYTHONUNBUFFERED": "0"}

@@ -36,7 +36,10 @@ def test_this_machine_is_not_asked_by_ssh():
 
 
 @pytest.mark.parametrize("option", ["StrictHostKeyChecking=no", "stricthostkeychecking off",
-                                    " StrictHostKeyChecking = no", "StrictHostKeyChecking=accept-new"])
+                                    " StrictHostKeyChecking = no", "StrictHostKeyChecking=accept-new",
+                                    'StrictHostKeyChecking "no"', "StrictHostKeyChecking='off'",
+                                    'StrictHostKeyChecking n"o"', '"StrictHostKeyChecking"no',
+                                    "= StrictHostKeyChecking no"])
 def test_strangers_are_not_trusted(option):
     with pytest.raises(ConfigError, match="host keys are checked"):
         Ssh(options=(option,)).check()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -76,7 +76,7 @@ class Place(Protocol):
 
 
 class Child:
-    """One process of this machine, and its two pipes."""
+    """One process of this machine, and its two pipes. Raises `OSError` if it cannot be started; then none is left."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -85,7 +85,11 @@ class Child:
             [*command.via, *tethered(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
         )
-        self.pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.process.pid)
+        except OSError:  # no descriptor is left
+            self._end()
+            raise
 
     def signal_group(self, number: int) -> None:
         """See `Process`."""
@@ -109,9 +113,12 @@ class Child:
 
     def close(self) -> None:
         """End what is left of the group, reap, give back descriptors."""
+        self._end()
+        os.close(self.pidfd)
+
+    def _end(self) -> None:
         self.signal_group(signal.SIGKILL)
         self.process.wait(timeout=10.0)
-        os.close(self.pidfd)
         for file in (self.process.stdout, self.process.stderr):
             if file is not None:
                 file.close()
@@ -218,6 +225,15 @@ class Children:
         self._selector.unregister(child.pidfd)
         child.code = child.exit_code()
         return (child,)
+
+
+def watch(selector: selectors.BaseSelector, source: Any, event: int, handler: Callable[[], Any], wanted: bool) -> None:
+    """Have *handler* called for an *event* of *source*, or no longer."""
+    watched = source in selector.get_map()
+    if wanted and not watched:
+        selector.register(source, event, handler)
+    elif watched and not wanted:
+        selector.unregister(source)
 
 
 def thread_defaults(n_ranks: int) -> dict[str, str]:

@@ -3,13 +3,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from .outlet import Outlet, is_one
+
 _TAIL_LINES = 200
+#: After which a line is cut that does not end.
+_LINE_NBYTES = 1 << 20
+#: What may wait for a reader before the job has to wait for it.
+_PENDING_NBYTES = 1 << 20
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -26,6 +33,8 @@ class Sink(Protocol):
 class Output:
     """The two streams that a launcher writes, and its files. `close` closes the files. Owner thread only.
 
+    Who writes waits for the reader; but not while somebody is `attending`.
+
     Parameters
     ----------
     out, err
@@ -41,8 +50,13 @@ class Output:
 
     def __init__(self, out: BinaryIO | None = None, err: BinaryIO | None = None, tee_dir: Path | None = None,
                  rank_dir: Path | None = None, stamped: bool = False) -> None:
-        self.out = sys.stdout.buffer if out is None else out
-        self.err = sys.stderr.buffer if err is None else err
+        out = sys.stdout.buffer if out is None else out
+        err = sys.stderr.buffer if err is None else err
+        self._out = Outlet(out)
+        self._err = self._out if is_one(out, err) else Outlet(err)  # lines of one must not come amid those of the other
+        self._is_attended = False
+        self._is_hurried = False
+        self._n_dropped = 0
         self._tee_dir, self._rank_dir, self._stamped = tee_dir, rank_dir, stamped
         self._n_named = 0
         self._files = contextlib.ExitStack()
@@ -62,26 +76,81 @@ class Output:
         if self._rank_dir is not None and rank is not None:
             folder = self._rank_dir / f"rank.{rank:0{len(str(max(0, n_ranks - 1)))}}"
             own = [[self._file(folder / stream)] for stream in ("stdout", "stderr")]
-        return (Transcript(name, colour, self.out, [*log, *own[0]], self._stamped, n_kept=0),
-                Transcript(name, colour, self.err, [*log, *own[1]], self._stamped, n_kept=_TAIL_LINES))
+        return (self._transcript(name, colour, self._out, [*log, *own[0]], n_kept=0),
+                self._transcript(name, colour, self._err, [*log, *own[1]], n_kept=_TAIL_LINES))
 
     def aside(self, name: str) -> Transcript:
         """Return where lines of *name* go that is no process of the job: to the error stream, and into no file."""
-        return Transcript(name, _COLOURS[0], self.err, [], self._stamped, n_kept=_TAIL_LINES)
+        return self._transcript(name, _COLOURS[0], self._err, [], n_kept=_TAIL_LINES)
 
     def say(self, text: str) -> None:
         """Write a line of the launcher itself."""
-        self.err.write(f"[bpsfast run] {text}\n".encode())
-        self.err.flush()
+        self._write(self._err, f"[bpsfast run] {text}\n".encode())
 
     def quote(self, lines: Sequence[bytes]) -> None:
         """Write *lines* as they are to the error stream."""
-        self.err.write(b"".join(line + b"\n" for line in lines))
-        self.err.flush()
+        self._write(self._err, b"".join(line + b"\n" for line in lines))
+
+    # -- a reader that stalls --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def attending(self) -> Iterator[None]:
+        """Meanwhile nobody waits: the caller flushes `outlets` when they can be written, feeds nothing while `is_full`.
+
+        In the end what still waits is dropped, and how much that was is said where it can be.
+        """
+        self._is_attended = True
+        try:
+            yield
+        finally:
+            self._n_dropped += sum(outlet.drop() for outlet in self.outlets)
+            if self._n_dropped:
+                with contextlib.suppress(OSError):
+                    self.say(f"{self._n_dropped} bytes of output are left out: nobody read on")
+                self._err.drop()
+            self._is_attended = self._is_hurried = False
+            self._n_dropped = 0
+
+    @property
+    def outlets(self) -> list[Outlet]:
+        """The streams; one, if both are the same."""
+        return list(dict.fromkeys((self._out, self._err)))
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes that wait for their readers."""
+        return sum(outlet.pending_nbytes for outlet in self.outlets)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for a reader that the processes have to wait, too."""
+        return not self._is_hurried and self.pending_nbytes >= _PENDING_NBYTES
+
+    def hurry(self) -> None:
+        """The job is being ended: have nobody wait for a reader, but drop what comes after all that may wait."""
+        self._is_hurried = True
+
+    def _show(self, outlet: Outlet, data: bytes) -> None:
+        """Write what a process has written."""
+        if self._is_hurried and outlet.pending_nbytes >= _PENDING_NBYTES:
+            self._n_dropped += len(data)
+        else:
+            self._write(outlet, data)
+
+    def _write(self, outlet: Outlet, data: bytes) -> None:
+        outlet.write(data)
+        if not self._is_attended:
+            outlet.wait()
+
+    # -- files -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the files. Idempotent."""
         self._files.close()
+
+    def _transcript(self, name: str, colour: int, outlet: Outlet, files: Sequence[BinaryIO], n_kept: int) -> Transcript:
+        head = f"\x1b[{colour}m[{name}]\x1b[0m" if outlet.is_terminal else f"[{name}]"
+        return Transcript(head, functools.partial(self._show, outlet), files, self._stamped, n_kept)
 
     def _file(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,29 +160,34 @@ class Output:
 class Transcript:
     """One stream of one process, cut into lines; `tail`: the last ones, of standard error. See `Output.streams`."""
 
-    def __init__(self, name: str, colour: int, target: BinaryIO, files: Sequence[BinaryIO], stamped: bool,
+    def __init__(self, head: str, show: Callable[[bytes], None], files: Sequence[BinaryIO], stamped: bool,
                  n_kept: int) -> None:
-        self._head = f"[{name}]"
-        if target.isatty():
-            self._head = f"\x1b[{colour}m{self._head}\x1b[0m"
-        self._target, self._files, self._stamped = target, files, stamped
-        self._rest = b""
+        self._head, self._write, self._files, self._stamped = head, show, files, stamped
+        self._rest = bytearray()
         self._cut_at_return = False
         self.tail: deque[bytes] = deque(maxlen=n_kept)
 
     def feed(self, data: bytes) -> None:
-        """Show the lines that *data* completes."""
+        """Show the lines that *data* completes; one that grows too long is cut."""
         if self._cut_at_return and data.startswith(b"\n"):
             data = data[1:]  # the other half of the end of a line that was shown
         self._cut_at_return = data.endswith(b"\r")
         # a progress bar rewrites its line by \r: each state becomes a line
-        lines = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = lines.pop()
+        first, *others = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest += first
+        lines: list[bytes] = []
+        if others:
+            lines = [bytes(self._rest), *others[:-1]]
+            self._rest = bytearray(others[-1])
+        if len(self._rest) >= _LINE_NBYTES:
+            lines.append(bytes(self._rest))
+            self._rest.clear()
         self._show(lines)
 
     def finish(self) -> None:
         """Show what is left without an end of line."""
-        rest, self._rest = self._rest, b""
+        rest = bytes(self._rest)
+        self._rest.clear()
         self._show([rest] if rest else [])
 
     def _show(self, lines: Sequence[bytes]) -> None:
@@ -122,10 +196,9 @@ class Transcript:
         head = self._head
         if self._stamped:
             head = f"{datetime.datetime.now().astimezone().isoformat(timespec='milliseconds')} {head}"
-        for line in lines:
-            self.tail.append(line)
-            for file in self._files:
-                file.write(line + b"\n")
-            self._target.write(head.encode() + b" " + line + b"\n")
-        for file in (*self._files, self._target):
+        self.tail.extend(lines)
+        for file in self._files:
+            file.write(b"".join(line + b"\n" for line in lines))
             file.flush()
+        start = head.encode() + b" "
+        self._write(b"".join(start + line + b"\n" for line in lines))

@@ -28,7 +28,7 @@ import psutil
 from .. import __version__
 from ..orchestration.errors import ProtocolError
 from . import remote_messages as messages
-from .child import Child, Children, Command, Kind, thread_defaults
+from .child import Child, Children, Command, Kind, thread_defaults, watch
 from .daemons import clean_environment, reserve_port
 from .line import Line
 
@@ -36,7 +36,8 @@ from .line import Line
 SILENCE_S = 60.0
 PULSE_S = 5.0
 _AFTER_SIGTERM_S = 1.5
-_REACH_S = 3.0
+#: For one address; for all of them, which the launcher waits for (`fleet`); how many are tried at once.
+_REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
 TOKEN_NBYTES = 16
 _NOT_STARTED = 126  # as shells do
 #: Output that may wait for the launcher before the job has to wait for it.
@@ -157,18 +158,10 @@ class Agent:
             self._pulse_s = now + PULSE_S
             self._tell(messages.Alive())
         waiting_nbytes = self._line.pending_nbytes
-        self._watch(self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
-        self._watch(self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
+        watch(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        watch(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
             key.data()
-
-    def _watch(self, source: Any, event: int, handler: Callable[[], None], wanted: bool) -> None:
-        """Have *handler* called for an event of *source*, or no longer."""
-        watched = source in self._selector.get_map()
-        if wanted and not watched:
-            self._selector.register(source, event, handler)
-        elif watched and not wanted:
-            self._selector.unregister(source)
 
     def _hand_on(self) -> None:
         """Hand on what the children print, and their ends."""
@@ -249,19 +242,32 @@ def _greet(listener: socket.socket, token: bytes) -> None:
 
 
 def reached(asked: messages.Reach) -> list[str]:
-    """Return for each address that was *asked* about "" if it is reached from this machine, else why not."""
-    with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-        return list(pool.map(lambda address: _reached(address, asked.port, asked.token), asked.addresses))
+    """Return for each address that was *asked* about "" if it is reached from this machine, else why not.
+
+    However many do not answer, whoever asked is told soon.
+    """
+    until_s = time.monotonic() + _REACH_ALL_S
+    with concurrent.futures.ThreadPoolExecutor(max_workers=_N_AT_ONCE) as pool:
+        return list(pool.map(lambda address: _reached(address, asked.port, asked.token, until_s), asked.addresses))
 
 
-def _reached(address: str, port: int, token: bytes) -> str:
+def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
     """Return "" if the listener that knows *token* answers there, else why not."""
+    until_s = min(until_s, time.monotonic() + _REACH_S)
     try:
-        with socket.create_connection((address, port), _REACH_S) as sock:
+        with socket.create_connection((address, port), _left(until_s)) as sock:
+            sock.settimeout(_left(until_s))
             came = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
     except OSError as exc:
         return exc.strerror or str(exc)
     return "" if came == token else "another program answers there"
+
+
+def _left(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out, as addresses before it have")
+    return left_s
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from .. import __version__
 from ..orchestration.errors import BpsError, MismatchError, ProtocolError, StallError
 from . import remote_messages as messages, ssh as ssh_
-from .child import Command
+from .child import Command, watch
 from .daemons import describe_exit, tethered
 from .hosts import Host
 from .line import Line
@@ -177,7 +177,8 @@ class RemoteHost:
             if not select.select([self.line.source], [], [], 0.0)[0]:
                 return float("inf"), self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
             self._heard_s = now_s  # it is we who did not listen
-        self._watch_target()
+        assert self._selector is not None, "opened"
+        watch(self._selector, self.line.target, selectors.EVENT_WRITE, self._on_target, self.line.pending_nbytes > 0)
         return self._heard_s + SILENCE_S, ()
 
     def drain(self) -> None:
@@ -259,14 +260,6 @@ class RemoteHost:
             process.code = _LOST
         self._process.send_signal(signal.SIGTERM)
         return ended
-
-    def _watch_target(self) -> None:
-        assert self._selector is not None
-        watched = self.line.target in self._selector.get_map()
-        if self.line.pending_nbytes and not watched:
-            self._selector.register(self.line.target, selectors.EVENT_WRITE, self._on_target)
-        elif watched and not self.line.pending_nbytes:
-            self._selector.unregister(self.line.target)
 
     def _on_target(self) -> Sequence[RemoteProcess]:
         try:

@@ -28,7 +28,8 @@ _FIRST = ("BatchMode=yes", "ControlMaster=no", "ControlPath=none", "RemoteComman
           "ClearAllForwardings=yes")
 #: For whom the user's options and configuration come first; of each option ssh takes the first value.
 _LAST = (f"ConnectTimeout={CONNECT_TIMEOUT_S}", f"ServerAliveInterval={_ALIVE_S}", f"ServerAliveCountMax={_N_ALIVE}")
-_UNCHECKED = re.compile(r"stricthostkeychecking[\s=]+(no|off|false|accept-new)", re.I)
+#: Without the quotes, which ssh takes around the name, the value and parts of it.
+_UNCHECKED = re.compile(r"[\s=]*stricthostkeychecking[\s=]*(no|off|false|accept-new)", re.I)
 
 
 class Ssh(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("hosts are reached by the command ssh, which is not installed here (package "
                               "openssh-client)")
         for option in self.options:
-            if _UNCHECKED.match(option.strip()):
+            if _UNCHECKED.match(re.sub(r"[\"']", "", option)):
                 raise ConfigError(f"--ssh-option {option}: the job's key and program go to these hosts, so their host "
                                   "keys are checked. Make them known once, `ssh HOST` by hand")
 

@@ -4,8 +4,9 @@ What users of launchers ask for (and did not get): every line says whose it is; 
 *first* is printed last and alone; the exit code is that process's; Ctrl-C ends everything within two seconds; nothing
 survives the launcher, not even its ``kill -9``.
 
-One thread. Everything is an event of one selector: lines from pipes, ends of processes (pidfds), messages of other
-hosts, signals (a socket).
+One thread. Everything is an event of a selector: lines from pipes, ends of processes (pidfds), messages of other
+hosts, signals (a socket), and readers of the output that go on after they have stopped: the processes wait for them,
+signals do not.
 """
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from .. import logs
-from .child import Children, Command, Kind, Place, Process
+from .child import Children, Command, Kind, Place, Process, watch
 from .output import Output, Transcript
 
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_TIMEOUT = 124  # as of timeout(1)
+_AFTER_SIGKILL_S = 5.0
+#: How long a launcher that was told to end waits for the reader of its last lines.
+_DELIVERY_S = 0.5
 #: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
 _CONSEQUENCE = re.compile(
     rb"(?:[\w.]+\.)?PeerLostError: |KeyboardInterrupt\b|bpsfast .*: (?:PeerLostError|" + logs.ABORTED.encode() + rb")")
@@ -61,6 +65,8 @@ class Supervisor:
         self._by_command = [Children()] * len(commands) if places is None else places
         self._places: list[Place] = list(dict.fromkeys(self._by_command))
         self._selector = selectors.DefaultSelector()
+        # of their own, to be left alone while too much output waits for its reader
+        self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._errors: dict[Process, Transcript] = {}
         self._failed: list[Process] = []  # in the order of their ends
@@ -71,7 +77,7 @@ class Supervisor:
     def run(self) -> int:
         """Start everything, wait until everything has ended, return the job's exit code."""
         wake, waker = socket.socketpair()
-        with wake, waker, self._selector:
+        with wake, waker, self._selector, self._events, self._output.attending():
             wake.setblocking(False)
             waker.setblocking(False)
             self._selector.register(wake, selectors.EVENT_READ, functools.partial(self._on_signals, wake))
@@ -80,26 +86,33 @@ class Supervisor:
             before = {number: signal.signal(number, lambda number, frame: None) for number in caught}
             fd_before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
             try:
-                self._start()
-                while any(process.code is None for process in self._processes):
-                    self._step()
-                for place in self._places:
-                    place.drain()
+                self._run_job()
+                code = self._verdict()
+                self._deliver()
             finally:
-                for place in self._places:
-                    place.hang_up()
-                for place in self._places:
-                    place.close()
                 signal.set_wakeup_fd(fd_before)
                 for number, handler in before.items():
                     signal.signal(number, handler)
-        return self._verdict()
+        return code if self._stopped is None else self._stopped[1]
+
+    def _run_job(self) -> None:
+        try:
+            self._start()
+            while any(process.code is None for process in self._processes):
+                self._step()
+            for place in self._places:
+                place.drain()
+        finally:
+            for place in self._places:
+                place.hang_up()
+            for place in self._places:
+                place.close()
 
     def _start(self) -> None:
         if self._limits.job_s is not None:
             self._deadline = time.monotonic() + self._limits.job_s
         for place in self._places:
-            place.open(self._selector)
+            place.open(self._events)
         n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
         rank = 0
         for command, place in zip(self._commands, self._by_command):
@@ -117,21 +130,44 @@ class Supervisor:
             due_s, ended = place.tick(now)
             self._have_ended(ended)
             next_s = min(next_s, due_s)
-        for key, _ in self._selector.select(None if next_s == float("inf") else max(0.0, next_s - now)):
-            self._have_ended(key.data())
+        watch(self._selector, self._events, selectors.EVENT_READ, self._on_processes, not self._output.is_full)
+        self._attend(None if next_s == float("inf") else max(0.0, next_s - now))
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._next_phase()
+
+    def _attend(self, timeout_s: float | None) -> None:
+        for outlet in self._output.outlets:
+            if outlet.fd is not None:
+                watch(self._selector, outlet.fd, selectors.EVENT_WRITE, outlet.flush, outlet.pending_nbytes > 0)
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def _on_processes(self) -> None:
+        for key, _ in self._events.select(0):
+            self._have_ended(key.data())
+
+    def _deliver(self) -> None:
+        """Wait until all output is read; not for long if the launcher was told to end."""
+        watch(self._selector, self._events, selectors.EVENT_READ, self._on_processes, wanted=False)
+        until_s = float("inf")
+        while self._output.pending_nbytes and (now := time.monotonic()) < until_s:
+            if self._stopped is not None and until_s == float("inf"):
+                until_s = now + _DELIVERY_S
+            self._attend(None if until_s == float("inf") else until_s - now)
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
             if process.code != 0 and self._phase in ("run", "failed", "leaving"):
                 self._failed.append(process)
                 if self._phase != "failed":
-                    self._enter("failed", self._limits.after_failure_s)
+                    self._enter("failed")
             elif self._phase == "run" and all(p.code == 0 for p in self._processes if p.command.kind is Kind.RANK):
-                self._enter("leaving", self._limits.after_ranks_s)
+                self._enter("leaving")
 
-    def _enter(self, phase: str, duration_s: float) -> None:
+    def _enter(self, phase: str) -> None:
+        limits = self._limits
+        duration_s = {"failed": limits.after_failure_s, "leaving": limits.after_ranks_s,
+                      "term": limits.after_sigterm_s, "kill": _AFTER_SIGKILL_S}[phase]
         self._phase = phase
         self._deadline = time.monotonic() + duration_s
 
@@ -140,18 +176,21 @@ class Supervisor:
         running = [process for process in self._processes if process.code is None]
         if self._phase == "run":
             self._stop(f"the job has not ended within {self._limits.job_s:g} s", _EXIT_TIMEOUT)
+        elif self._phase in ("failed", "leaving") and self._output.is_full:
+            # their ends, and why, wait for the reader; time begins when it goes on
+            self._enter(self._phase)
         elif self._phase in ("failed", "leaving"):
             if self._phase == "leaving" and running:
                 names = ", ".join(process.command.name for process in running)
                 self._output.say(f"still running {self._limits.after_ranks_s:g} s after the last rank ended: {names}; "
                                  "ending them (did the program call bpsfast.init and shutdown?)")
             self._signal_all(signal.SIGTERM)
-            self._enter("term", self._limits.after_sigterm_s)
+            self._enter("term")
         else:
             self._signal_all(signal.SIGKILL)
-            self._enter("kill", 5.0)
+            self._enter("kill")
 
-    def _on_signals(self, wake: socket.socket) -> Sequence[Process]:
+    def _on_signals(self, wake: socket.socket) -> None:
         for number in wake.recv(64):
             if number not in _ENDING:
                 continue
@@ -159,14 +198,14 @@ class Supervisor:
                 self._stop(f"got {signal.Signals(number).name}", 128 + number)
             else:  # asked twice: at once
                 self._signal_all(signal.SIGKILL)
-                self._enter("kill", 5.0)
-        return ()
+                self._enter("kill")
 
     def _stop(self, why: str, code: int) -> None:
         self._stopped = (why, code)
+        self._output.hurry()
         self._output.say(f"{why}: ending all processes")
         self._signal_all(signal.SIGTERM)
-        self._enter("term", self._limits.after_sigterm_s)
+        self._enter("term")
 
     def _signal_all(self, number: int) -> None:
         for process in self._processes:
@@ -174,13 +213,14 @@ class Supervisor:
                 process.signal_group(number)
 
     def _verdict(self) -> int:
+        """Show what ended the job, if anything did; return its exit code."""
         cause = self._cause()
         code = 0
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             self._output.say(f"{cause.command.name} failed first: it {cause.end_in_words()}. Its last output:")
             self._output.quote(_traceback_of(self._errors[cause].tail))
-        return code if self._stopped is None else self._stopped[1]
+        return code
 
     def _cause(self) -> Process | None:
         """Return the process whose failure explains the others': the first whose traceback blames nobody else.

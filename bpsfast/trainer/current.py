@@ -2,11 +2,16 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from ..orchestration.errors import ClosedError
 from .joining import join, leave
 from .lifetime import Watch
 from .session import Session
+
+if TYPE_CHECKING:
+    from ..launch.place import Place
+    from ..settings import Settings
 
 _current: Session | None = None
 _watch: Watch | None = None
@@ -30,8 +35,7 @@ def init(**settings: object) -> None:
     ClosedError
         After `shutdown`, where the launcher started scheduler and nodes: they have ended with the job.
     """
-    global _current, _watch
-    if _current is not None and not _current.closed and _current.pid == os.getpid():
+    if session() is not None:
         return
     from .. import logs
     from ..launch import roles
@@ -39,7 +43,12 @@ def init(**settings: object) -> None:
 
     found = load(settings)
     logs.configure(found.log_level, "rank")
-    place = roles.detect(found)
+    begin(roles.detect(found), found)
+
+
+def begin(place: Place, found: Settings) -> None:
+    """Join the job as `init` does, at the *place* of this process that the settings *found* have led to."""
+    global _current, _watch
     if _has_left and place.is_joined_once:
         raise ClosedError(
             f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
+from ... import logs
 from ...launch import roles
 from ...orchestration.errors import MismatchError
 from ...settings import load, parse_address
@@ -31,10 +32,9 @@ def env(torchs: Handler) -> Handler:
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[tuple[Any, int, int]]:
         given = dict(parse_qsl(urlsplit(url).query))  # arguments of init_process_group
-        if "rank" in given or not is_launched():
+        if "rank" in given or not _is_in_job():
             yield from torchs(url, timeout=timeout, **more)
             return
-        current.init()
         session = current.current()
         if given.get("world_size", str(session.size)) != str(session.size):
             raise MismatchError(f"init_process_group is given world_size={given['world_size']}, but the launcher has "
@@ -45,9 +45,19 @@ def env(torchs: Handler) -> Handler:
     return handler
 
 
-def is_launched() -> bool:
-    """Whether this process is a rank of a job by another launcher's word. Raises `ConfigError` as `roles.detect`."""
-    return current.session() is not None or roles.detect(load({})).launcher != "single"
+def _is_in_job() -> bool:
+    """Join the job whose rank this process is by another launcher's word; return False if there is none.
+
+    Raises what `bpsfast.init` raises.
+    """
+    if current.session() is None:
+        settings = load({})
+        logs.configure(settings.log_level, "rank")
+        place = roles.detect(settings)
+        if place.launcher == "single":
+            return False
+        current.begin(place, settings)
+    return True
 
 
 def store_of(session: Session, timeout: timedelta) -> Any:
@@ -64,7 +74,7 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     if session.rank == 0:
         host = session.host
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.notices.publish(key, f"{host}:{store.port}".encode())
+        session.notices.publish(key, roles.format_address(host, store.port).encode())
         return store
     found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")

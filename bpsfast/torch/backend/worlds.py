@@ -101,10 +101,11 @@ def _present(rank: int, size: int) -> World | None:
         settings = load({})
         if settings.rank < 0 or (settings.rank, settings.size) != (rank, size):
             return None
+        logs.configure(settings.log_level, "rank")
         place = roles.detect(settings)
         if place.starts_scheduler:  # nobody has: nothing is gained by it
             return None
-        current.init()
+        current.begin(place, settings)
         session = current.current()
     if session.size != size:
         return None
