@@ -10,11 +10,11 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from ..launch.place import format_address
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 from .messages import VERSION, Alive, Message, Stop
@@ -44,9 +44,9 @@ class Control:
         self._buffer = bytearray()
         self._heard_s = time.monotonic()
         self.timeout_s = timeout_s
-        self.peer = _text(sock.getpeername())
         # a socket for both kinds of addresses shows IPv4 ones mapped
         self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
+        self.peer = format_address(self.peer_host, sock.getpeername()[1])
         self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
         sock.settimeout(timeout_s)
 
@@ -259,9 +259,3 @@ def host_and_port(text: str, default_port: int) -> tuple[str, int]:
     if not port.isdigit() or not 0 < int(port) < 65536 or not host:
         raise ConfigError(f"{text!r}: expected HOST or HOST:PORT")
     return host.strip("[]"), int(port)
-
-
-def _text(name: Iterable[Any]) -> str:
-    host, port = list(name)[:2]
-    host = str(host).removeprefix("::ffff:")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -75,7 +75,7 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     if session.rank == 0:
         host = local_host(session.settings, session.place.scheduler[0])
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.notices.publish(key, f"{host}:{store.port}".encode())
+        session.notices.publish(key, roles.format_address(host, store.port).encode())
         return store
     found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")
