@@ -54,6 +54,43 @@ def test_another_job_of_the_same_machine_has_another_key(launcher):
     assert keys[0][0] == keys[0][1] and keys[1][0] == keys[1][1] and keys[0] != keys[1]
 
 
+_MPIRUN_OF_SCRIPTS = """
+import ctypes, json, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: a rank whose script has ended becomes ours
+read, write = os.pipe()
+script = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", sys.argv[1], sys.argv[2], str(read)],
+                          env=os.environ | json.loads(sys.argv[3]), pass_fds=[read])
+script.wait()
+os.close(write)  # it is gone, and its rank may go on
+os.wait()
+print(os.getpid())
+"""
+_RANK = """
+import os, signal, sys
+from bpsfast.launch.environments import mpi
+look, script = mpi._has_variable, os.getppid()
+
+def after_the_end(pid, name):
+    if pid == script:
+        os.kill(pid, signal.SIGKILL)
+        os.read(int(sys.argv[2]), 1)
+    return look(pid, name)
+
+mpi._has_variable = after_the_end
+print(mpi._starter(sys.argv[1], "mpirun").split("|")[0], flush=True)
+"""
+
+
+def test_a_script_that_ends_meanwhile_is_no_ancestor_any_more(launcher):
+    command = [sys.executable, "-c", _MPIRUN_OF_SCRIPTS, _RANK, NAMES[launcher][0],
+               json.dumps(environ(launcher, 0, 3, 0, 3))]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found, mpirun = done.stdout.split()
+    assert found == mpirun
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="pid namespaces need root")
 def test_ranks_in_containers_of_their_own_are_told_what_to_give(launcher):

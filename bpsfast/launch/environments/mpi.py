@@ -17,6 +17,8 @@ from ..place import Place, check_range, format_address, integer, job, local_job,
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _MASTER_PORT = "29500"  # torch's default
+#: An ancestor may end meanwhile, but not so many of them.
+_N_WALKS = 10
 
 
 class _Names(NamedTuple):
@@ -68,13 +70,29 @@ def _starter(mark: str, launcher: str) -> str:
     It is the nearest ancestor without the variable *mark* in its environment: scripts may be in between. Its pid and
     start time are those of no other process since boot.
     """
+    if os.getppid() == 0:
+        raise ConfigError(f"the process that started this rank is not in its container, {_advice(launcher)}")
+    for _ in range(_N_WALKS):
+        try:
+            return _nearest_without(mark)
+        except (FileNotFoundError, ProcessLookupError) as exc:  # it has ended, and we have another parent now
+            found = exc
+    raise ConfigError(f"the process that started this rank cannot be looked at ({found}), {_advice(launcher)}")
+
+
+def _advice(launcher: str) -> str:
+    return (f"and {launcher} tells nothing else that its ranks have in common: give them BPSFAST_SCHEDULER, an address "
+            "of this machine")
+
+
+def _nearest_without(mark: str) -> str:
     pid = os.getppid()
-    if pid == 0:
-        raise ConfigError(f"the process that started this rank is not in its container, and {launcher} tells nothing "
-                          "else that its ranks have in common: give them BPSFAST_SCHEDULER, an address of this machine")
     while pid > 1 and _has_variable(pid, mark):
         pid = int(_status(pid)[1])
-    return f"{pid}|{_status(pid)[19]}"
+    status = _status(pid)
+    if status[0] in "ZX":  # its environment went before it did
+        raise ProcessLookupError(f"process {pid} has ended")
+    return f"{pid}|{status[19]}"
 
 
 def _has_variable(pid: int, name: str) -> bool:
