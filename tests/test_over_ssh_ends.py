@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bpsfast.launch import remote_host
 from tests import ssh_jobs
 from tests.ssh_jobs import OVER_SSHD, WAIT, is_empty
 
@@ -58,7 +59,7 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(hosts, trainer,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_ends_everything_everywhere_within_two_seconds(hosts, trainer, number):
+def test_one_signal_ends_everything_everywhere(hosts, trainer, number):
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     with hosts.launch("run", "-H", "gpu1:1,gpu2:1", *trainer(stubborn + WAIT)) as launcher:
         for _ in range(2):
@@ -70,7 +71,7 @@ def test_one_signal_ends_everything_everywhere_within_two_seconds(hosts, trainer
     assert launcher.returncode == 128 + number, err
     assert f"got {signal.Signals(number).name}: ending all processes" in err
     assert not any(hosts.pids(name) for name in hosts.names) or is_empty(hosts, within_s=0.5)
-    assert took_s < 2.8, "two seconds, and some of a busy machine"
+    assert took_s < remote_host._END_S, "SIGKILL after 1.5 s: no host is left to give up by itself"
 
 
 def test_a_lost_host_is_named(hosts, trainer):

@@ -239,7 +239,7 @@ def test_signal_handlers_are_put_back():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_ends_everything_within_two_seconds(number, pidfd_of):
+def test_one_signal_ends_everything(number, pidfd_of):
     with subprocess.Popen(
         [sys.executable, "-c", _LAUNCHER, _STUBBORN, _STUBBORN],
         stdout=subprocess.PIPE,
@@ -251,7 +251,7 @@ def test_one_signal_ends_everything_within_two_seconds(number, pidfd_of):
         begin = time.monotonic()
         launcher.send_signal(number)
         _, err = launcher.communicate(timeout=30)
-        assert time.monotonic() - begin < 2.5, "two seconds, and half a one for a busy machine"
+        assert time.monotonic() - begin < 5.0, "SIGKILL after 1.5 s, and a busy machine"
     assert launcher.returncode == 128 + number
     assert signal.Signals(number).name in err
     assert len(pids) == 4
