@@ -27,6 +27,7 @@ from .output import Output, Transcript
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_TIMEOUT = 124  # as of timeout(1)
+_AFTER_SIGKILL_S = 5.0
 #: How long a launcher that was told to end waits for the reader of its last lines.
 _DELIVERY_S = 0.5
 #: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
@@ -159,11 +160,14 @@ class Supervisor:
             if process.code != 0 and self._phase in ("run", "failed", "leaving"):
                 self._failed.append(process)
                 if self._phase != "failed":
-                    self._enter("failed", self._limits.after_failure_s)
+                    self._enter("failed")
             elif self._phase == "run" and all(p.code == 0 for p in self._processes if p.command.kind is Kind.RANK):
-                self._enter("leaving", self._limits.after_ranks_s)
+                self._enter("leaving")
 
-    def _enter(self, phase: str, duration_s: float) -> None:
+    def _enter(self, phase: str) -> None:
+        limits = self._limits
+        duration_s = {"failed": limits.after_failure_s, "leaving": limits.after_ranks_s,
+                      "term": limits.after_sigterm_s, "kill": _AFTER_SIGKILL_S}[phase]
         self._phase = phase
         self._deadline = time.monotonic() + duration_s
 
@@ -172,16 +176,19 @@ class Supervisor:
         running = [process for process in self._processes if process.code is None]
         if self._phase == "run":
             self._stop(f"the job has not ended within {self._limits.job_s:g} s", _EXIT_TIMEOUT)
+        elif self._phase in ("failed", "leaving") and self._output.is_full:
+            # their ends, and why, wait for the reader; time begins when it goes on
+            self._enter(self._phase)
         elif self._phase in ("failed", "leaving"):
             if self._phase == "leaving" and running:
                 names = ", ".join(process.command.name for process in running)
                 self._output.say(f"still running {self._limits.after_ranks_s:g} s after the last rank ended: {names}; "
                                  "ending them (did the program call bpsfast.init and shutdown?)")
             self._signal_all(signal.SIGTERM)
-            self._enter("term", self._limits.after_sigterm_s)
+            self._enter("term")
         else:
             self._signal_all(signal.SIGKILL)
-            self._enter("kill", 5.0)
+            self._enter("kill")
 
     def _on_signals(self, wake: socket.socket) -> None:
         for number in wake.recv(64):
@@ -191,14 +198,14 @@ class Supervisor:
                 self._stop(f"got {signal.Signals(number).name}", 128 + number)
             else:  # asked twice: at once
                 self._signal_all(signal.SIGKILL)
-                self._enter("kill", 5.0)
+                self._enter("kill")
 
     def _stop(self, why: str, code: int) -> None:
         self._stopped = (why, code)
         self._output.hurry()
         self._output.say(f"{why}: ending all processes")
         self._signal_all(signal.SIGTERM)
-        self._enter("term", self._limits.after_sigterm_s)
+        self._enter("term")
 
     def _signal_all(self, number: int) -> None:
         for process in self._processes:
