@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from bpsfast.bench import push_pull
+from bpsfast.bench import over_hosts, push_pull
+from bpsfast.bench.plan import Plan
 from bpsfast.launch import over_ssh
 from bpsfast.launch.hosts import Host
 from bpsfast.launch.ssh import Ssh
@@ -42,6 +43,21 @@ def test_rows_of_all_sizes_come_from_the_hosts(tmp_path):
         assert len(record["measured"]["samples_s"]) == 3 * record["chosen"]["n_per_round"]
         assert all(sample > 0 for sample in record["measured"]["samples_s"])
     assert "# numpy (bpsfast), one:2, two:1, helper three" in done.stdout
+
+
+def test_rows_are_known_among_what_libraries_print(tmp_path, capfdbinary, no_leaks):
+    (tmp_path / "sitecustomize.py").write_text("import atexit\nprint('no end of line', end=' ', flush=True)\n"
+                                               "atexit.register(print, 'goodbye')")
+    sizes = (4096, 8192)
+    hosts = over_ssh.Plan(hosts=(Host("localhost", 2),), ssh=Ssh(), variables={"PYTHONPATH": str(tmp_path)})
+    said: list[str] = []
+    records = over_hosts.run(Plan(sizes, 2, ("numpy",), (), quick=True, say=said.append), hosts)
+    assert [record["chosen"]["nbytes"] for record in records] == list(sizes)
+    assert [record["measured"]["n_wrong"] for record in records] == [0, 0]
+    assert len(said) == 1
+    shown = capfdbinary.readouterr().out
+    assert b"[rank 0] no end of line goodbye\n" in shown, "the rest of the line is shown"
+    assert b"bench rows" not in shown
 
 
 def test_one_rank_is_not_enough():
