@@ -63,6 +63,8 @@ def test_names_are_counted_anew_after_a_join(ranks):
 
 
 def submitted_before():
+    if hvd.rank() == 0:
+        hvd.allreduce(torch.ones(1), name="which is executed when all others have joined")
     handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="submitted before the join")
     last = hvd.join() if hvd.rank() else None
     value = hvd.synchronize(handle).item()
