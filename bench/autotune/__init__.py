@@ -135,7 +135,7 @@ def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] =
     return Run(weights, [float(each) for each in times], json.loads(outcome.read_text()) if tune else {})
 
 
-def _settings(point: tuple[int, int, int]) -> dict[str, int]:
+def _settings(point: tuple[int, int, int]) -> dict[str, Any]:
     return dict(zip(("partition_bytes", "credit_bytes", "tcp_streams"), point))
 
 

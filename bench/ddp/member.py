@@ -28,7 +28,7 @@ class Member:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        model = DistributedDataParallel(network(name))
+        model = DistributedDataParallel(network(name), gradient_as_bucket_view=MODELS[name].views)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         losses = self._losses[name] = []
         batches = [batch(name, self.rank, i) for i in range(8)]

@@ -8,15 +8,18 @@ if TYPE_CHECKING:
 
 
 class Model(NamedTuple):
-    """`nbytes` of float32 gradients; a batch of a rank has `n_samples`."""
+    """`nbytes` of float32 gradients; a batch of a rank has `n_samples`; `views`: DDP's `gradient_as_bucket_view`."""
 
     nbytes: int
     n_samples: int
+    is_wide: bool
+    views: bool = False
 
 
-#: Wide layers under one sample; convolutions over many.
-MODELS = {"comm-bound": Model(4 * (3 * (1664 * 1664 + 1664) + 1664 * 10 + 10), 1),
-          "compute-bound": Model(4 * ((3 * 9 + 1) * 32 + 3 * (32 * 9 + 1) * 32 + 33 * 10), 24)}
+_WIDE = Model(4 * (3 * (1664 * 1664 + 1664) + 1664 * 10 + 10), 1, is_wide=True)
+#: Wide layers under one sample, without copies between gradients and buckets as well; convolutions over many.
+MODELS = {"comm-bound": _WIDE, "comm-bound views": _WIDE._replace(views=True),
+          "compute-bound": Model(4 * ((3 * 9 + 1) * 32 + 3 * (32 * 9 + 1) * 32 + 33 * 10), 24, is_wide=False)}
 
 
 def network(name: str) -> torch.nn.Module:
@@ -25,7 +28,7 @@ def network(name: str) -> torch.nn.Module:
     from torch import nn
 
     torch.manual_seed(0)
-    if name == "comm-bound":
+    if MODELS[name].is_wide:
         layers: list[nn.Module] = []
         for _ in range(3):
             layers += [nn.Linear(1664, 1664), nn.ReLU()]
@@ -42,5 +45,5 @@ def batch(name: str, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     generator = torch.Generator().manual_seed(1_000_003 * rank + step)
     n = MODELS[name].n_samples
-    shape = (n, 1664) if name == "comm-bound" else (n, 3, 32, 32)
+    shape = (n, 1664) if MODELS[name].is_wide else (n, 3, 32, 32)
     return torch.randn(shape, generator=generator), torch.randint(10, (n,), generator=generator)
