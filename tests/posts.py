@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 from bpsfast.orchestration.errors import ClosedError, StallError
@@ -40,11 +41,14 @@ class Office:
             self.changed.notify_all()
 
     def _lookup(self, key, timeout_s, who, given_up):
+        deadline = time.monotonic() + timeout_s
         with self.changed:
-            if not self.changed.wait_for(lambda: key in self.board or given_up(), timeout_s):
-                raise StallError(f"{who} has not published {key!r}")
-            if key not in self.board:
-                raise ClosedError("given up")
+            while key not in self.board:
+                if given_up():
+                    raise ClosedError("given up")
+                if time.monotonic() >= deadline:
+                    raise StallError(f"{who} has not published {key!r}")
+                self.changed.wait(0.02)  # and ask again whether it is given up
             return self.board[key]
 
     def close(self) -> None:

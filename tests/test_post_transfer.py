@@ -59,10 +59,29 @@ def test_a_wait_names_who_is_missing(job):
     started = job(ranks=(2,))
     large, waits, whoever = started.run(stalls)[1]
     assert "rank 1 waited 0.3 s for rank 0 to receive a message with tag 78 on channel 1 (100000 bytes)" in large
-    assert "not connected to it yet; its address is looked up" in large, "rank 0 has not asked for its post"
+    assert "not connected to it yet; it has not sent or received anything yet" in large
     assert "rank 1 waited 0.3 s for rank 0 to send a message with tag 5 on channel 1 (up to 3 bytes)" in waits
     assert "for any rank to send a message with tag 6" in whoever and "rank 1 tag 77" in whoever
     started.kill()  # rank 0 was never sent tag 78's receive
+
+
+def much_later():
+    """Rank 1 exchanges messages for the first time when a lookup in rank 0's name would long be over."""
+    me, x = bpsfast.rank(), np.zeros(100_000, np.uint8)
+    if me == 0:
+        transfer = send(pattern(100_000, 0), 1, 3)
+        with pytest.raises(bpsfast.StallError, match="has not sent or received anything yet"):
+            transfer.wait(3.0)
+        bpsfast.barrier(timeout_s=30)
+        transfer.wait(20)
+    else:
+        bpsfast.barrier(timeout_s=30)
+        receive(x, 0, 3).wait(20)
+        assert np.array_equal(x, pattern(100_000, 0))
+
+
+def test_who_is_late_for_his_first_message_is_waited_for_as_long_as_anybody_waits(job):
+    job(ranks=(2,), timeout_s=1).run(much_later)
 
 
 def without_waiting():

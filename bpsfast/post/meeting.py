@@ -36,6 +36,9 @@ _CONTEXT = "bpsfast post"
 #: A stranger holds up one thread for at most so long, and only so many at a time.
 _CHALLENGE_S = 5.0
 _MOST_STRANGERS = 16
+#: A rank publishes its address when it first exchanges messages, hours after others perhaps: whoever waits for it has a
+#: deadline of his own.
+_ADDRESS_S = 86_400.0
 #: How long nobody is let in after that has failed, for want of file descriptors for example.
 _DEAF_S = 1.0
 
@@ -118,7 +121,7 @@ class Meeting:
 
     def dial(self, rank: int) -> None:
         """Connect to *rank*; `reached`, `come` or `failed` will be called, from another thread."""
-        self._doing[rank] = "its address is looked up"
+        self._doing[rank] = "it has not sent or received anything yet"
         self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
 
     @property
@@ -238,8 +241,7 @@ class Meeting:
             self._failed(rank, PeerLostError(f"rank {session.rank} cannot connect to rank {rank}: {exc}"))
 
     def _find(self, rank: int) -> Address:
-        data = self._session.notices.lookup(_key_of(rank), self._session.settings.timeout_s, f"rank {rank}",
-                                            lambda: self._closed)
+        data = self._session.notices.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
         try:
             return msgspec.msgpack.decode(data, type=Address)
         except msgspec.MsgspecError as exc:
