@@ -13,6 +13,7 @@ import contextlib
 import gc
 import inspect
 import itertools
+import logging
 import os
 import pickle
 import secrets
@@ -29,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from bpsfast import settings
+from bpsfast import logs, settings
 from bpsfast.launch import daemons, job as launch
 from bpsfast.launch.supervisor import Kind
 from tests.every_shape import SHAPES, SturdyJob
@@ -176,6 +177,17 @@ class Job:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def unconfigured_logging() -> None:
+    """Undo what a test before has done to bpsfast's loggers in this process: `caplog` would hear nothing."""
+    logger = logging.getLogger("bpsfast")
+    logger.setLevel(logging.NOTSET)
+    logger.propagate, logger.disabled = True, False
+    if logs._handler is not None:
+        logger.removeHandler(logs._handler)
+        logs._handler = None
 
 
 @pytest.fixture
