@@ -140,7 +140,9 @@ class Peering:
         """Take an established link (the control loop brings those that were dialled to the local socket)."""
         with self._lock:
             if self._closed or link.index not in self._peers or link.index in self.links:
-                log.warning("node %d connected twice or too late: refused", link.index)
+                # a job may end while its nodes still connect: then it is nobody's fault
+                log.log(logging.DEBUG if self._closed else logging.WARNING, "node %d connected %s: refused", link.index,
+                        "too late" if self._closed else "twice, or is no peer")
                 link.close()
                 return
             self.reasons[link.index] = reason
