@@ -145,7 +145,7 @@ class Job:
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return Outcome(*pickle.loads(pipe.recv_bytes()))
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # also in the midst of an answer
             return Outcome("error", "died", f"rank {rank} ended with {self.ranks[rank].wait(5)}", "")
         raise RankError(f"rank {rank} did not answer in time")
 
