@@ -128,6 +128,13 @@ def test_a_tensor_that_cannot_be_written_is_an_error_of_its_receive(ranks):
     ranks.run(cannot_be_written)
 
 
+def come_late(group, messages, tensor, sender, to, tag):
+    """When all ranks of the job say so, let *sender* send."""
+    group.session.barrier(20)
+    if group.rank == sender:
+        messages.send(operand(tensor), to, tag).wait(timedelta(seconds=20))
+
+
 def late():
     group, messages = whole(timeout_s=0.3)
     if group.rank == 1:
@@ -141,9 +148,7 @@ def late():
         group.session.barrier()
         assert work.wait(timedelta(seconds=20)) and torch.equal(got, torch.arange(5.0)), "it went on"
     else:
-        group.session.barrier()
-        if group.rank == 0:
-            messages.send(operand(torch.arange(5.0)), 1, 9).wait(timedelta(seconds=20))
+        come_late(group, messages, torch.arange(5.0), sender=0, to=1, tag=9)
     messages.close()
     group.close()
 
@@ -156,16 +161,17 @@ def too_late():
     """What a receive whose future has failed does not take is there for the next one."""
     group, messages = whole(0.5)
     if group.rank == 0:
-        first, second = torch.zeros(3), torch.zeros(3)
+        first, second, was_over = torch.zeros(3), torch.zeros(3), []
         with pytest.raises(RuntimeError, match=r"receive from rank 1 was not complete within 0\.5 s"):
-            messages.receive(operand(first), 1, 6).get_future().wait()
+            work = messages.receive(operand(first), 1, 6)
+            work.get_future().then(lambda future: was_over.append(work._transfer.done())).wait()
+            assert was_over == [True]
+            work.get_future().wait()
         current.current().barrier(20)
         messages.receive(operand(second), 1, 6).wait(timedelta(seconds=20))
         assert second.tolist() == [1] * 3 and not first.any()
     else:
-        current.current().barrier(20)
-        if group.rank == 1:
-            messages.send(operand(torch.ones(3)), 0, 6).wait(timedelta(seconds=20))
+        come_late(group, messages, torch.ones(3), sender=1, to=0, tag=6)
     messages.close()
     group.close()
 

@@ -28,6 +28,7 @@ class MessageWork(Work):
         self._transfer = transfer
         self._one = one
         self._members = members
+        self._late: StallError | None = None
         transfer.on_done(self._ended)
 
     def _ended(self, transfer: Transfer) -> None:
@@ -37,6 +38,8 @@ class MessageWork(Work):
                 self._one.take_back()
             except Exception as exc:  # of a tensor that cannot be written; whoever waits must hear of it
                 error = exc
+        if self._late is not None and isinstance(error, ClosedError):
+            error = self._late
         source = self._members.index(transfer.source) if error is None and transfer.source is not None else -1
         self.finish(error, source)
 
@@ -50,9 +53,11 @@ class MessageWork(Work):
         return super().get_future()
 
     def _expire(self) -> None:
-        self.finish(StallError(f"{self._text} was not complete within {self._timeout_s:g} s"))
+        # Before anybody hears of the end: a message that comes from then on is another receive's.
+        self._late = StallError(f"{self._text} was not complete within {self._timeout_s:g} s")
         with contextlib.suppress(ClosedError):  # the session has ended meanwhile, and the receive with it
-            self._transfer.cancel()  # a message that comes yet is another receive's
+            self._transfer.cancel()
+        self.finish(self._late)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the message has come, or left; the waiting thread moves messages on itself."""
