@@ -4,6 +4,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Memory:
         self._require_open = require_open
         self._mailbox = mailbox
         self._lock = threading.RLock()
+        self._receiving = threading.RLock()  # of the answers: nobody waits for the node with it
         #: By owner ("rank" or whose results they hold) and number.
         self.segments: dict[tuple[str, int], Segment] = {}
         #: Why a segment is missing, once one could not be mapped.
@@ -60,8 +62,9 @@ class Memory:
         self._inputs: list[tuple[int, Segment]] = []
         self._free: dict[int, Holes] = {}  # by input segment: what was released
         self._requests = 0
-        self._asked: list[int] = []  # requests that have no answer yet: they are answered in order
-        self._allocated: dict[int, Allocated | BpsError] = {}
+        self._asked: dict[int, int] = {}  # bytes of requests that have no answer yet: they are answered in order
+        self._answers: dict[int, list[Allocated | BpsError]] = {}  # of the requests that somebody still waits for
+        self._unclaimed: deque[tuple[Allocated, int]] = deque()  # with their bytes: nobody has waited for them so long
 
     # -- input memory ----------------------------------------------------------------------------------------------
 
@@ -77,15 +80,25 @@ class Memory:
         """
         self._require_open()
         with self._lock:
+            while self._unclaimed:
+                late, late_nbytes = self._unclaimed.popleft()
+                if ("rank", late.segment) in self.segments:  # it may not have been mapped
+                    self._free.setdefault(late.segment, Holes()).give(late.offset, _rounded(late_nbytes))
             for number, holes in self._free.items():
                 offset = holes.take(_rounded(nbytes))
                 if offset is not None:
                     return self._region(number, offset, nbytes)
             self._requests += 1
             request = self._requests
-            self._asked.append(request)
+            self._asked[request] = nbytes
+            answers = self._answers[request] = []
             self._mailbox().send(Allocate(request=request, nbytes=nbytes))
-        answer = self._mailbox().wait(lambda: self._allocated.pop(request, None), self._timeout_s)
+        try:
+            self._mailbox().wait(lambda: answers[0] if answers else None, self._timeout_s)
+        finally:
+            with self._receiving:
+                del self._answers[request]
+        answer = answers[0] if answers else None
         if answer is None:
             raise StallError(f"the node did not answer a request for {nbytes} bytes within {self._timeout_s:g} s")
         if isinstance(answer, BpsError):
@@ -121,10 +134,17 @@ class Memory:
             case SegmentShared():
                 self._map(message, fds[0])
             case Allocated():
-                self._asked.remove(message.request)
-                self._allocated[message.request] = message
+                self._answer(message.request, message)
             case Refuse():
-                self._allocated[self._asked.pop(0)] = error_of(message.error, message.reason)
+                self._answer(next(iter(self._asked)), error_of(message.error, message.reason))
+
+    def _answer(self, request: int, answer: Allocated | BpsError) -> None:
+        nbytes = self._asked.pop(request)
+        with self._receiving:
+            if request in self._answers:
+                self._answers[request].append(answer)
+            elif isinstance(answer, Allocated):
+                self._unclaimed.append((answer, nbytes))
 
     def _map(self, message: SegmentShared, fd: int) -> None:
         """Map a segment; if that fails, whoever needs it gets the error, which may be another thread than this."""
