@@ -15,6 +15,7 @@ from bpsfast.orchestration.messages import StallAnswer, Stalled
 from bpsfast.trainer import current
 from bpsfast.trainer.inquiry import Inquiry
 from bpsfast.trainer.mailbox import Mailbox
+from bpsfast.trainer.questions import Questions
 
 
 def total(name="x"):
@@ -91,16 +92,17 @@ def asked():
     """An inquiry, and the channel on which a node reads its questions."""
     ours, theirs = socket.socketpair()
     pidfd = os.pidfd_open(os.getpid())
-    mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: inquiry.receive(message), lambda: None,
-                      lambda: bpsfast.PeerLostError("the node is lost"))
-    inquiry = Inquiry(0, lambda: None, lambda: mailbox)
+    mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
+                      lambda: None, lambda: bpsfast.PeerLostError("the node is lost"))
+    questions = Questions(60.0, lambda: None, lambda: mailbox)
+    inquiry = Inquiry(0, questions, lambda: None, lambda: mailbox)
     with Channel(theirs) as node:
         yield inquiry, node
     mailbox.close()
     os.close(pidfd)
 
 
-def questions(node, n):
+def read(node, n):
     found = []
     while len(found) < n:
         found.append(node.recv(20)[0])
@@ -114,7 +116,7 @@ def test_threads_that_ask_the_same_all_get_an_answer(asked):
     threads = [threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w"))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for question in questions(node, 3):
+    for question in read(node, 3):
         node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", stage="push",
                               hopeless=True, ranks=(2,)))
     for thread in threads:
@@ -128,7 +130,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(asked):
     found = []
     thread = threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w")))
     thread.start()
-    [question] = questions(node, 1)
+    [question] = read(node, 1)
     node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", stage="push"))
     thread.join(20)
     assert [(each.missing, each.hopeless) for each in found] == [("missing: rank 2", False)]

@@ -10,10 +10,11 @@ import pytest
 import bpsfast
 from bpsfast.channel import Channel
 from bpsfast.orchestration.errors import StallError
-from bpsfast.orchestration.messages import Departed, StallAnswer
+from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.trainer.inquiry import DOUBT_S, Inquiry
 from bpsfast.trainer.mailbox import Mailbox
 from bpsfast.trainer.patience import Patience
+from bpsfast.trainer.questions import Questions
 from bpsfast.trainer.stall_inspector import StallInspector, Subject
 
 SUBJECT = Subject.of("w", ["w"], 0, 1, 3)
@@ -28,7 +29,7 @@ def inquiry():
     mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: None, lambda: None,
                       lambda: bpsfast.PeerLostError("the node is lost"))
     with Channel(theirs):
-        yield Inquiry(0, lambda: None, lambda: mailbox)
+        yield Inquiry(0, Questions(60.0, lambda: None, lambda: mailbox), lambda: None, lambda: mailbox)
     mailbox.close()
     os.close(pidfd)
 
@@ -81,7 +82,7 @@ def test_what_has_come_while_it_was_asked_is_no_error(inquiry):
 
 
 def test_who_has_left_is_waited_for_only_as_long_as_that_can_help(inquiry):
-    inquiry.receive(Departed(rank=1))
+    inquiry.departed()
     wait = Wait(inquiry, DOUBT_S + 1)
     with wait.patience:
         wait.look()

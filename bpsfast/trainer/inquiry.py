@@ -1,11 +1,12 @@
 """Who keeps a wait waiting: asked of the job when time is up, and before that when somebody has left."""
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
-from ..orchestration.messages import Departed, StallAnswer, Stalled
+from ..orchestration.errors import StallError
+from ..orchestration.messages import StallAnswer, Stalled
 from .mailbox import Mailbox
+from .questions import Questions
 
 #: Once somebody has left, how often a wait asks whether it is in vain.
 DOUBT_S = 0.5
@@ -20,26 +21,25 @@ class Inquiry:
 
     Parameters
     ----------
+    questions
+        Asks the node, and through it the scheduler.
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node; it delivers what `receive` takes.
+        Returns the way to the node; what it delivers includes that somebody has departed.
     """
 
-    def __init__(self, rank: int, require_open: Callable[[], None], mailbox: Callable[[], Mailbox]) -> None:
+    def __init__(self, rank: int, questions: Questions, require_open: Callable[[], None],
+                 mailbox: Callable[[], Mailbox]) -> None:
         self._rank = rank
+        self._questions = questions
         self._require_open = require_open
         self._mailbox = mailbox
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, StallAnswer | None] = {}  # by question, None: not answered yet
         self._departed = False
 
-    def receive(self, message: StallAnswer | Departed) -> None:
-        """Enter what the node says. Called by the mailbox, one message at a time."""
-        if isinstance(message, Departed):
-            self._departed = True
-        elif message.question in self._answers:  # else it comes too late, and nobody waits for it any more
-            self._answers[message.question] = message
+    def departed(self) -> None:
+        """Note that somebody has left. Called by the mailbox, one message at a time."""
+        self._departed = True
 
     def somebody_left(self) -> bool:
         """Return whether a rank has left, as far as the node's messages say: only then can a wait be hopeless."""
@@ -50,16 +50,13 @@ class Inquiry:
 
     def ask(self, part: int, round: int, name: str) -> StallAnswer:
         """Ask who has not arrived for *round* of *part* of tensor *name*, and whether waiting on is in vain."""
-        mailbox, number = self._mailbox(), next(self._numbers)
-        self._answers[number] = None
         try:
-            mailbox.send(Stalled(rank=self._rank, question=number, part=part, round=round, name=name))
-            answer = mailbox.wait(lambda: self._answers[number], _ANSWER_S)
-        finally:
-            del self._answers[number]
-        if answer is None:
-            return StallAnswer(rank=self._rank, question=number, stage="unknown", missing=(
-                f"no answer to who is missing, from node or scheduler, within {_ANSWER_S:g} s"))
+            answer = self._questions.ask(
+                lambda question: Stalled(rank=self._rank, question=question, part=part, round=round, name=name),
+                "no answer to who is missing, from node or scheduler,", _ANSWER_S)
+        except StallError as exc:  # to wait is the caller's to end, with what it knows
+            return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))
+        assert isinstance(answer, StallAnswer)
         return answer
 
     def ask_about(self, name: str) -> StallAnswer:

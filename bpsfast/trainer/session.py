@@ -89,13 +89,13 @@ class Session:
         self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self._failure = failure
         self._attachment = attachment
-        self.inquiry = Inquiry(self.rank, self.require_open, lambda: self._mailbox)
+        self._questions = Questions(settings.timeout_s, self.require_open, lambda: self._mailbox)
+        self.inquiry = Inquiry(self.rank, self._questions, self.require_open, lambda: self._mailbox)
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
         self._retired_nbytes = 0  # pushed by units that are retired
         self.clock = StepClock(
             port, lambda: self._retired_nbytes + sum(unit.round * unit.nbytes for unit in self.tensors.units()))
         self.memory = Memory(self.rank, settings.timeout_s, self.require_open, lambda: self._mailbox)
-        self._questions = Questions(settings.timeout_s, self.require_open, lambda: self._mailbox)
         self.notices = NoticeBoard(self.rank, self._questions, self.require_open, lambda: self._mailbox)
         self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
                                self.inquiry, self.inspector)
@@ -208,13 +208,13 @@ class Session:
                 self._commit(message.units)
             case DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
-            case StallAnswer() | Departed():
-                self.inquiry.receive(message)
+            case Departed():
+                self.inquiry.departed()
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
             case Told():
                 self._questions.receive(message.request, message)
-            case LagAnswer() | Found():
+            case StallAnswer() | LagAnswer() | Found():
                 self._questions.receive(message.question, message)
             case Detached():
                 self._released = True
