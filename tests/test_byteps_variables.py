@@ -71,7 +71,6 @@ def test_a_bad_value_is_an_error_that_names_the_variable_or_the_value(variable):
 
 def test_the_log_names_the_new_variables_once(caplog, monkeypatch):
     monkeypatch.setattr(byteps_variables, "_told", set())
-    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)
     environ = {
         "BYTEPS_PARTITION_BYTES": "8192",
         "BYTEPS_ENABLE_MIXED_MODE": "1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import select
@@ -131,7 +130,6 @@ def test_a_process_that_ignores_sigterm_is_killed():
 
 
 def test_close_says_which_daemon_it_had_to_end(single, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)
     single.close(timeout_s=0.0)
     assert "the node (pid" in caplog.text and "the scheduler (pid" in caplog.text
 

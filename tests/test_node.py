@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import secrets
@@ -133,7 +132,6 @@ def test_rubbish_on_the_local_socket_harms_nobody(lonely):
 
 
 def test_explicit_rdma_is_an_error_that_says_why(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)  # another test may have configured it
     assert node.main(settings_for(transport="rdma", node_id=secrets.token_hex(8))) == 1
     assert "transport='rdma' was asked for, but there is no RDMA device here" in caplog.text
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from bpsfast.launch.roles import Place, detect, format_address, is_loopback, job_key, scheduler_port
@@ -324,7 +322,6 @@ def test_the_settings_of_a_place_lead_to_the_same_place():
 
 
 def test_the_key_comes_from_variable_then_file_then_address(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)
     file = tmp_path / "key"
     file.write_text("cd" * 32 + "\n")
     assert job_key(load_with_origins({"job_key": KEY, "job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex(KEY)

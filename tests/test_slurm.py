@@ -1,8 +1,6 @@
 """Slurm's variables: what is a task, where the scheduler is, what contradicts itself. Jobs: test_environments."""
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from bpsfast.launch.roles import Place, detect
@@ -79,14 +77,12 @@ def test_older_names_will_do():
 
 @pytest.mark.parametrize("environ", [JOB, BATCH, INTERACTIVE, BATCH | {"SLURM_STEP_ID": "batch"}])
 def test_what_is_no_task_runs_alone_and_is_told_so(environ, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)
     found = place(environ)
     assert (found.launcher, found.size) == ("single", 1)
     assert "SLURM_NTASKS = 4" in caplog.text and "srun" in caplog.text
 
 
 def test_one_task_in_a_batch_script_is_nothing_to_talk_of(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("bpsfast"), "propagate", True)
     assert place(BATCH | {"SLURM_NTASKS": "1"}).launcher == "single"
     assert not caplog.records
 
