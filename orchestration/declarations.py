@@ -13,15 +13,15 @@ import msgspec
 
 from .errors import BpsError, ConfigError, MismatchError, UnsupportedError
 from .messages import TensorSpec
-from .partition import nbytes_of
+from .partition import check_codec, has_state, nbytes_of
 
 #: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
 _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of", "op",
-           "ranks")
+           "ranks", "codec")
 
-#: What bundles have in common that are planned together: (edition_of, ranks).
-_Family = tuple[str, tuple[int, ...]]
-_EVERYBODYS: _Family = ("", ())
+#: What bundles have in common that are planned together: (edition_of, ranks, whether owners keep state).
+_Family = tuple[str, tuple[int, ...], bool]
+_EVERYBODYS: _Family = ("", (), False)
 
 
 class Failed(NamedTuple):
@@ -145,7 +145,8 @@ class Declarations:
         """Return, once, what each of its ranks has declared, in the order of the first of them and with its priorities.
 
         Editions come by themselves, one family at a time: one that no memory is left for may be refused without harm,
-        and nothing else must be refused with it. So does what is of other ranks: it is placed among their machines.
+        and nothing else must be refused with it. So does what is of other ranks, which is placed among their machines, and what owners keep
+        state of, which is placed among machines with ranks.
         """
         found: dict[_Family, list[_Bundle]] = {}
         for key in dict.fromkeys(self._complete):
@@ -203,9 +204,9 @@ def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple
 
 
 def _family(bundle: _Bundle) -> _Family:
-    """Return which family *bundle* is an edition of ("" if of none), and whose it is."""
-    spec = next(iter(bundle.by_rank.values()))[0]
-    return spec.edition_of, spec.ranks
+    """Return which family *bundle* is an edition of ("" if of none), whose it is, and whether its owners keep state."""
+    members = next(iter(bundle.by_rank.values()))
+    return members[0].edition_of, members[0].ranks, any(has_state(spec) for spec in members)
 
 
 def _first(spec: TensorSpec) -> int:
@@ -229,7 +230,8 @@ def _invalid(members: tuple[TensorSpec, ...], size: int) -> BpsError | None:
     try:
         for spec in members:
             nbytes_of(spec)
-    except UnsupportedError as exc:
+            check_codec(spec)
+    except (ConfigError, UnsupportedError) as exc:
         return exc
     return None
 

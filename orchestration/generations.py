@@ -8,7 +8,7 @@ import msgspec
 from .credit_queue import rank_parts
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
-from .partition import MAX_PARTS
+from .partition import MAX_PARTS, has_state
 from .placement import assign
 from .rates import bound_remark, bounded, machines_of, ownable
 from .shares import Machine
@@ -52,7 +52,8 @@ class Generations:
         """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
         one family of editions, or of none. No generation may be in flight.
 
-        What is not of all ranks is placed among the nodes of its ranks and the helpers.
+        What is not of all ranks is placed among the nodes of its ranks and the helpers. What owners keep state of is
+        never a helper's: only nodes with ranks can save it with the model.
 
         Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
         these ranks), and then nothing has begun.
@@ -61,15 +62,17 @@ class Generations:
         family, ranks = specs[0].edition_of, specs[0].ranks
         owned = self._owned_beside(family)
         most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
-        candidates = self._candidates(ranks)
+        keeps_state = any(has_state(spec) for spec in specs)
+        candidates = self._candidates(ranks, helpers=not keeps_state)
+        policy = "colocated" if keeps_state and self._policy == "ps" else self._policy
         units = self._numbered(_at(candidates, lay_out(
-            specs, [machine for _, machine in candidates], policy=self._policy,
+            specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
             first_unit=self._next_unit, first_part=MAX_PARTS - most)))
-        nbytes = sum(owned) + sum(unit.nbytes for unit in units)
+        nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
         remark = ""
-        if self._policy == "optimal" and not ranks:
+        if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)
             remark = bound_remark(self._nodes, self._machines, machines, nbytes)
         self.number += 1
@@ -85,12 +88,10 @@ class Generations:
         others = [unit for unit in self.units if family and self._edition_of.get(unit.unit) == family]
         return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
 
-    def _candidates(self, ranks: Sequence[int]) -> list[tuple[int, Machine]]:
-        """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and helpers."""
-        if not ranks:
-            return list(enumerate(self._machines))
+    def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
+        """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
-                if not node.ranks or set(node.ranks) & set(ranks)]
+                if (helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks)))]
 
     def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
         """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
@@ -125,7 +126,7 @@ class Generations:
             del self._retiring[number]
             self._edition_of.pop(number, None)
             for part in known[number].parts:
-                self._owned[part.owner] -= part.nbytes
+                self._owned[part.owner] -= part.wire_nbytes
             self._give_back([part.part for part in known[number].parts])
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
@@ -161,7 +162,7 @@ class Generations:
         self.units += self.in_flight.units
         for unit in self.in_flight.units:
             for part in unit.parts:
-                self._owned[part.owner] += part.nbytes
+                self._owned[part.owner] += part.wire_nbytes
         self.in_flight = None
         return Commit(generation=generation, order=tuple(rank_parts(self.units)))
 
@@ -200,5 +201,5 @@ def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
     total = list(owned)
     for unit in units:
         for part in unit.parts:
-            total[part.owner] += part.nbytes
+            total[part.owner] += part.wire_nbytes
     return total

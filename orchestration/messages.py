@@ -14,10 +14,11 @@ from typing import Literal
 
 import msgspec
 
+from .codec import CodecSpec
 from .errors import ProtocolError
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 6
+VERSION = 7
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -46,7 +47,8 @@ class TensorSpec(Record):
     partitions take turns on where a peer is reached by tcp. Tensors with the same `edition_of`, if it is not empty,
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" only. `ranks`: the only ranks
-    that declare and push it, in ascending order; empty: all of the job.
+    that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between nodes,
+    None: not at all; what has one is fused with nothing.
     """
 
     name: str
@@ -61,6 +63,7 @@ class TensorSpec(Record):
     edition_of: str = ""
     op: str = "sum"
     ranks: tuple[int, ...] = ()
+    codec: CodecSpec | None = None
 
 
 class MemberPlan(Record):
@@ -73,18 +76,27 @@ class MemberPlan(Record):
 
 
 class PartPlan(Record):
-    """One partition: `part` is its job-wide index (also its slot and board word), `owner` a node index."""
+    """One partition: `part` is its job-wide index (also its slot and board word), `owner` a node index.
+
+    `frame_nbytes`: the most that travels between nodes each way, if that is not `nbytes` because of a codec; 0: it is.
+    """
 
     part: int
     offset: int
     nbytes: int
     owner: int
+    frame_nbytes: int = 0
+
+    @property
+    def wire_nbytes(self) -> int:
+        """The most bytes that one node sends another of this partition."""
+        return self.frame_nbytes or self.nbytes
 
 
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op` and `ranks`: as its members say (`TensorSpec`).
+    `n_streams`, `op`, `ranks` and `codec`: as its members say (`TensorSpec`).
     """
 
     unit: int
@@ -99,6 +111,7 @@ class UnitPlan(Record):
     n_streams: int = 0
     op: str = "sum"
     ranks: tuple[int, ...] = ()
+    codec: CodecSpec | None = None
 
 
 class LagRow(Record):

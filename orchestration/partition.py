@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from . import codec
 from .errors import CapacityError, UnsupportedError
 from .messages import MemberPlan, PartPlan, TensorSpec, UnitPlan
 
@@ -47,6 +48,25 @@ def nbytes_of(spec: TensorSpec) -> int:
     if any(length < 0 for length in spec.shape):
         raise UnsupportedError(f"tensor {spec.name!r} has the negative dimension of shape {spec.shape}")
     return math.prod(spec.shape) * ITEM_NBYTES[spec.dtype]
+
+
+def check_codec(spec: TensorSpec) -> None:
+    """Raise `ConfigError` or `UnsupportedError` if *spec* cannot be compressed as it says."""
+    if spec.codec is None:
+        return
+    codec.check(spec.codec)
+    codec.width_of(spec.dtype)
+    if spec.op != "sum":
+        raise UnsupportedError(f"tensor {spec.name!r} is compressed ({spec.codec.kind}), so it can only be summed, not "
+                               f"reduced by {spec.op!r}")
+    if spec.edition_of:
+        raise UnsupportedError(f"tensor {spec.name!r} is compressed ({spec.codec.kind}), so it cannot have editions: "
+                               "what one of them has not sent would be lost")
+
+
+def has_state(spec: TensorSpec) -> bool:
+    """Return whether owners of *spec* keep more than a sum: then they are machines with ranks of it."""
+    return spec.codec is not None and spec.codec.has_state
 
 
 #: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
@@ -104,7 +124,7 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         spec = specs[position]
         nbytes = round_up(nbytes_of(spec), MEMBER_ALIGNMENT)
         most = spec.fusion_nbytes or fusion_nbytes
-        if spec.group is None or nbytes >= most:
+        if spec.group is None or nbytes >= most or spec.codec is not None:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
         kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most)
@@ -134,9 +154,17 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
         n_parts = max(n_parts, 2)
     stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
     parts = tuple(
-        PartPlan(part=first_part + index, offset=offset, nbytes=min(stride, end - offset), owner=-1)
+        part_of(members[0], first_part + index, offset, min(stride, end - offset))
         for index, offset in enumerate(range(0, end, stride))
     )
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
-                    n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks)
+                    n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec)
+
+
+def part_of(kind: TensorSpec | UnitPlan, part: int, offset: int, nbytes: int) -> PartPlan:
+    """Return partition *part* of a tensor or unit, without an owner: its bytes, and those that travel."""
+    frame = 0
+    if kind.codec is not None:
+        frame = codec.frame_nbytes(kind.codec, nbytes // ITEM_NBYTES[kind.dtype], kind.dtype)
+    return PartPlan(part=part, offset=offset, nbytes=nbytes, owner=-1, frame_nbytes=frame)

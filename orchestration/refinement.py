@@ -11,8 +11,8 @@ from collections.abc import Container, Sequence
 
 import msgspec
 
-from .messages import PartPlan, UnitPlan
-from .partition import MAX_PARTS, round_up
+from .messages import UnitPlan
+from .partition import MAX_PARTS, part_of, round_up
 from .placement import assign, machine_times_s
 from .shares import Machine, optimal_shares
 
@@ -36,7 +36,7 @@ def refine(units: Sequence[UnitPlan], machines: Sequence[Machine], owned: Sequen
     placement is near the bound as it is, or no cut brings it nearer, *units* are returned as they are.
     """
     best = list(units)
-    sizes = [unit.nbytes for unit in units]
+    sizes = [sum(part.wire_nbytes for part in unit.parts) for unit in units]
     if not any(sizes) or sum(machine.has_ranks for machine in machines) < 2:
         return best
     own = list(owned) if owned is not None else [0] * len(machines)
@@ -58,7 +58,7 @@ def refine(units: Sequence[UnitPlan], machines: Sequence[Machine], owned: Sequen
 
 def _time_s(units: Sequence[UnitPlan], machines: Sequence[Machine], owned: Sequence[int]) -> float:
     """Return the time of the worst machine once *units* are placed on top of what is owned."""
-    sizes = [part.nbytes for unit in units for part in unit.parts]
+    sizes = [part.wire_nbytes for unit in units for part in unit.parts]
     own = list(owned)
     for nbytes, owner in zip(sizes, assign(sizes, machines, "optimal", owned)):
         own[owner] += nbytes
@@ -83,7 +83,7 @@ def _cut_largest(units: Sequence[UnitPlan], page_nbytes: int, most_parts: int, f
         stride = _half(unit.parts[0].nbytes, page_nbytes) if i in chosen else unit.stride
         offsets = range(0, unit.nbytes, stride)
         cut.append(msgspec.structs.replace(unit, stride=stride, parts=tuple(
-            PartPlan(part=number, offset=offset, nbytes=min(stride, unit.nbytes - offset), owner=-1)
+            part_of(unit, number, offset, min(stride, unit.nbytes - offset))
             for number, offset in enumerate(offsets, start=part))))
         part += len(offsets)
     return cut if part <= most_parts else None

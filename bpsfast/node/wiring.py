@@ -129,7 +129,7 @@ class Wiring:
                 if part.owner == self._me.index:
                     self.readers[part.part] = written_to
                 for source in written_to:
-                    self.shares[source] = self.shares.get(source, 0) + part.nbytes
+                    self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
         self._holdings |= generation.holdings
 
     def retire(self, units: Sequence[int]) -> list[int]:
@@ -149,7 +149,7 @@ class Wiring:
                 self.first_parts.pop(part.part, None)
                 self.readers.pop(part.part, None)
                 for source in self._written_to(holding.ranks, part):
-                    self.shares[source] -= part.nbytes
+                    self.shares[source] -= part.wire_nbytes
             self._give_back(holding)
         return retired
 
