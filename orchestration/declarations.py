@@ -145,8 +145,8 @@ class Declarations:
         """Return, once, what each of its ranks has declared, in the order of the first of them and with its priorities.
 
         Editions come by themselves, one family at a time: one that no memory is left for may be refused without harm,
-        and nothing else must be refused with it. So does what is of other ranks, which is placed among their machines, and what owners keep
-        state of, which is placed among machines with ranks.
+        and nothing else must be refused with it. So does what is of other ranks, which is placed among their machines,
+        and what owners keep state of, which is placed among machines with ranks.
         """
         found: dict[_Family, list[_Bundle]] = {}
         for key in dict.fromkeys(self._complete):
