@@ -56,6 +56,8 @@ class Unit:
         self._parts = plan.parts
         self.dtype = TABLE[plan.dtype].numpy
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
+        self.codec = plan.codec
+        self.learning_rate: float | None = None  # for error feedback: counts from the next push on
         self.round = 0
         self.in_flight = False
         self._is_retired = False
