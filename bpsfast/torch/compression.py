@@ -3,7 +3,8 @@
 There are two kinds. Codecs (`Compression.onebit()` and the like, or a mapping or function that chooses one by the name:
 `bpsfast.compression.choice`) are the nodes': they decode what they sum, and code what travels between them.
 
-The other kind runs in the ranks, and what it makes is summed as it is. Such a compressor is a class (or an object) with two functions, as in BytePS; derive from `Compressor` for one of your own:
+The other kind runs in the ranks, and what it makes is summed as it is. Such a compressor is a class (or an object) with
+two functions, as in BytePS; derive from `Compressor` for one of your own:
 
     class Scaled(bps.Compressor):
         @staticmethod
@@ -124,8 +125,8 @@ def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
         return compression, None
     if compression is None:
         return NoneCompressor, None
-    is_ones_try = isinstance(compression, type) or hasattr(compression, "compress") or hasattr(compression, "decompress")
-    if is_ones_try or not (isinstance(compression, CodecSpec | Mapping) or callable(compression)):
+    is_half = isinstance(compression, type) or hasattr(compression, "compress") or hasattr(compression, "decompress")
+    if is_half or not (isinstance(compression, CodecSpec | Mapping) or callable(compression)):
         raise ConfigError(f"compression={compression!r} is no codec, and has no functions compress and decompress: use "
                           "Compression.none, .fp16, .bf16, a class derived from bpsfast.torch.Compressor, a codec such "
                           "as Compression.onebit(), or a mapping of names to codecs")

@@ -37,7 +37,7 @@ class LocalMomentum:
 
 
 def momenta(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, float]:
-    """Return by name the momentum that *choice* gives tensors of *kinds* (shapes and dtypes), however small they are."""
+    """Return by name the momentum that *choice* gives tensors of *kinds* (shapes and dtypes), small ones too."""
     return {name: codec.momentum for name, codec in chosen_among(choice, kinds, 0).items() if codec.momentum}
 
 
@@ -51,6 +51,6 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, factors: Mapping[str, flo
     """Warn if *optimizer* has momentum besides that of its gradients' codecs."""
     own = max((group.get("momentum") or 0 for group in optimizer.param_groups), default=0)
     if factors and own:
-        warnings.warn(f"the codec's momentum ({max(factors.values()):g}) comes before that of {type(optimizer).__name__} "
-                      f"({own:g}), so gradients get both: make the optimizer with momentum=0, nesterov=False",
-                      stacklevel=3)
+        warnings.warn(f"the codec's momentum ({max(factors.values()):g}) comes before that of "
+                      f"{type(optimizer).__name__} ({own:g}), so gradients get both: make the optimizer with "
+                      "momentum=0, nesterov=False", stacklevel=3)

@@ -144,7 +144,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.device_ids = None if device_ids is None else list(device_ids)
         self.broadcast_buffers = broadcast_buffers
         self._exchange: _ModuleExchange | None = None
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named: list[tuple[str, torch.Tensor]] = [
+            (name, p) for name, p in module.named_parameters() if p.requires_grad]
         if process.size() == 1 and not has_momentum(compression, named):
             return
         exchange = _ModuleExchange(named, compression)
