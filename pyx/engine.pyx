@@ -17,7 +17,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from array import array as _array
 
@@ -261,6 +261,34 @@ cdef class Engine:
             raise ValueError(f"part {culprit} is to be retired, but there is none")
         if status != BPS_RETIRED:
             raise ValueError(f"part {culprit} is to be retired while something of it is under way")
+
+    def codec_words(self, uint32_t part, words=None):
+        """Return what codec and owner's codec of *part* draw from next, and the last learning rate's bits: five words.
+
+        With *words* they become these. Nothing of the part may be under way.
+        """
+        cdef bps_core *core = self._open()
+        cdef bps_codec *codec = NULL
+        cdef uint64_t found[5]
+        cdef int i
+        if words is not None:
+            for i in range(5):
+                found[i] = words[i]
+        pthread_mutex_lock(&core.lock)
+        if part < core.n_parts:
+            codec = core.parts[part].codec
+        if codec != NULL and words is not None:
+            memcpy(codec.generator, found, 16)
+            memcpy(codec.generator_back, found + 2, 16)
+            memcpy(&codec.last_rate, found + 4, 8)
+        if codec != NULL:
+            memcpy(found, codec.generator, 16)
+            memcpy(found + 2, codec.generator_back, 16)
+            memcpy(found + 4, &codec.last_rate, 8)
+        pthread_mutex_unlock(&core.lock)
+        if codec == NULL:
+            raise ValueError(f"part {part} has no codec")
+        return [found[i] for i in range(5)]
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.

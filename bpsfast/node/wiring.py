@@ -24,6 +24,7 @@ from ..trace import Part
 from ..transport import Link, WireLink, wire
 from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
+from .coded_state import CodedPart, CodedState
 from .coding import PartCodec, part_codec
 from .generation import Generation, Holding
 from .members import Members, members_of
@@ -156,6 +157,13 @@ class Wiring:
             self._give_back(holding)
         return retired
 
+    def coded_state(self, number: int) -> CodedState | None:
+        """Return the state that committed unit *number* has here; None if it is not compressed between these nodes."""
+        holding = self._holdings.get(number)
+        if holding is None or holding.codec is None:
+            return None
+        return CodedState(self._engine, self._me.index, holding.codec, holding.dtype, holding.coded)
+
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
         for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()}):
@@ -272,6 +280,8 @@ class Wiring:
 
         holding.ranks = unit.ranks
         coded = self._is_coded(unit)
+        if coded:
+            holding.codec, holding.dtype = unit.codec, unit.dtype
         kernel = kernels.address(unit.dtype, unit.op) if self._sums else no_sum.address()
         here = [part for part in unit.parts if self._appears_here(unit, part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
@@ -297,9 +307,12 @@ class Wiring:
         """Return the codec of *part* with its state, which begins as zeros."""
         assert unit.codec is not None, "only then it is coded"
         states = dict.fromkeys(("error", "momentum", "error_back"), 0)
-        for name, nbytes in self._states_of(unit, part).items():
+        sizes = self._states_of(unit, part)
+        for name, nbytes in sizes.items():
             states[name] = self._allocate(holding, self._regions.states, nbytes).address
             ctypes.memset(states[name], 0, nbytes)
+        holding.coded.append(CodedPart(part.part, part.offset, part.nbytes, part.owner == self._me.index,
+                                       tuple((states[name], nbytes) for name, nbytes in sizes.items())))
         return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
             error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
 
