@@ -1,6 +1,8 @@
 """What users write is a choice that can be, or an error in words."""
 from __future__ import annotations
 
+import pkgutil
+
 import pytest
 
 import bpsfast
@@ -51,3 +53,8 @@ def test_nonsense_is_refused_where_it_is_written(make, words):
 
 def test_the_package_has_it_as_an_attribute():
     assert bpsfast.compression is compression and "compression" in bpsfast.__all__
+
+
+def test_no_module_of_the_package_has_the_name_of_a_format():
+    modules = {module.name for module in pkgutil.iter_modules(compression.__path__)}
+    assert not modules & set(compression.__all__), "importing it would take the function's place"

@@ -52,7 +52,7 @@ class Exchange:
             self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
         session = process.current()
         self.codecs = chosen_among(self._choice, self.kinds, session.settings.min_compress_bytes)
-        coded = self.codecs if session.n_nodes + session.n_helpers > 1 else {}
+        coded = self.codecs if session.n_nodes > 1 else {}
         self.momenta = momenta(self._choice, self.kinds)
         self._momentum = LocalMomentum({name: mu for name, mu in self.momenta.items() if name not in coded})
         self._rates: LearningRates | None = None
