@@ -1,6 +1,6 @@
 """onebit: the signs of a partition, and one scale. The format is in `reading`.
 
-What runs through the elements is LLVM IR (`elements`): a word is made of a compare of as many lanes, and selects as many.
+What runs through the elements is LLVM IR (`elements`): a word is made by one compare, and selects as many lanes.
 """
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _binary(value: int) -> list[int]:
 
 def _undither(codec: CodecSpec, frame: bytes, n: int, wide: np.dtype[Any]) -> tuple[Array, Array]:
     norm = np.frombuffer(frame[-4:], np.float32)
-    if np.isnan(norm[0]):
+    if not np.isfinite(norm[0]):
         return np.arange(n), np.full(n, np.nan, wide)
     n_bits = int.from_bytes(frame[-4 - wide.itemsize : -4], "little")
     bits = iter(_unpack(frame[: -4 - wide.itemsize], n_bits, wide.itemsize).astype(int).tolist())
