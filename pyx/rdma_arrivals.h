@@ -22,9 +22,10 @@ static inline int bps_lane_receive(struct bps_rdma_lane *lane, uint32_t wanted)
     return 0;
 }
 
-/* Let the peer write `nbytes` of `slot`, from round 1 on. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
+/* Let the peer write `nbytes` of `slot` at these addresses by parity, from round 1 on. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
  * request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the provider. */
-static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t nbytes)
+static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t even, uint64_t odd, uint64_t nbytes,
+                                uint32_t framed)
 {
     pthread_mutex_lock(&lane->lock);
     struct bps_slot_in *in = &lane->in[slot];
@@ -34,7 +35,7 @@ static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint6
     if (rc == 0 && !lane->lost) /* a lost lane takes no more requests, and its end is told already */
         rc = bps_lane_receive(lane, wanted);
     if (rc == 0) {
-        *in = (struct bps_slot_in){nbytes, 1, 1};
+        *in = (struct bps_slot_in){{even, odd}, nbytes, 1, 1, framed};
         lane->n_bound = wanted;
     }
     pthread_mutex_unlock(&lane->lock);
@@ -48,6 +49,14 @@ static inline void bps_lane_unbind(struct bps_rdma_lane *lane, uint32_t slot)
     lane->n_bound -= lane->in[slot].bound;
     lane->in[slot].bound = 0;
     pthread_mutex_unlock(&lane->lock);
+}
+
+/* Whether a write of nbytes in `round` is what the slot waits for. */
+static inline int bps_slot_takes(const struct bps_slot_in *in, uint32_t round, uint64_t nbytes)
+{
+    if (nbytes == 0 || !in->framed)
+        return nbytes == 0 || nbytes == in->nbytes;
+    return bps_frame_may_come(nbytes, in->nbytes) && bps_frame_is_whole((const void *)in->addresses[round & 1], nbytes);
 }
 
 /* A write of the peer has arrived: whole, if it is what the slot waits for. */
@@ -66,7 +75,7 @@ static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps
         round = in->next_round;
         fits = slot < lane->n_slots && in->bound && lane->engine != NULL
                && immediate == bps_immediate(slot, round, lane->epoch)
-               && (wc->byte_len == in->nbytes || wc->byte_len == 0);
+               && bps_slot_takes(in, round, wc->byte_len);
         if (fits) {
             in->next_round++;
             flags = wc->byte_len == 0 ? BPS_EMPTY : 0;

@@ -30,14 +30,14 @@ enum {
     BPS_FAILED_SILENCE = 6,
 };
 
-struct bps_slot_in { /* what the peer writes here */
-    uint64_t nbytes;
-    uint32_t next_round, bound;
+struct bps_slot_in { /* what the peer writes here; framed: up to nbytes, with its length in front */
+    uint64_t addresses[2], nbytes;
+    uint32_t next_round, bound, framed;
 };
 
 struct bps_slot_out { /* where we write: nbytes 0: not told yet */
     uint64_t addresses[2], nbytes;
-    uint32_t rkey;
+    uint32_t rkey, framed;
 };
 
 struct bps_write {

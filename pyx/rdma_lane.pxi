@@ -104,9 +104,10 @@ cdef class Lane:
         self.keep = (self.keep, keep)
         bps_lane_start(lane, peer, <void *>engine, <bps_arrived_fn>arrived, <bps_notify_fn>notify)
 
-    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes):
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False):
         """Let the peer write *nbytes* of *slot*, from round 1 on, once it is told where (`aim`, over there).
 
+        *framed*: up to so many, of which the first eight say how many follow; at the peer `aim` is told the same.
         The memory is the caller's, registered for remote writes, and stays until `close`.
         """
         cdef bps_rdma_lane *lane = self._slot(slot)
@@ -114,7 +115,7 @@ cdef class Lane:
             raise ValueError(f"slot {slot} of {nbytes} bytes at {address_even:#x} and {address_odd:#x}")
         cdef int rc
         with nogil:
-            rc = bps_lane_bind(lane, slot, nbytes)
+            rc = bps_lane_bind(lane, slot, address_even, address_odd, nbytes, framed)
         self._refuse_closed(rc)
         if rc == EAGAIN:
             raise ValueError(f"slot {slot} is bound before the peer's proof has come")
@@ -127,7 +128,8 @@ cdef class Lane:
         """Forget a slot that was bound and never written into."""
         bps_lane_unbind(self._slot(slot), slot)
 
-    def aim(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, uint32_t rkey):
+    def aim(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, uint32_t rkey,
+            bint framed=False):
         """Write rounds of *slot* to these addresses of the peer: what its `bind` got, and the key of that memory."""
         cdef bps_rdma_lane *lane = self._slot(slot)
         if nbytes == 0 or nbytes >> 32:
@@ -135,7 +137,7 @@ cdef class Lane:
         with nogil:
             pthread_mutex_lock(&lane.lock)
             lane.out[slot].addresses[0], lane.out[slot].addresses[1] = address_even, address_odd
-            lane.out[slot].rkey, lane.out[slot].nbytes = rkey, nbytes
+            lane.out[slot].rkey, lane.out[slot].nbytes, lane.out[slot].framed = rkey, nbytes, framed
             pthread_mutex_unlock(&lane.lock)
 
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):

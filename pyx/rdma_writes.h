@@ -48,7 +48,9 @@ static inline int bps_lane_post(struct bps_rdma_lane *lane, uint32_t slot, uint3
     if (rc == 0 && (flags & BPS_EMPTY))
         write.nbytes = 0;
     else if (rc == 0)
-        rc = nbytes != out->nbytes ? EMSGSIZE : bps_region_lkey(lane->regions, address, nbytes, &write.lkey);
+        rc = nbytes > out->nbytes || (nbytes < out->nbytes && !out->framed)
+                 ? EMSGSIZE
+                 : bps_region_lkey(lane->regions, address, nbytes, &write.lkey);
     if (rc == 0 && lane->posted - lane->delivered == lane->capacity) {
         struct bps_write *grown = (struct bps_write *)calloc(2 * lane->capacity, sizeof *grown);
         if (grown != NULL) {

@@ -27,6 +27,8 @@ cdef extern from "wire.h":
         uint64_t nbytes
     enum: BPS_WIRE_MAGIC
     uint32_t bps_immediate(uint32_t, uint32_t, uint32_t) nogil
+    bint bps_frame_may_come(uint64_t, uint64_t) nogil
+    bint bps_frame_is_whole(const void *, uint64_t) nogil
 
 cdef extern from "sockets.h":
     void bps_tune(int, int) nogil
@@ -53,6 +55,7 @@ cdef enum:
 cdef struct Slot:
     uint64_t addresses[2]  # for even and odd rounds; 0: not bound
     uint64_t nbytes
+    bint framed
 
 cdef struct Post:
     bps_header header
@@ -156,13 +159,15 @@ cdef bint _acceptable(Link *link, bps_header *header) noexcept nogil:
     slot = &link.slots[header.slot]
     if slot.addresses[0] == 0:
         return False
-    return header.nbytes == (0 if header.flags & BPS_FLAG_EMPTY else slot.nbytes)
+    if header.flags & BPS_FLAG_EMPTY:
+        return header.nbytes == 0
+    return bps_frame_may_come(header.nbytes, slot.nbytes) if slot.framed else header.nbytes == slot.nbytes
 
 
 cdef void *_receive(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
     cdef bps_header header
-    cdef uint64_t begin_ns
+    cdef uint64_t begin_ns, address
     cdef int rc
     while True:
         rc = bps_receive_all(link.fd, &header, sizeof(header))
@@ -173,10 +178,13 @@ cdef void *_receive(void *argument) noexcept nogil:
             rc = EPROTO
             break
         if header.nbytes:
-            rc = bps_receive_paced(link.fd, <void *>link.slots[header.slot].addresses[header.round & 1], header.nbytes,
-                                   link.pace_in, &link.closing)
+            address = link.slots[header.slot].addresses[header.round & 1]
+            rc = bps_receive_paced(link.fd, <void *>address, header.nbytes, link.pace_in, &link.closing)
             if rc:
                 rc = ECONNRESET if rc < 0 else rc  # between header and payload there is no orderly end
+                break
+            if link.slots[header.slot].framed and not bps_frame_is_whole(<void *>address, header.nbytes):
+                rc = EPROTO
                 break
         bps_acknowledge(link.fd)
         link.bytes_received += sizeof(header) + header.nbytes
@@ -240,15 +248,15 @@ cdef class Stream:
             raise ValueError(f"the stream to source {self.link.peer} is closed")
         return self.link
 
-    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes):
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False):
         """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
 
-        The memory is the caller's and stays until `close`. Bind before the peer may write.
+        *framed*: up to so many, of which the first eight say how many follow. The memory is the caller's and stays until `close`. Bind before the peer may write.
         """
         cdef Link *link = self._open()
         if slot >= link.n_slots:
             raise ValueError(f"slot {slot} of {link.n_slots}")
-        link.slots[slot].nbytes = nbytes
+        link.slots[slot].nbytes, link.slots[slot].framed = nbytes, framed
         link.slots[slot].addresses[1] = address_odd
         link.slots[slot].addresses[0] = address_even
 

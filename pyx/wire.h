@@ -9,7 +9,8 @@
  *       20      4  flags: 1 = empty contribution, no payload
  *       24      8  nbytes of payload
  *
- * A receiver checks every field against the slot it bound before it writes one byte of payload.
+ * A receiver checks every field against the slot it bound before it writes one byte of payload; of a slot of frames, which
+ * have a length of their own, also that afterwards.
  */
 #ifndef BPS_WIRE_H
 #define BPS_WIRE_H
@@ -25,6 +26,16 @@ struct bps_header {
 
 _Static_assert(sizeof(struct bps_header) == 32, "the wire header is 32 bytes");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is little endian");
+
+/* Of a slot of frames (`orchestration/codec.py`) what came begins with its own length; at most `room` bytes fit. */
+#define BPS_FRAME_HEADER 8u
+
+static inline int bps_frame_may_come(uint64_t nbytes, uint64_t room) { return nbytes >= BPS_FRAME_HEADER && nbytes <= room; }
+
+static inline int bps_frame_is_whole(const void *frame, uint64_t nbytes)
+{
+    return *(const uint64_t *)frame == nbytes - BPS_FRAME_HEADER;
+}
 
 static inline uint32_t bps_immediate(uint32_t slot, uint32_t round, uint32_t epoch)
 {

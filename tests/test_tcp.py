@@ -199,6 +199,48 @@ def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written
         receiver.close()
 
 
+def framed(nbytes, said=None):
+    return struct.pack("<Q", nbytes - 8 if said is None else said) + bytes(range(1, nbytes - 7))
+
+
+def test_frames_have_any_length_that_fits(engine, sockets):
+    left, right = sockets
+    sender, receiver = stream(engine, left), stream(engine, right)
+    with Segment(4096) as slots:
+        engine.add_member(1, nbytes=100, n_elements=100, unit_offset=0, kernel=1, local=[0], owner=receiver.peer,
+                          partial=(0, 0, 0))
+        receiver.bind(1, slots.address, slots.address + 2048, 100, True)
+        sender.start()
+        receiver.start()
+        for round, nbytes in enumerate((8, 100, 9), start=1):
+            frame = np.frombuffer(framed(nbytes), np.uint8)
+            sender.post(1, round, 0, frame.ctypes.data, nbytes)
+            assert events(engine, 1)[0][6] == nbytes
+            while receiver.counters()["writes_received"] < round:
+                os.sched_yield()
+            begin = 2048 * (round & 1)
+            assert bytes(memoryview(slots)[begin:begin + nbytes]) == framed(nbytes)
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize("bad", [
+    header(nbytes=7) + b"1234567", header(nbytes=101) + framed(101), header(nbytes=50) + framed(50, said=41),
+    header(nbytes=50) + framed(50, said=43), header(nbytes=50) + framed(50, said=(1 << 64) - 1),
+], ids=["shorter than its length", "longer than its slot", "says too little", "says too much", "says nonsense"])
+def test_a_frame_that_does_not_fit_ends_the_connection(engine, sockets, bad):
+    left, right = sockets
+    receiver = stream(engine, right)
+    with Segment(4096) as slots:
+        receiver.bind(1, slots.address, slots.address, 100, True)
+        receiver.start()
+        left.sendall(bad)
+        [(kind, source, _, _, code, _, _)] = events(engine, 1)
+        assert (kind, source, code) == (native.EVENT_LOST, receiver.peer, errno.EPROTO)
+        assert not any(memoryview(slots)[100:])
+        receiver.close()
+
+
 @pytest.mark.parametrize("sent", [0, 10, 32, 1000])
 def test_a_peer_that_goes_away_is_reported_once(engine, sockets, sent):
     left, right = sockets

@@ -69,7 +69,7 @@ class TcpLink:
     limits: Limits = _UNTRACED
     paces: Paces | None = None
     n_streams: int = 0
-    expected: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    expected: list[tuple[int, int, int, int, int, bool]] = field(default_factory=list)
     _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> what it says itself
 
     kind = "tcp"
@@ -95,18 +95,18 @@ class TcpLink:
         for stream in self.streams:
             stream.start()
 
-    def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0) -> None:
+    def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
         """Do what `bind` does, before `start`: the peer may write as soon as it is connected."""
-        self.expected.append((part, even, odd, nbytes, n_streams))
+        self.expected.append((part, even, odd, nbytes, n_streams, framed))
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0) -> None:
-        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity.
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
+        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
 
         From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
         """
         if n_streams:
             self._n_streams_of[part] = n_streams
-        self.lane_of(part).bind(part, even, odd, nbytes)
+        self.lane_of(part).bind(part, even, odd, nbytes, framed)
 
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired. Writes to it are errors."""

@@ -58,11 +58,11 @@ class Side:
         self.lane.start(peer=self.source, engine=self.engine.handle, arrived=self.engine.arrived_address,
                         notify=self.engine.notify_address, keep=self.engine)
 
-    def expect(self, slot: int, even: int, odd: int, nbytes: int = NBYTES) -> None:
+    def expect(self, slot: int, even: int, odd: int, nbytes: int = NBYTES, framed: bool = False) -> None:
         """Bind a slot at two offsets of the memory; the engine takes what arrives for a result."""
         self.engine.add_member(slot, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[self.source],
                                owner=self.source, partial=(0, 0, 0))
-        self.lane.bind(slot, self.region.address + even, self.region.address + odd, nbytes)
+        self.lane.bind(slot, self.region.address + even, self.region.address + odd, nbytes, framed)
 
     def events(self, n: int) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = []
@@ -110,9 +110,10 @@ def prove(sides: list[Side]) -> list[Side]:
     return sides
 
 
-def aim(sender: Side, receiver: Side, slot: int, even: int, odd: int, nbytes: int = NBYTES) -> None:
+def aim(sender: Side, receiver: Side, slot: int, even: int, odd: int, nbytes: int = NBYTES, framed: bool = False
+        ) -> None:
     base = receiver.region.address
-    sender.lane.aim(slot, base + even, base + odd, nbytes, receiver.region.rkey)
+    sender.lane.aim(slot, base + even, base + odd, nbytes, receiver.region.rkey, framed)
 
 
 def wait_for(read, value):

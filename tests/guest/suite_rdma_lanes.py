@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 
+import numpy as np
 import pytest
 
 from bpsfast.pyx import engine as native
@@ -114,6 +115,32 @@ def test_an_empty_contribution_writes_nothing(proven):
     assert left.events(1)[0][0] == native.EVENT_DELIVERED
     wait_for(lambda: right.lane.counters()["writes_received"], 1)
     assert (right.bytes == 7).all()
+
+
+def test_frames_have_any_length_that_fits(proven):
+    left, right = proven
+    right.expect(1, 0, NBYTES, framed=True)
+    aim(left, right, 1, 0, NBYTES, framed=True)
+    for round_, nbytes in enumerate((8, NBYTES, 9, 5000), start=1):
+        left.bytes[:nbytes] = round_
+        left.bytes[:8] = np.frombuffer((nbytes - 8).to_bytes(8, "little"), np.uint8)
+        left.lane.post(1, round_, 0, left.region.address, nbytes)
+        assert left.events(1)[0][6] == nbytes
+        wait_for(lambda: right.lane.counters()["writes_received"], round_)
+        assert (right.bytes[NBYTES * (round_ & 1):][:nbytes] == left.bytes[:nbytes]).all()
+    with pytest.raises(ValueError, match="has 65536 bytes at the peer, 65537 were posted"):
+        left.lane.post(1, 5, 0, left.region.address, NBYTES + 1)
+
+
+@pytest.mark.parametrize(("nbytes", "said"), [(7, 0), (50, 41), (50, 43)])
+def test_a_frame_that_lies_about_its_length_ends_the_lane(proven, nbytes, said):
+    left, right = proven
+    right.expect(1, 0, 0, framed=True)
+    aim(left, right, 1, 0, 0, framed=True)
+    left.bytes[:8] = np.frombuffer(said.to_bytes(8, "little"), np.uint8)
+    left.lane.post(1, 1, 0, left.region.address, nbytes)
+    [(kind, source, _, _, code, _, _)] = right.events(1)
+    assert (kind, source, code) == (native.EVENT_LOST, right.source, errno.EPROTO)
 
 
 @pytest.mark.parametrize(("slot", "round_", "nbytes"), [(2, 1, NBYTES), (1, 2, NBYTES), (1, 17 + 1, NBYTES),

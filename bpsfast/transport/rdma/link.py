@@ -82,9 +82,9 @@ class RdmaLink:
         self._ways = list(ways)
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
-        #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp: what is
-        #: expected from the peer.
-        self.bound: dict[int, tuple[int, int, int, int]] = {}
+        #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp, whether they
+        #: are frames: what is expected from the peer.
+        self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
@@ -99,8 +99,10 @@ class RdmaLink:
         """Return the lane that *part* takes. Neighbours have different owners: they go to one lane together."""
         return self._way(part).lane
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0) -> None:
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
+
+        *framed*: see `WireLink`.
 
         Raises
         ------
@@ -108,14 +110,14 @@ class RdmaLink:
             If no queue holds one more slot, or the device no message of this size.
         """
         if self.fenced:
-            self.bound[part] = even, odd, nbytes, n_streams
+            self.bound[part] = even, odd, nbytes, n_streams, framed
             return
         way = self._way(part)
         if nbytes > way.rail.port["max_msg_sz"]:
             raise CapacityError(f"partition {part} has {nbytes} bytes, {way.rail.name} sends at most max_msg_sz="
                                 f"{way.rail.port['max_msg_sz']} at a time: lower BPSFAST_PARTITION_BYTES")
         try:
-            way.lane.bind(part, even, odd, nbytes)
+            way.lane.bind(part, even, odd, nbytes, framed)
         except OSError as exc:
             if exc.errno != errno.ENOSPC:
                 raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
@@ -127,10 +129,10 @@ class RdmaLink:
                 f"there are {len(self._ways)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
                 "BPSFAST_PARTITION_BYTES or BPSFAST_FUSION_BYTES so that there are fewer partitions") from exc
         self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=way.rail.rkey(min(even, odd), nbytes),
-                                 nbytes=nbytes)
+                                 nbytes=nbytes, framed=framed)
         if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
             raise ProtocolError(f"both copies of partition {part} lie in different segments: our bug")
-        self.bound[part] = even, odd, nbytes, n_streams
+        self.bound[part] = even, odd, nbytes, n_streams, framed
 
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
@@ -152,7 +154,7 @@ class RdmaLink:
             return
         for slot in message.slots:
             try:
-                self.lane_of(slot.part).aim(slot.part, slot.even, slot.odd, slot.nbytes, slot.rkey)
+                self.lane_of(slot.part).aim(slot.part, slot.even, slot.odd, slot.nbytes, slot.rkey, slot.framed)
             except ValueError as exc:
                 raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
 

@@ -62,13 +62,17 @@ class RdmaStep(messages.Message):
 
 
 class Slot(messages.Record):
-    """Where you write `part`: addresses for even and odd rounds, the key of that memory on the lane's device, bytes."""
+    """Where you write `part`: addresses for even and odd rounds, the key of that memory on the lane's device, bytes.
+
+    `framed`: up to so many.
+    """
 
     part: int
     even: int
     odd: int
     rkey: int
     nbytes: int
+    framed: bool = False
 
 
 class PeerSlots(messages.Message):
