@@ -7,7 +7,7 @@ from numba import njit
 from bpsfast.compression.pointers import leading_zeros, nbytes_of
 
 
-@njit(inline="always")
+@njit
 def elias(value):  # type: ignore[no-untyped-def]
     """Return the Elias delta code of *value*, 1 at least and below 2^40, as a number, and its bits.
 
@@ -19,7 +19,7 @@ def elias(value):  # type: ignore[no-untyped-def]
     return code, 2 * (63 - leading_zeros(length)) + np.int64(length)
 
 
-@njit(inline="always")
+@njit
 def put(words, n_words, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
     """Write the low *n_bits* (below 64) of *code* at bit *position*; *begun*: the bits of its word that are there.
 
@@ -40,7 +40,7 @@ def put(words, n_words, position, begun, code, n_bits):  # type: ignore[no-untyp
     return begun
 
 
-@njit(inline="always")
+@njit
 def window(words, n_words, position):  # type: ignore[no-untyped-def]
     """Return the 64 bits from bit *position* on, zeros beyond the *n_words*."""
     width = 8 * nbytes_of(words)
@@ -55,7 +55,7 @@ def window(words, n_words, position):  # type: ignore[no-untyped-def]
     return (bits << skipped) | (_word(words, n_words, at + 2) >> (np.uint64(32) - skipped))
 
 
-@njit(inline="always")
+@njit
 def take_elias(bits):  # type: ignore[no-untyped-def]
     """Return the value whose Elias delta code the 64 *bits* begin with, and the code's bits; (0, 64) of no such code.
 
@@ -73,6 +73,6 @@ def take_elias(bits):  # type: ignore[no-untyped-def]
     return (np.uint64(1) << tail) | ((bits >> np.uint64(64 - n_bits)) & mask), n_bits
 
 
-@njit(inline="always")
+@njit
 def _word(words, n_words, at):  # type: ignore[no-untyped-def]
     return np.uint64(words[at]) if at < n_words else np.uint64(0)

@@ -55,7 +55,7 @@ def _scale(x, start, end):  # type: ignore[no-untyped-def]
     return scale if scale < np.float32(math.inf) else np.float32(math.nan)
 
 
-@njit(inline="always")
+@njit
 def _number(value, scale):  # type: ignore[no-untyped-def]
     """Return *value* as a whole number of scales, -127 to 127; 0 if the scale is 0 or NaN."""
     if not scale > 0:

@@ -90,12 +90,12 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
     return 0
 
 
-@njit(inline="always")
+@njit
 def _levels(k, flags):  # type: ignore[no-untyped-def]
     return 1 << (k - 1) if flags & NATURAL else k
 
 
-@njit(inline="always")
+@njit
 def _level(y, flags, levels, generator):  # type: ignore[no-untyped-def]
     """Draw one of the two levels about *y*."""
     if flags & NATURAL:
@@ -110,7 +110,7 @@ def _level(y, flags, levels, generator):  # type: ignore[no-untyped-def]
     return min(levels, floor + step * np.int64(bernoulli(generator, (y - np.float64(floor)) / np.float64(step))))
 
 
-@njit(inline="always")
+@njit
 def _decoded(is_negative, q, norm, levels):  # type: ignore[no-untyped-def]
     size = q * np.float64(norm) / np.float64(levels)
     return -size if is_negative else size

@@ -105,7 +105,7 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
     return 0
 
 
-@njit(inline="always")
+@njit
 def _magnitude(bits, i):  # type: ignore[no-untyped-def]
     """Return |x| of element *i* as a number that orders as magnitudes do, all NaN alike the largest."""
     if nbytes_of(bits) == 4:

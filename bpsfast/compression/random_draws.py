@@ -5,7 +5,7 @@ import numpy as np
 from numba import njit
 
 
-@njit(inline="always")
+@njit
 def draw(generator):  # type: ignore[no-untyped-def]
     """Return the next 64 bits of the two words that *generator* points to."""
     t, s = generator[0], generator[1]
@@ -17,7 +17,7 @@ def draw(generator):  # type: ignore[no-untyped-def]
     return t + s
 
 
-@njit(inline="always")
+@njit
 def bernoulli(generator, chance):  # type: ignore[no-untyped-def]
     """Draw true with this chance."""
     return np.float64(draw(generator)) < chance * 2.0**64

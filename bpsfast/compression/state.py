@@ -6,13 +6,13 @@ import math
 from numba import njit
 
 
-@njit(inline="always")
+@njit
 def quiet(value):  # type: ignore[no-untyped-def]
     """Return *value*, the quiet NaN for any NaN."""
     return value if value == value else math.nan
 
 
-@njit(inline="always")
+@njit
 def finite(value):  # type: ignore[no-untyped-def]
     """Return *value*, 0 if it is NaN or infinite."""
     return value if abs(value) < math.inf else 0.0
