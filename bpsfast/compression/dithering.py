@@ -4,13 +4,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
-from bpsfast.compression.bits import elias, put, take_elias, window
+from bpsfast.compression.bits import elias, finish, put, take_elias, window
 from bpsfast.compression.flags import L2, NATURAL
+from bpsfast.compression.helper import helper
 from bpsfast.compression.lanes import sum_of_squares
-from bpsfast.compression.pointers import floats_at, is_null, leading_zeros, nbytes_of, words_at
-from bpsfast.compression.random_draws import bernoulli
+from bpsfast.compression.pointers import floats_at, is_null, leading_zeros, nbytes_of, units_at, words_at
+from bpsfast.compression.random_draws import following, is_below
 from bpsfast.compression.state import finite, quiet
 
 
@@ -19,35 +19,18 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
     width = nbytes_of(x)
     levels = _levels(k, flags)
     norm = _norm(x, n, flags)
-    words = words_at(wire, 0, x)
     n_words = max(0, room_nbytes - width - 4) // width
-    begun = np.uint64(0)
-    position = 0
-    last = -1
     if norm > 0:
-        for i in range(n):
-            value = x[i]
-            q = _level(np.float64(abs(value)) / np.float64(norm) * np.float64(levels), flags, levels, generator)
-            if q > 0:
-                code, n_bits = elias(np.uint64(i - last))
-                begun = put(words, n_words, position, begun, (code << np.uint64(1)) | np.uint64(value < 0), n_bits + 1)
-                position += n_bits + 1
-                code, n_bits = elias(np.uint64(q))
-                begun = put(words, n_words, position, begun, code, n_bits)
-                position += n_bits
-                last = i
-            if not is_null(error):
-                decoded = _decoded(value < 0, np.float64(q), norm, levels)
-                error[i] = finite(value - type(value)(decoded))
-    elif not is_null(error):
-        for i in range(n):
-            error[i] = finite(x[i] - norm)
+        position = _write_levels(wire, n_words * width // 4, x, n, error, generator, flags, levels, norm)
+    else:
+        position = 0
+        if not is_null(error):
+            for i in range(n):
+                error[i] = finite(x[i] - norm)
     n_used = (position + 8 * width - 1) // (8 * width)
     if n_used > n_words or room_nbytes < width + 4 or position >> (8 * width - 1):
         return -1
-    if position % (8 * width):
-        words[n_used - 1] = begun
-    words[n_used] = position
+    words_at(wire, 0, x)[n_used] = position
     floats_at(wire, (n_used + 1) * width)[0] = norm
     return (n_used + 1) * width + 4
 
@@ -58,65 +41,98 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
     n_words = (nbytes - 4) // width - 1
     if n_words < 0 or nbytes != (n_words + 1) * width + 4:
         return -1
-    words = words_at(wire, 0, out)
-    n_bits = np.uint64(words[n_words])
+    n_bits = np.uint64(words_at(wire, 0, out)[n_words])
     norm = floats_at(wire, nbytes - 4)[0]
-    if (n_bits + np.uint64(8 * width - 1)) // np.uint64(8 * width) != np.uint64(n_words) or norm < 0:
+    if n_bits > np.uint64(8 * width * n_words) or n_bits + np.uint64(8 * width) <= np.uint64(8 * width * n_words):
         return -1
     if not norm < math.inf:
-        if n_bits > 0:
-            return -1
         for i in range(n):
             out[i] = math.nan
-        return 0
+        return -1 if n_bits > 0 else 0
+    if norm < 0:
+        return -1
     if not add:
         for i in range(n):
             out[i] = 0
-    levels = _levels(k, flags)
-    end = np.int64(n_bits)
+    return _read_levels(out, n, wire, n_words * width // 4, np.int64(n_bits), _levels(k, flags), norm, add)
+
+
+@helper
+def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm):  # type: ignore[no-untyped-def]
+    """Write the stream, and what it leaves of each element; return its bits."""
+    units, swap = units_at(wire, 0), nbytes_of(x) // 8
+    keeps = not is_null(error)
+    a, b = generator[0], generator[1]
+    begun = np.uint64(0)
     position = 0
     last = -1
-    while position < end:
-        gap, n_gap_bits = take_elias(window(words, n_words, position))
-        bits = window(words, n_words, position + n_gap_bits)
+    for i in range(n):
+        value = x[i]
+        y = np.float64(abs(value)) / np.float64(norm) * np.float64(levels)
+        floor, step = _floor(y, flags)
+        a, b = following(a, b)
+        draws = is_below(a + b, (y - np.float64(floor)) / np.float64(step))
+        q = min(levels, floor + step * np.int64(draws))
+        if q > 0:
+            code, n_bits = elias(np.uint64(i - last))
+            code = (code << np.uint64(1)) | np.uint64(value < 0)
+            begun = put(units, n_units, swap, position, begun, code, n_bits + 1)
+            position += n_bits + 1
+            code, n_bits = elias(np.uint64(q))
+            begun = put(units, n_units, swap, position, begun, code, n_bits)
+            position += n_bits
+            last = i
+        if keeps:
+            decoded = type(value)(_decoded(value < 0, np.float64(q), norm, levels))
+            error[i] = finite(value - decoded)
+    finish(units, n_units, swap, position, begun)
+    generator[0], generator[1] = a, b
+    return position
+
+
+@helper
+def _read_levels(out, n, wire, n_units, n_bits, levels, norm, add):  # type: ignore[no-untyped-def]
+    """Read a stream of *n_bits*; return what decode returns."""
+    units, swap = units_at(wire, 0), nbytes_of(out) // 8
+    position = 0
+    last = -1
+    while position < n_bits:
+        gap, n_gap_bits = take_elias(window(units, n_units, swap, position))
+        bits = window(units, n_units, swap, position + n_gap_bits)
         q, n_level_bits = take_elias(bits << np.uint64(1))
         position += n_gap_bits + 1 + n_level_bits
-        if position > end or gap == 0 or gap > np.uint64(n - 1 - last) or q == 0 or q > np.uint64(levels):
+        if position > n_bits or gap == 0 or gap > np.uint64(n - 1 - last) or q == 0 or q > np.uint64(levels):
             return -1
         last += np.int64(gap)
-        value = _decoded(bits >> np.uint64(63) != 0, np.float64(q), norm, levels)
-        value = type(out[last])(value)
+        value = type(out[last])(_decoded(bits >> np.uint64(63) != 0, np.float64(q), norm, levels))
         out[last] = quiet(out[last] + value) if add else value
     return 0
 
 
-@njit
+@helper
 def _levels(k, flags):  # type: ignore[no-untyped-def]
     return 1 << (k - 1) if flags & NATURAL else k
 
 
-@njit
-def _level(y, flags, levels, generator):  # type: ignore[no-untyped-def]
-    """Draw one of the two levels about *y*."""
-    if flags & NATURAL:
-        above = np.uint64(math.ceil(y))
-        floor = np.int64(0)
-        if above > 1:
-            floor = np.int64(1) << (63 - leading_zeros(above - np.uint64(1)))
-        step = max(floor, 1)
-    else:
-        floor = np.int64(y)
-        step = 1
-    return min(levels, floor + step * np.int64(bernoulli(generator, (y - np.float64(floor)) / np.float64(step))))
+@helper
+def _floor(y, flags):  # type: ignore[no-untyped-def]
+    """Return the level at or below *y*, and how far above it the next one is."""
+    if not flags & NATURAL:
+        return np.int64(y), 1
+    above = np.uint64(math.ceil(y))
+    if above < 2:
+        return 0, 1
+    floor = 1 << (63 - leading_zeros(above - np.uint64(1)))
+    return floor, floor
 
 
-@njit
+@helper
 def _decoded(is_negative, q, norm, levels):  # type: ignore[no-untyped-def]
     size = q * np.float64(norm) / np.float64(levels)
     return -size if is_negative else size
 
 
-@njit
+@helper
 def _norm(x, n, flags):  # type: ignore[no-untyped-def]
     """Return the norm as a float32, NaN for one that is not finite."""
     if flags & L2:

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from bpsfast.compression.helper import helper
 from bpsfast.compression.pointers import counters_at, is_null, nbytes_of, values_at, words_at
-from bpsfast.compression.random_draws import draw
+from bpsfast.compression.random_draws import following
 from bpsfast.compression.state import finite, quiet
 
 #: Bits of a magnitude that one pass over the elements tells apart, and the counters this takes.
@@ -46,10 +46,13 @@ def encode_drawn(wire, room_nbytes, x, n, error, generator, k, flags, scratch): 
         return -1
     indices = words_at(wire, 0, x)
     values = values_at(wire, width, x)
+    a, b = generator[0], generator[1]
     for position in range(n_sent):
-        index = draw(generator) % np.uint64(n)
+        a, b = following(a, b)
+        index = (a + b) % np.uint64(n)
         indices[2 * position] = index
         values[2 * position] = quiet(x[index])
+    generator[0], generator[1] = a, b
     _keep_rest(error, x, n, indices, n_sent)
     return 2 * width * n_sent
 
@@ -105,7 +108,7 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
     return 0
 
 
-@njit
+@helper
 def _magnitude(bits, i):  # type: ignore[no-untyped-def]
     """Return |x| of element *i* as a number that orders as magnitudes do, all NaN alike the largest."""
     if nbytes_of(bits) == 4:
@@ -113,7 +116,7 @@ def _magnitude(bits, i):  # type: ignore[no-untyped-def]
     return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFFFFFFFFFF), np.uint64(0x7FF0000000000001))
 
 
-@njit
+@helper
 def _threshold(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
     """Find the magnitude of the last of the *n_sent* largest; return it, and how many as large are among them.
 
@@ -145,7 +148,7 @@ def _threshold(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
     return prefix, np.int64(wanted)
 
 
-@njit
+@helper
 def _keep_rest(error, x, n, indices, n_sent):  # type: ignore[no-untyped-def]
     if is_null(error):
         return
