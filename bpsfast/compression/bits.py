@@ -81,10 +81,11 @@ def take_elias(bits):  # type: ignore[no-untyped-def]
 
 @helper
 def _put(units, n_units, swap, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
+    """Write a whole unit, or for now one with zeros at its end: which of them, a branch could not foretell."""
     begun = (begun << np.uint64(n_bits)) | code
     n_begun = (position & (_UNIT - 1)) + n_bits
-    if n_begun >= _UNIT and position >> 5 < n_units:
-        units[(position >> 5) ^ swap] = begun >> np.uint64(n_begun - _UNIT)
+    if position >> 5 < n_units:
+        units[(position >> 5) ^ swap] = begun << np.uint64(2 * _UNIT - n_begun) >> np.uint64(_UNIT)
     return begun
 
 

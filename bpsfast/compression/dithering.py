@@ -9,19 +9,24 @@ from bpsfast.compression.bits import elias, finish, put, take_elias, window
 from bpsfast.compression.flags import L2, NATURAL
 from bpsfast.compression.helper import helper
 from bpsfast.compression.lanes import sum_of_squares
-from bpsfast.compression.pointers import floats_at, is_null, leading_zeros, nbytes_of, units_at, words_at
+from bpsfast.compression.pointers import (
+    counters_at, floats_at, is_null, leading_zeros, nbytes_of, units_at, values_at, words_at
+)  # fmt: skip
 from bpsfast.compression.random_draws import following, is_below
 from bpsfast.compression.state import finite, quiet
 
+#: Elements of a chunk; two words of 64 bits for each are in scratch.
+CHUNK = 256
+
 
 def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """As `kernels` says; *scratch* takes two words of 64 bits for each of `CHUNK`."""
     width = nbytes_of(x)
     levels = _levels(k, flags)
     norm = _norm(x, n, flags)
     n_words = max(0, room_nbytes - width - 4) // width
     if norm > 0:
-        position = _write_levels(wire, n_words * width // 4, x, n, error, generator, flags, levels, norm)
+        position = _write_levels(wire, n_words * width // 4, x, n, error, generator, flags, levels, norm, scratch)
     else:
         position = 0
         if not is_null(error):
@@ -58,36 +63,59 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 
 
 @helper
-def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm):  # type: ignore[no-untyped-def]
-    """Write the stream, and what it leaves of each element; return its bits."""
+def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm, scratch):  # type: ignore[no-untyped-def]
+    """Write the stream, and what it leaves of each element; return its bits.
+
+    Chunk by chunk: the draws, which follow from each other, then the levels, of which LLVM makes vectors, then the
+    codes of those that are not 0.
+    """
     units, swap = units_at(wire, 0), nbytes_of(x) // 8
-    keeps = not is_null(error)
+    drawn, chosen = counters_at(scratch, 0), counters_at(scratch, 8 * CHUNK)
     a, b = generator[0], generator[1]
     begun = np.uint64(0)
     position = 0
     last = -1
-    for i in range(n):
-        value = x[i]
-        y = np.float64(abs(value)) / np.float64(norm) * np.float64(levels)
-        floor, step = _floor(y, flags)
-        a, b = following(a, b)
-        draws = is_below(a + b, (y - np.float64(floor)) / np.float64(step))
-        q = min(levels, floor + step * np.int64(draws))
-        if q > 0:
-            code, n_bits = elias(np.uint64(i - last))
-            code = (code << np.uint64(1)) | np.uint64(value < 0)
-            begun = put(units, n_units, swap, position, begun, code, n_bits + 1)
-            position += n_bits + 1
-            code, n_bits = elias(np.uint64(q))
-            begun = put(units, n_units, swap, position, begun, code, n_bits)
-            position += n_bits
-            last = i
-        if keeps:
-            decoded = type(value)(_decoded(value < 0, np.float64(q), norm, levels))
-            error[i] = finite(value - decoded)
+    for start in range(0, n, CHUNK):
+        here = values_at(x, start * nbytes_of(x), x)
+        n_here = min(CHUNK, n - start)
+        for i in range(n_here):
+            a, b = following(a, b)
+            drawn[i] = a + b
+        _choose_levels(chosen, drawn, here, n_here, flags, levels, norm)
+        for i in range(n_here):
+            q = chosen[i]
+            if q > 0:
+                code, n_bits = elias(np.uint64(start + i - last))
+                code = (code << np.uint64(1)) | np.uint64(here[i] < 0)
+                begun = put(units, n_units, swap, position, begun, code, n_bits + 1)
+                position += n_bits + 1
+                code, n_bits = elias(q)
+                begun = put(units, n_units, swap, position, begun, code, n_bits)
+                position += n_bits
+                last = start + i
+        if not is_null(error):
+            for i in range(n_here):
+                decoded = type(here[i])(_decoded(here[i] < 0, np.float64(chosen[i]), norm, levels))
+                error[start + i] = finite(here[i] - decoded)
     finish(units, n_units, swap, position, begun)
     generator[0], generator[1] = a, b
     return position
+
+
+@helper
+def _choose_levels(chosen, drawn, x, n, flags, levels, norm):  # type: ignore[no-untyped-def]
+    """Take one of the two levels about each element."""
+    if flags & NATURAL:
+        for i in range(n):
+            y = np.float64(abs(x[i])) / np.float64(norm) * np.float64(levels)
+            floor, step = _power_below(y)
+            chance = (y - np.float64(floor)) / np.float64(step)
+            chosen[i] = min(levels, floor + step * np.int64(is_below(drawn[i], chance)))
+    else:
+        for i in range(n):
+            y = np.float64(abs(x[i])) / np.float64(norm) * np.float64(levels)
+            floor = np.int64(y)
+            chosen[i] = min(levels, floor + np.int64(is_below(drawn[i], y - np.float64(floor))))
 
 
 @helper
@@ -115,10 +143,8 @@ def _levels(k, flags):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _floor(y, flags):  # type: ignore[no-untyped-def]
-    """Return the level at or below *y*, and how far above it the next one is."""
-    if not flags & NATURAL:
-        return np.int64(y), 1
+def _power_below(y):  # type: ignore[no-untyped-def]
+    """Return the power of two, or 0, at or below *y*, and how far above it the next one is."""
     above = np.uint64(math.ceil(y))
     if above < 2:
         return 0, 1
