@@ -25,7 +25,7 @@ from pyx.core cimport (
     BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
     bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
     bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
-    bps_part, bps_part_free, bps_row, bps_source, bps_start, bps_stop, bps_table_commit, bps_table_missing,
+    bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_table_commit, bps_table_missing,
     bps_table_put, bps_table_remove, bps_table_report, bps_table_retire,
 )
 from pyx.words cimport (
@@ -153,7 +153,8 @@ cdef class Engine:
             raise MemoryError(f"table for segment {segment} of source {source}")
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
-                  uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire):
+                  uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
+                  rows=None):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
@@ -161,6 +162,9 @@ cdef class Engine:
         local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
         lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. Active from the
         next `commit` on; what arrives before that waits for it.
+
+        *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
+        frames (`rows.h`) of at most *nbytes*, and *n_elements* means nothing.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
@@ -168,29 +172,33 @@ cdef class Engine:
         fresh.outputs[0], fresh.outputs[1] = outputs
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers)
+        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers, rows)
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
-                   uintptr_t kernel, local, uint32_t owner, partial):
+                   uintptr_t kernel, local, uint32_t owner, partial, rows=None):
         """Take part in *part*: sum this machine's ranks into *partial* and forward it to source *owner*.
 
         *partial* is (address, segment, offset) of the partial's place; a single rank's input is forwarded as it
-        is. The owner's result is published when it arrives.
+        is. The owner's result is published when it arrives. *rows*: as in `add_owned`.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
         fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [(source, 0) for source in local], ())
+        self._install(part, fresh, kernel, [(source, 0) for source in local], (), rows)
 
-    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers) except -1:
+    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, rows) except -1:
         cdef bps_core *core = self._open()
         if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
             raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
         for source, _ in inputs:
             if source >= core.n_sources:
                 raise ValueError(f"part {index}: source {source} of {core.n_sources}")
+        if rows is not None:
+            fresh.rows.n_rows, fresh.rows.max_rows, fresh.rows.row_elements, fresh.rows.row_nbytes = rows
+            if fresh.rows.row_nbytes == 0 or fresh.nbytes < bps_rows_nbytes(&fresh.rows, fresh.rows.max_rows):
+                raise ValueError(f"part {index}: {fresh.nbytes} bytes have no room for a frame of rows {tuple(rows)}")
         fresh.kernel = <bps_kernel>kernel
         fresh.n_inputs = fresh.n_missing = len(inputs)
         fresh.n_shm_peers = len(shm_peers)
