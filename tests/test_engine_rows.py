@@ -87,7 +87,7 @@ def test_merges_have_the_bits_of_the_reference(dtype, counts, average, data):
     given_ = [data.draw(st.one_of(st.none(), st.integers(0, 30))) for _ in range(sum(counts))]
     pushed = [None if n is None else drawn((i, n), dtype, n) for i, n in enumerate(given_)]
     peers, ranks = pushed[:n_before] + pushed[n_before + n_local :], pushed[n_before : n_before + n_local]
-    v = Owner(frames_of(dtype), *counts, divisor=sum(counts) if average else 1)
+    v = Owner(frames_of(dtype, N_ROWS), *counts, divisor=sum(counts) if average else 1)
     try:
         v.push(peers, ranks)
         indices, values = v.frames.read(v.result())

@@ -40,8 +40,8 @@ def expected(shape, n_rows, counts, dtype, average, seed=0):
     of = iter(range(sum(shape)))
     groups = []
     for n_ranks in shape:
-        members = [(rank, *drawn(rank, n_rows, counts[rank], dtype, seed)) for rank in (next(of) for _ in range(n_ranks))]
-        groups.append([(indices[np.argsort(indices)], values[np.argsort(indices)]) for _, indices, values in members])
+        members = [drawn(rank, n_rows, counts[rank], dtype, seed) for rank in (next(of) for _ in range(n_ranks))]
+        groups.append([(indices[np.argsort(indices)], values[np.argsort(indices)]) for indices, values in members])
     return reduce_rows(groups, average)
 
 
@@ -151,7 +151,7 @@ def one_percent(n_rows, dim):
 
 def test_what_travels_are_rows(pair):
     """Half of the rows go to the other node, and half of all rows come back: 1.5 % of the table, and indices."""
-    n_rows, dim = 100_000, 64
+    n_rows, dim = 100_000, 256
     table_nbytes = 4 * n_rows * dim
     for sent, pushed in pair.run(one_percent, n_rows, dim):
         assert 0.014 * table_nbytes < sent < 0.017 * table_nbytes
@@ -195,7 +195,8 @@ def test_misuse_is_told_before_anything_is_under_way(ranks):
 
 
 def different(n_rows):
-    return bpsfast.push_pull_rows([0], np.zeros((1, 2), np.float32), n_rows + bpsfast.rank(), name=f"different {n_rows}")
+    rows = np.zeros((1, 2), np.float32)
+    return bpsfast.push_pull_rows([0], rows, n_rows + bpsfast.rank(), name=f"different {n_rows}")
 
 
 def test_ranks_that_differ_are_named(pair):
