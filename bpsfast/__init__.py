@@ -54,12 +54,14 @@ if TYPE_CHECKING:
         stalls as stalls,
         stats as stats,
     )
+    from .trainer.table import push_pull_rows as push_pull_rows
 
 _HOME = {
     "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
     "trainer.stats": ("counters", "get_pushpull_speed", "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.broadcaster": ("broadcast",),
+    "trainer.table": ("push_pull_rows",),
     "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
         "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "MismatchError", "PeerLostError",

@@ -39,11 +39,12 @@ def compile_kernel(name: str, dtype: str, wide: str) -> Any:
     """Compile the kernel *name* for tensors of *dtype*, compressed as *wide*; return numba's cfunc (keep it: it owns
     the code). The machine code is looked up in and saved to numba's disk cache where that can be used.
     """
+    compiles = functools.partial(cfunc, _signature(name, dtype, wide), error_model="numpy")
     if kernels.has_cache_folder(Path(__file__).parent):
         # A fault of the kernel itself comes up again below, where it is compiled without the cache.
         with contextlib.suppress(*kernels.CACHE_FAULTS):
-            return cfunc(_signature(name, dtype, wide), cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
-    return cfunc(_signature(name, dtype, wide))(_named(name, dtype, ""))
+            return compiles(cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
+    return compiles()(_named(name, dtype, ""))
 
 
 def _named(name: str, dtype: str, end: str) -> Any:

@@ -113,7 +113,8 @@ class Exchange:
         assert gradient is not None, "only called for parameters with a gradient"
         if gradient.layout != torch.strided:
             raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
-                                   "(sparse=False in the embedding)")
+                                   "(sparse=False in the embedding; DistributedOptimizer without cross_barrier "
+                                   "takes sparse ones, too)")
         if self._gradients is None:
             self._copies[name] = gradient.detach().clone()
         else:
@@ -218,9 +219,10 @@ class Exchange:
         """
         if self._gradients is None:
             return
-        for name, parameter in self.parameters.items():
+        for name in self._order:
+            parameter = self.parameters[name]
             gradient = parameter.grad
-            if name in self._contexts or gradient is None:
+            if name in self._contexts or gradient is None or gradient.layout != torch.strided:
                 continue
             if gradient.dtype != self._wire[name] or not gradient.is_contiguous():
                 continue

@@ -16,6 +16,7 @@ from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum
+from .sparse_exchange import SparseExchange
 from .wrapped import Wrapped, check_idle, check_passes, members_of, trained, wrap
 
 
@@ -134,7 +135,7 @@ _CROSSING = members_of(_CrossBarrierOptimizer, "step", "synchronize", "settle", 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: CompressionLike = Compression.none, backward_passes_per_step: int = 1, *, cross_barrier: bool = False,
-    num_steps: int = 10**6,
+    num_steps: int = 10**6, sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that averages its gradients over all ranks before each step.
 
@@ -159,6 +160,9 @@ def DistributedOptimizer(
         are compiled or scripted: their code uses parameters behind Python's back.
     num_steps
         After so many steps, a step waits for all again.
+    sparse_as_dense
+        Let sparse gradients (``torch.nn.Embedding(sparse=True)``) travel as dense ones. Else only rows travel that some
+        rank has; not with *cross_barrier*.
 
     Raises
     ------
@@ -169,6 +173,9 @@ def DistributedOptimizer(
     """
     check_passes(backward_passes_per_step)
     check_compression(compression)
+    if cross_barrier and sparse_as_dense:
+        raise UnsupportedError("sparse_as_dense goes without cross_barrier, which takes dense gradients only: use "
+                               "sparse=False in the embedding")
     base = type(optimizer)
     named = _named(optimizer, named_parameters)
     exchanges = bool(named) and (process.size() > 1 or has_momentum(compression, named))
@@ -176,7 +183,7 @@ def DistributedOptimizer(
     if exchanges and cross_barrier:
         wrapped._exchange = CrossBarrierExchange(base, named, compression, backward_passes_per_step, num_steps)
     elif exchanges:
-        wrapped._exchange = Exchange(named, compression, backward_passes_per_step)
+        wrapped._exchange = SparseExchange(named, compression, backward_passes_per_step, sparse_as_dense)
     if wrapped._exchange is not None:
         wrapped._exchange.follow(wrapped)
         warn_of_momentum(wrapped, wrapped._exchange.momenta)
