@@ -10,7 +10,14 @@ from bpsfast.compression.flags import L2, NATURAL
 from bpsfast.compression.helper import helper
 from bpsfast.compression.lanes import sum_of_squares
 from bpsfast.compression.pointers import (
-    counters_at, floats_at, is_null, leading_zeros, nbytes_of, units_at, values_at, words_at
+    counters_at,
+    floats_at,
+    is_null,
+    leading_zeros,
+    nbytes_of,
+    units_at,
+    values_at,
+    words_at,
 )  # fmt: skip
 from bpsfast.compression.random_draws import following, is_below
 from bpsfast.compression.state import finite, quiet
