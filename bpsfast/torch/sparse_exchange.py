@@ -94,8 +94,8 @@ class SparseExchange(Exchange):
             return
         gradient = gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
         if gradient.sparse_dim() != 1:
-            raise UnsupportedError(f"the gradient of {name!r} has {gradient.sparse_dim()} sparse dimensions; only rows, "
-                                   "which are one, are summed: use sparse_as_dense=True")
+            raise UnsupportedError(f"the gradient of {name!r} has {gradient.sparse_dim()} sparse dimensions; rows "
+                                   "have one: use sparse_as_dense=True")
         self._tables[name].push(gradient._indices()[0].numpy(), gradient._values().to(dtype).contiguous())
 
     def receive(self) -> None:
