@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import compression as compression
     from .orchestration.errors import (
         BpsError as BpsError,
         BusyError as BusyError,
@@ -70,10 +71,12 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, "compression"])
 
 
 def __getattr__(name: str) -> object:
+    if name == "compression":
+        return import_module(".compression", __name__)
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -550,7 +550,7 @@ class Allocated(Message):
 
 
 class StateAsk(Message):
-    """Compressed unit `unit` keeps state from round to round: copy this node's to my input memory, or take it from there.
+    """Copy this node's state of the compressed unit `unit` to my input memory, or take it from there.
 
     `action` "size": only say how long it is. Nothing of the unit is under way.
     """

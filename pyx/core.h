@@ -369,13 +369,15 @@ static inline void bps_run_result(struct bps_core *core, struct bps_worker *work
 {
     struct bps_part *part = &core->parts[index];
     uint32_t round = part->codec->result_round, *word = NULL;
+    part->codec->has_result = 0;
+    if (part->n_missing == 0) /* a rank did not wait for the result */
+        bps_queue(core, index);
     core->running++;
     pthread_mutex_unlock(&core->lock);
     uint64_t begin_ns = bps_now_ns();
     int status = bps_decode_result(part, round, &worker->space);
     bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, part->nbytes, begin_ns, bps_now_ns());
     pthread_mutex_lock(&core->lock);
-    part->codec->has_result = 0;
     if (status != BPS_CODED)
         bps_code_failed(core, index, round, status);
     else
@@ -396,12 +398,11 @@ static inline uint32_t bps_source_of(const struct bps_part *part, int64_t wanted
 static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker, uint32_t index)
 {
     struct bps_part *part = &core->parts[index];
-    if (part->codec != NULL) {
+    if (part->codec != NULL)
         part->codec->queued = 0;
-        if (part->codec->has_result)
-            bps_run_result(core, worker, index);
-        if (part->n_missing != 0)
-            return;
+    if (part->codec != NULL && part->codec->has_result) {
+        bps_run_result(core, worker, index);
+        return;
     }
     uint64_t foreign_nbytes = part->codec != NULL ? part->codec->room_nbytes : part->nbytes;
     uint32_t round = part->round + 1;

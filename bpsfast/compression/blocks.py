@@ -4,8 +4,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from bpsfast.compression.helper import helper
 from bpsfast.compression.pointers import floats_at, is_null
 from bpsfast.compression.state import finite, quiet
 from bpsfast.orchestration.codec import INT8_BLOCK
@@ -44,7 +44,7 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
     return 0
 
 
-@njit
+@helper
 def _scale(x, start, end):  # type: ignore[no-untyped-def]
     """Return the float32 that is worth 1; NaN if an element is NaN or infinite, or too large for a float32."""
     most = abs(x[start])
@@ -55,7 +55,7 @@ def _scale(x, start, end):  # type: ignore[no-untyped-def]
     return scale if scale < np.float32(math.inf) else np.float32(math.nan)
 
 
-@njit(inline="always")
+@helper
 def _number(value, scale):  # type: ignore[no-untyped-def]
     """Return *value* as a whole number of scales, -127 to 127; 0 if the scale is 0 or NaN."""
     if not scale > 0:

@@ -14,7 +14,7 @@ from ..trainer import current as process
 from ..trainer.gradients import Gradients
 from ..trainer.table import Table
 from . import ops
-from .compression import CompressorLike
+from .compression import CompressionLike
 from .exchange import Exchange
 
 
@@ -24,7 +24,7 @@ class SparseExchange(Exchange):
     *sparse_as_dense*: sparse gradients travel as dense ones.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike, n_passes: int,
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int,
                  sparse_as_dense: bool) -> None:
         super().__init__(named, compression, n_passes)
         self._sparse_as_dense = sparse_as_dense
@@ -36,7 +36,7 @@ class SparseExchange(Exchange):
             sparse = [] if self._sparse_as_dense else self._sparse_anywhere()
             self._order = [name for name in self.order() if name not in sparse]
             kinds = {name: kind for name, kind in self.kinds.items() if name not in sparse}
-            self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order)
+            self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice)
             for name in sparse:
                 shape, dtype = self.kinds[name]
                 self._tables[name] = Table(process.current(), self.prefix + name, shape, dtype)
@@ -54,6 +54,10 @@ class SparseExchange(Exchange):
             if name in self._contexts:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, which a compressor of your own cannot "
                                        "compress: use sparse_as_dense=True, or Compression.none, .fp16, .bf16")
+            if name in self.momenta:
+                raise UnsupportedError(f"the gradient of {name!r} is sparse, to which a codec's momentum does not apply: "
+                                       "use sparse_as_dense=True, or no codec for it")
+            self.codecs.pop(name, None)  # rows that nobody has used are not sent as it is
         return sparse
 
     @property
