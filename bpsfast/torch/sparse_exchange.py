@@ -55,7 +55,7 @@ class SparseExchange(Exchange):
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, which a compressor of your own cannot "
                                        "compress: use sparse_as_dense=True, or Compression.none, .fp16, .bf16")
             if name in self.momenta:
-                raise UnsupportedError(f"the gradient of {name!r} is sparse, to which a codec's momentum does not apply: "
+                raise UnsupportedError(f"the gradient of {name!r} is sparse, to which no codec's momentum applies: "
                                        "use sparse_as_dense=True, or no codec for it")
             self.codecs.pop(name, None)  # rows that nobody has used are not sent as it is
         return sparse
