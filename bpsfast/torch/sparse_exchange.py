@@ -12,7 +12,7 @@ from ..dtypes import TABLE
 from ..orchestration.errors import UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
-from ..trainer.table import Table
+from ..trainer.table import Table, table_of
 from . import ops
 from .compression import CompressionLike
 from .exchange import Exchange
@@ -39,7 +39,7 @@ class SparseExchange(Exchange):
             self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice)
             for name in sparse:
                 shape, dtype = self.kinds[name]
-                self._tables[name] = Table(process.current(), self.prefix + name, shape, dtype)
+                self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:
