@@ -46,9 +46,12 @@ class TensorSpec(Record):
     for all its members alike): 0 means the job's setting, as it does for `n_streams`, the connections that its
     partitions take turns on where a peer is reached by tcp. Tensors with the same `edition_of`, if it is not empty,
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
-    `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" only. `ranks`: the only ranks
-    that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between nodes,
-    None: not at all; what has one is fused with nothing.
+    `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
+    ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
+    nodes, None: not at all; what has one is fused with nothing.
+
+    Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
+    of them together; it is fused with nothing.
     """
 
     name: str
@@ -64,6 +67,7 @@ class TensorSpec(Record):
     op: str = "sum"
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
+    max_rows: int = 0
 
 
 class MemberPlan(Record):
@@ -96,7 +100,8 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op`, `ranks` and `codec`: as its members say (`TensorSpec`).
+    `n_streams`, `op`, `ranks` and `codec`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows" the most
+    rows in a partition's frame; `nbytes` are then those of the frames' room.
     """
 
     unit: int
@@ -112,6 +117,7 @@ class UnitPlan(Record):
     op: str = "sum"
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
+    frame_rows: int = 0
 
 
 class LagRow(Record):
@@ -544,7 +550,7 @@ class Allocated(Message):
 
 
 class StateAsk(Message):
-    """Compressed unit `unit` keeps state from round to round: copy this node's to my input memory, or take it from there.
+    """Copy this node's state of the compressed unit `unit` to my input memory, or take it from there.
 
     `action` "size": only say how long it is. Nothing of the unit is under way.
     """

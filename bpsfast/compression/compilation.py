@@ -11,18 +11,18 @@ from typing import Any
 from numba import cfunc, types
 
 from bpsfast import element, kernels, vector_sum
-from bpsfast.compression import blocks, casts, dithering, feeding, onebit, pairs
+from bpsfast.compression import blocks, casts, feeding, levels, pairs, signs
 from bpsfast.compression.elements import pointer_to
 
 _FUNCTIONS = {
-    "encode_onebit": onebit.encode,
-    "decode_onebit": onebit.decode,
+    "encode_onebit": signs.encode,
+    "decode_onebit": signs.decode,
     "encode_topk": pairs.encode_largest,
     "decode_topk": pairs.decode_largest,
     "encode_randomk": pairs.encode_drawn,
     "decode_randomk": pairs.decode_drawn,
-    "encode_dithering": dithering.encode,
-    "decode_dithering": dithering.decode,
+    "encode_dithering": levels.encode,
+    "decode_dithering": levels.decode,
     "encode_float16": casts.encode_float16,
     "decode_float16": casts.decode_float16,
     "encode_bfloat16": casts.encode_bfloat16,
