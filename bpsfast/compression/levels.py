@@ -9,8 +9,16 @@ from bpsfast.compression.bits import elias, finish, put, take_elias, window
 from bpsfast.compression.flags import L2, NATURAL
 from bpsfast.compression.helper import helper
 from bpsfast.compression.lanes import sum_of_squares
+from bpsfast.compression.magnitudes import largest
 from bpsfast.compression.pointers import (
-    counters_at, floats_at, is_null, leading_zeros, nbytes_of, units_at, values_at, words_at
+    counters_at,
+    floats_at,
+    is_null,
+    leading_zeros,
+    nbytes_of,
+    units_at,
+    values_at,
+    words_at,
 )  # fmt: skip
 from bpsfast.compression.random_draws import following, is_below
 from bpsfast.compression.state import finite, quiet
@@ -161,12 +169,6 @@ def _decoded(is_negative, q, norm, levels):  # type: ignore[no-untyped-def]
 @helper
 def _norm(x, n, flags):  # type: ignore[no-untyped-def]
     """Return the norm as a float32, NaN for one that is not finite."""
-    if flags & L2:
-        norm = math.sqrt(sum_of_squares(x, n))
-    else:
-        norm = 0.0
-        for i in range(n):
-            size = np.float64(abs(x[i]))
-            norm = size if size > norm or size != size else norm
+    norm = math.sqrt(sum_of_squares(x, n)) if flags & L2 else np.float64(largest(x, n))
     rounded = np.float32(norm)
     return rounded if rounded < np.float32(math.inf) else np.float32(math.nan)
