@@ -16,9 +16,10 @@ import msgspec
 
 from .codec import CodecSpec
 from .errors import ProtocolError
+from .store import StoreSpec
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 7
+VERSION = 8
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -48,7 +49,7 @@ class TensorSpec(Record):
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" only. `ranks`: the only ranks
     that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between nodes,
-    None: not at all; what has one is fused with nothing.
+    None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
     """
 
     name: str
@@ -64,6 +65,7 @@ class TensorSpec(Record):
     op: str = "sum"
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
+    store: StoreSpec | None = None
 
 
 class MemberPlan(Record):
@@ -96,7 +98,9 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op`, `ranks` and `codec`: as its members say (`TensorSpec`).
+    `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). Of a store each worker has a
+    unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
+    unit, `n_workers` how many there are.
     """
 
     unit: int
@@ -112,6 +116,9 @@ class UnitPlan(Record):
     op: str = "sum"
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
+    store: StoreSpec | None = None
+    store_unit: int = -1
+    n_workers: int = 1
 
 
 class LagRow(Record):

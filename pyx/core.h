@@ -272,10 +272,16 @@ static inline int bps_collect(struct bps_core *core, const struct bps_part *part
     return used;
 }
 
+static inline void bps_run_store(struct bps_core *core, struct bps_worker *worker, uint32_t index);
+
 /* Sum one complete part and pass it on. Called with the lock held; drops it around the kernel. */
 static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker, uint32_t index)
 {
     struct bps_part *part = &core->parts[index];
+    if (part->store != NULL) {
+        bps_run_store(core, worker, index);
+        return;
+    }
     uint32_t round = part->round + 1;
     void *output = (void *)part->outputs[part->owned ? round & 1 : 0];
     void **in = worker->pointers;
@@ -373,5 +379,7 @@ static void bps_on_notify(void *engine, uint32_t kind, uint32_t source, uint32_t
 {
     bps_event_out(engine, kind, source, part, round, code, 0, nbytes);
 }
+
+#include "store.h"
 
 #endif

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
 from .regions import Arena, Place
+from .vaults import Vault
 
 
 def is_of(unit: UnitPlan, ranks: Sequence[int]) -> bool:
@@ -21,12 +22,13 @@ class Holding:
     parts: list[PartPlan] = field(default_factory=list)
     bound: list[tuple[int, int]] = field(default_factory=list)  # (node, part)
     places: list[tuple[Arena, Place, int]] = field(default_factory=list)
+    vaults: list[Vault] = field(default_factory=list)  # that its parts use
 
 
 @dataclass
 class Generation:
     """A prepared plan: where results of its parts appear, and which peers have not said where theirs do, or where this
-    node writes to. All its units are of the same ranks."""
+    node writes to. All its units are of the same ranks, or of workers of the same store."""
 
     plan: Plan
     holdings: dict[int, Holding] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class Generation:
         """Whether one of *ranks* pushes what is in it."""
         return any(is_of(unit, ranks) for unit in self.plan.units)
 
-    def ready_units(self) -> tuple[UnitReady, ...]:
-        """Return what ranks are told once it is committed."""
+    def ready_units(self, rank: int) -> tuple[UnitReady, ...]:
+        """Return what *rank* is told once it is committed."""
         return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts))
-                     for unit in self.plan.units)
+                     for unit in self.plan.units if is_of(unit, [rank]))

@@ -4,6 +4,7 @@
     partials   sums of the local ranks, of parts that another node owns (several local ranks only)
     slots      where other nodes' partials land (tcp, rdma), of parts that this node owns
     results    both parities of every part that appears here: owned, or sent back to us (tcp, rdma)
+    stores     weights and momentum that this node keeps, of parts that it owns
 
 An arena is a list of segments, filled first fit. What retired units used is given back to its segment, which stays
 until the job ends: whoever mapped or registered it is never asked, and the next units need no new one. Segment
@@ -139,6 +140,7 @@ class Regions:
         self.partials = self.arena("partial")
         self.slots = self.arena("slot")
         self.results = self.arena("result", pool=False)
+        self.stores = self.arena("store")
 
     def arena(self, kind: str, pool: bool = True) -> Arena:
         """Return a new arena of *kind*; *pool*: its huge pages may be those of the pool."""
@@ -178,7 +180,7 @@ class Regions:
         self._registrar = registrar
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of segments per kind: input, partial, slot, result."""
+        """Return the bytes of segments per kind: input, partial, slot, result, store."""
         return dict(self._nbytes)
 
     def chunk(self, index: int) -> Chunk:

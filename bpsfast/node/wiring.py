@@ -1,6 +1,7 @@
 """From a plan to memory and engine calls: what this node does for each partition of a generation.
 
-    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order
+    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order;
+                     weights and momentum, if it keeps them: once for the units of all workers
     member           partial here if several of its ranks are local; the owner's result arrives here (a wire: tcp, rdma)
                      or is read where the owner keeps it (shm)
     neither          a node without a rank that pushes it, and which does not own it: nothing
@@ -25,6 +26,7 @@ from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
 from .generation import Generation, Holding
 from .members import Members, members_of
 from .regions import Arena, Chunk, Place, Regions, page_round
+from .vaults import Vault, Vaults, kept_nbytes
 
 
 class Wiring:
@@ -58,6 +60,7 @@ class Wiring:
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
+        self._vaults = Vaults(engine, regions.stores)
         self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
@@ -153,6 +156,12 @@ class Wiring:
             self._give_back(holding)
         return retired
 
+    def ranks_of(self, parts: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that push the committed *parts*."""
+        wanted = set(parts)
+        return tuple(sorted({rank for holding in self._holdings.values()
+                             if any(part.part in wanted for part in holding.parts) for rank in holding.ranks}))
+
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
         for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()}):
@@ -179,6 +188,8 @@ class Wiring:
             link.unbind(part)
         for arena, place, nbytes in holding.places:
             arena.release(place, nbytes)
+        for vault in holding.vaults:
+            self._vaults.give_back(vault)
 
     def _shm_links(self) -> list[ShmLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
@@ -215,18 +226,21 @@ class Wiring:
         return part.owner != self._me.index and len(self._members_of(unit.ranks).local) > 1
 
     def _check_room(self, plan: Plan) -> None:
-        results = partials = slots = 0
+        results = partials = slots = stores = 0
         for unit in plan.units:
             for part in unit.parts:
                 nbytes = page_round(part.nbytes)
                 results += 2 * nbytes * self._appears_here(unit, part)
                 partials += nbytes * self._has_partial(unit, part)
                 slots += nbytes * len(self._members_of(unit.ranks).wired) * (part.owner == self._me.index)
-        self._room = {"result": results, "partial": partials, "slot": slots}
+                if part.owner == self._me.index and unit.unit == unit.store_unit:  # the first worker's, for all of them
+                    stores += page_round(kept_nbytes(unit, part))
+        self._room = {"result": results, "partial": partials, "slot": slots, "store": stores}
         regions = self._regions
-        wanted = ((regions.results, results), (regions.partials, partials), (regions.slots, slots))
+        wanted = ((regions.results, results), (regions.partials, partials), (regions.slots, slots),
+                  (regions.stores, stores))
         regions.require(wanted, f"generation {plan.generation} on node {self._me.index} (results {results}, partials "
-                                f"{partials}, slots {slots} bytes)")
+                                f"{partials}, slots {slots}, stores {stores} bytes)")
 
     def _allocate(self, holding: Holding, arena: Arena, nbytes: int) -> Place:
         place, _ = arena.allocate(nbytes, self._room[arena.kind])
@@ -272,12 +286,19 @@ class Wiring:
                 slot = self._allocate(holding, self._regions.slots, part.nbytes).address
                 self._bind(holding, link, unit, part, slot, slot)
             (before if index < self._me.index else after).append((self._sources[index], slot))
+        vault: Vault | None = None
+        if unit.store is not None:
+            vault = self._vaults.take(unit, part, self._room["store"])
+            holding.vaults.append(vault)
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
             after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in members.nodes],
+            store=vault.handle if vault is not None else 0,
         )
+        if vault is not None:
+            vault.is_engaged = True
 
     def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
         link = wire(self._links[part.owner])
