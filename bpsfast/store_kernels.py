@@ -79,7 +79,7 @@ def _compile(name: str) -> Any:
 
 
 def _conversions(name: str) -> tuple[Any, Any]:
-    """Return what widens an element of the wire dtype *name* to its accumulator, and what rounds it back: intrinsics."""
+    """Return two intrinsics: what widens an element of the wire dtype *name* to its accumulator, and back."""
     from numba import types
     from numba.extending import intrinsic
 

@@ -105,7 +105,8 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
     called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes,
     `average`, `op` and `store` never mix in a unit. What a tensor says itself of partitions and fusion counts before
-    the two arguments. A unit's priority is its most urgent member's; a priority of None means minus the position in *specs*.
+    the two arguments. A unit's priority is its most urgent member's; a priority of None means minus the position in
+    *specs*.
     Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.

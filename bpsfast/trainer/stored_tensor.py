@@ -1,4 +1,4 @@
-"""One tensor that its owners keep (`orchestration/store.py`), on one rank: set once, then pushed to and answered from."""
+"""One tensor that its owners keep (`orchestration/store.py`), on one rank: set once, then pushed to, answered from."""
 from __future__ import annotations
 
 from typing import Any
