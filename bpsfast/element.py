@@ -107,11 +107,19 @@ class Element:
         if self.name != "bfloat16":
             return value
         if n_lanes == 1:
-            return b.bitcast(b.shl(b.zext(value, I32), I32(16)), F32)
+            return self.widen_in_order(value, 1)
         words = b.bitcast(value, shape(I32, n_lanes // 2))
         even = b.shl(words, constant(I32, 16, n_lanes // 2))
         odd = b.and_(words, constant(I32, 0xFFFF0000, n_lanes // 2))
         return b.bitcast(b.shuffle_vector(even, odd, _lanes(range(n_lanes))), shape(F32, n_lanes))
+
+    def widen_in_order(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Turn wire elements into accumulator elements (exact) that stay where they are."""
+        b = self.b
+        if self.name != "bfloat16":
+            return self.widen(value, n_lanes)
+        word = b.zext(value, shape(I32, n_lanes))
+        return b.bitcast(b.shl(word, constant(I32, 16, n_lanes)), shape(F32, n_lanes))
 
     def narrow(self, value: ir.Value, n_lanes: int) -> ir.Value:
         """Round accumulator elements to the wire dtype, to nearest even; subnormals stay, NaN of halves is quiet."""
@@ -125,7 +133,7 @@ class Element:
         if self.name != "bfloat16":
             return value
         if n_lanes == 1:
-            return b.trunc(b.lshr(self._round_bfloat16(value, 1), I32(16)), I16)
+            return self.finish_in_order(value, 1)
         half = n_lanes // 2
         even, odd = (
             self._round_bfloat16(b.shuffle_vector(value, value, _lanes(part)), half)
@@ -141,6 +149,14 @@ class Element:
         integer, bits = _QUIET_NAN[self.wide]
         quiet = self.b.bitcast(constant(integer, bits, n_lanes), value.type)
         return self.b.select(self.b.fcmp_unordered("uno", value, value), quiet, value)
+
+    def finish_in_order(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Do as `finish`, to elements as `widen_in_order` gives them."""
+        b = self.b
+        if self.name != "bfloat16":
+            return self.finish(value, n_lanes)
+        word = b.lshr(self._round_bfloat16(value, n_lanes), constant(I32, 16, n_lanes))
+        return b.trunc(word, shape(I16, n_lanes))
 
     def divide(self, value: ir.Value, divisor: ir.Value, n_lanes: int) -> ir.Value:
         """Divide accumulators by the i64 *divisor*: truly for floats, by floor for integers.

@@ -44,7 +44,7 @@ NONTEMPORAL_NBYTES = 1 << 20
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
 # No writable folder, a full disk, a damaged or foreign entry (unpickled, it may be anything): no reason to fail a job.
-_CACHE_FAULTS = (
+CACHE_FAULTS = (
     RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, pickle.PickleError
 )  # fmt: skip
 
@@ -88,14 +88,14 @@ def assembly(dtype_name: str) -> str:
 def _compile(name: str, op: str) -> Any:
     from bpsfast import vector_sum
 
-    if _has_cache_folder(Path(vector_sum.__file__).parent):
+    if has_cache_folder(Path(vector_sum.__file__).parent):
         # A fault of the kernel itself comes up again below, where it is compiled without the cache.
-        with contextlib.suppress(*_CACHE_FAULTS):
+        with contextlib.suppress(*CACHE_FAULTS):
             return vector_sum.compile_kernel(name, cache=True, op=op)
     return vector_sum.compile_kernel(name, cache=False, op=op)
 
 
-def _has_cache_folder(package: Path) -> bool:
+def has_cache_folder(package: Path) -> bool:
     """Say whether numba can be let loose on its list of cache folders.
 
     Its last resort is the user's cache folder, and without HOME and without an entry for the user id it would

@@ -550,6 +550,29 @@ class Allocated(Message):
     offset: int
 
 
+class StateAsk(Message):
+    """Compressed unit `unit` keeps state from round to round: copy this node's to my input memory, or take it from there.
+
+    `action` "size": only say how long it is. Nothing of the unit is under way.
+    """
+
+    request: int
+    unit: int
+    action: Literal["size", "save", "load"]
+    segment: int = 0
+    offset: int = 0
+    nbytes: int = 0
+
+
+class StateDone(Message):
+    """It has `nbytes` bytes, and was copied; with an `error` nothing was."""
+
+    request: int
+    nbytes: int = 0
+    error: str = ""
+    reason: str = ""
+
+
 class Extent(Record):
     """A run of result bytes: segment `segment` of node `node`, byte offsets of the even and the odd round's copy."""
 
@@ -610,7 +633,7 @@ SchedulerMessage = (
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
     | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
-    | Told | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
+    | Told | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

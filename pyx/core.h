@@ -8,7 +8,11 @@
 #ifndef BPS_CORE_H
 #define BPS_CORE_H
 
+#include <math.h>
+#include <stdio.h>
+
 #include "board.h"
+#include "codec.h"
 #include "events.h"
 #include "part.h"
 #include "record.h"
@@ -38,6 +42,7 @@ struct bps_worker {
     int index;
     pthread_t thread;
     struct bps_seat seat;
+    struct bps_workspace space;
     void *pointers[BPS_MAX_SOURCES];
 };
 
@@ -138,6 +143,7 @@ static inline void bps_forward(struct bps_core *core, uint32_t index, int empty,
                                uint64_t address)
 {
     struct bps_part *part = &core->parts[index];
+    uint64_t nbytes = empty ? 0 : part->codec != NULL ? bps_frame_length(part->codec->frame) : part->nbytes;
     uint32_t round = part->round + 1;
     uint16_t flags = empty ? BPS_FLAG_EMPTY : 0;
     bps_part_next_round(part);
@@ -145,7 +151,7 @@ static inline void bps_forward(struct bps_core *core, uint32_t index, int empty,
     if (core->sources[part->owner].kind == BPS_SHM_PEER)
         bps_announce(core, part->owner, index, round, flags, segment, offset);
     else
-        bps_event_out(core, BPS_EVENT_FORWARD, part->owner, index, round, flags, address, empty ? 0 : part->nbytes);
+        bps_event_out(core, BPS_EVENT_FORWARD, part->owner, index, round, flags, address, nbytes);
 }
 
 /* Owner: publish the result here and tell everybody who waits for it; the word to wake, or NULL. */
@@ -156,9 +162,23 @@ static inline uint32_t *bps_hand_out(struct bps_core *core, uint32_t index, uint
     uint32_t *word = bps_publish(core, index, round);
     for (uint32_t i = 0; i < part->n_shm_peers; i++)
         bps_announce(core, part->shm_peers[i], index, round, 0, 0, 0);
-    if (part->to_wire)
+    if (part->to_wire && part->codec != NULL) {
+        const char *frame = part->codec->frames[round & 1];
+        bps_event_out(core, BPS_EVENT_RESULT, 0, index, round, 0, (uint64_t)frame, bps_frame_length(frame));
+    } else if (part->to_wire)
         bps_event_out(core, BPS_EVENT_RESULT, 0, index, round, 0, part->outputs[round & 1], part->nbytes);
     return word;
+}
+
+/* Queue a part for a thread, once. */
+static inline void bps_queue(struct bps_core *core, uint32_t index)
+{
+    struct bps_codec *codec = core->parts[index].codec;
+    if (codec != NULL && codec->queued)
+        return;
+    if (codec != NULL)
+        codec->queued = 1;
+    bps_heap_push(&core->heap, core->parts, index);
 }
 
 /* Queue a complete part for a thread, or forward at once what needs no sum; whether it was queued. */
@@ -173,18 +193,19 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
                 n_filled++;
                 only = &part->inputs[i];
             }
-        void *address = n_filled == 1 ? bps_resolve(core, only, part->nbytes) : NULL;
-        if (n_filled == 1 && address == NULL) { /* it may have no partial to be summed into */
+        int as_it_is = n_filled == 1 && part->codec == NULL;
+        void *address = as_it_is ? bps_resolve(core, only, part->nbytes) : NULL;
+        if (as_it_is && address == NULL) { /* it may have no partial to be summed into */
             core->parked[core->n_parked++] = index;
             return 0;
         }
-        if (n_filled <= 1) {
+        if (n_filled == 0 || as_it_is) {
             bps_forward(core, index, n_filled == 0, only ? only->segment : 0, only ? only->offset : 0,
                         (uint64_t)address);
             return 0;
         }
     }
-    bps_heap_push(&core->heap, core->parts, index);
+    bps_queue(core, index);
     return 1;
 }
 
@@ -201,6 +222,12 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
         if (round != part->round) {
             core->stale++;
             return 0;
+        }
+        if (part->codec != NULL && part->codec->results[0] != NULL) { /* it is a frame */
+            part->codec->has_result = 1;
+            part->codec->result_round = round;
+            bps_queue(core, index);
+            return 1;
         }
         uint32_t *word = bps_publish(core, index, round);
         if (word != NULL)
@@ -238,6 +265,18 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     return 0;
 }
 
+/* A rank says which learning rate its next input was computed for. */
+static inline void bps_take_rate(struct bps_core *core, uint32_t source, const struct bps_entry *entry, uint32_t index)
+{
+    struct bps_part *part = &core->parts[index];
+    double rate;
+    memcpy(&rate, &entry->offset, sizeof rate);
+    if (part->inputs == NULL || !isfinite(rate) || rate < 0)
+        bps_broken(core, source, index, entry->round);
+    else if (part->codec != NULL)
+        part->codec->rate = rate;
+}
+
 /* Take in what ranks and peers of this host have announced. */
 static inline void bps_drain(struct bps_core *core)
 {
@@ -251,7 +290,9 @@ static inline void bps_drain(struct bps_core *core)
                 bps_broken(core, i, entry.part, entry.round);
                 continue;
             }
-            for (uint32_t k = entry.part; k < entry.part + entry.count; k++)
+            for (uint32_t k = entry.part; (entry.flags & BPS_FLAG_RATE) != 0 && k < entry.part + entry.count; k++)
+                bps_take_rate(core, i, &entry, k);
+            for (uint32_t k = entry.part; (entry.flags & BPS_FLAG_RATE) == 0 && k < entry.part + entry.count; k++)
                 bps_arrive(core, i, k, entry.round, entry.flags, entry.segment,
                            entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset,
                            entry.time_ns);
@@ -259,17 +300,60 @@ static inline void bps_drain(struct bps_core *core)
     }
 }
 
-/* Append the addresses of the filled inputs first..first+n; the new count, or -1 if one is not mapped. */
+/* Append the addresses of the filled inputs first..first+n, of nbytes; the new count, or -1 if one is not mapped. */
 static inline int bps_collect(struct bps_core *core, const struct bps_part *part, void **pointers, uint32_t first,
-                              uint32_t n, int used)
+                              uint32_t n, uint64_t nbytes, int used)
 {
     for (uint32_t i = first; used >= 0 && i < first + n; i++) {
         if (part->inputs[i].empty)
             continue;
-        pointers[used] = bps_resolve(core, &part->inputs[i], part->nbytes);
+        pointers[used] = bps_resolve(core, &part->inputs[i], nbytes);
         used = pointers[used] == NULL ? -1 : used + 1;
     }
     return used;
+}
+
+/* A kernel has run: tell who waits for the engine to be idle, or for `word` if it is not NULL. Drops the lock then. */
+static inline void bps_ran(struct bps_core *core, uint32_t *word)
+{
+    core->running--;
+    if (core->frozen && core->running == 0)
+        pthread_cond_broadcast(&core->idle);
+    if (word != NULL) {
+        pthread_mutex_unlock(&core->lock);
+        bps_wake(word, INT_MAX);
+        pthread_mutex_lock(&core->lock);
+    }
+}
+
+/* A compressed part could not be computed: nobody will ever get it. */
+static inline void bps_code_failed(struct bps_core *core, uint32_t index, uint32_t round, int status)
+{
+    char reason[256];
+    const char *what = status == BPS_CODE_MEMORY ? "CapacityError: there is no memory to compress"
+                       : status == BPS_CODE_ROOM ? "ProtocolError: what was compressed is longer than it can be, in"
+                                                 : "ProtocolError: what another node sent is no valid compression of";
+    int length = snprintf(reason, sizeof reason, "%s partition %u, round %u", what, index, round);
+    bps_abort(core, reason, (size_t)length + 1);
+}
+
+/* Decode the result of a compressed part, and publish it. As `bps_run_part`. */
+static inline void bps_run_result(struct bps_core *core, struct bps_worker *worker, uint32_t index)
+{
+    struct bps_part *part = &core->parts[index];
+    uint32_t round = part->codec->result_round, *word = NULL;
+    core->running++;
+    pthread_mutex_unlock(&core->lock);
+    uint64_t begin_ns = bps_now_ns();
+    int status = bps_decode_result(part, round, &worker->space);
+    bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, part->nbytes, begin_ns, bps_now_ns());
+    pthread_mutex_lock(&core->lock);
+    part->codec->has_result = 0;
+    if (status != BPS_CODED)
+        bps_code_failed(core, index, round, status);
+    else
+        word = bps_publish(core, index, round);
+    bps_ran(core, word);
 }
 
 static inline void bps_run_store(struct bps_core *core, struct bps_worker *worker, uint32_t index);
@@ -282,12 +366,21 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
         bps_run_store(core, worker, index);
         return;
     }
+    if (part->codec != NULL) {
+        part->codec->queued = 0;
+        if (part->codec->has_result)
+            bps_run_result(core, worker, index);
+        if (part->n_missing != 0)
+            return;
+    }
+    uint64_t foreign_nbytes = part->codec != NULL ? part->codec->room_nbytes : part->nbytes;
     uint32_t round = part->round + 1;
     void *output = (void *)part->outputs[part->owned ? round & 1 : 0];
     void **in = worker->pointers;
-    int before = bps_collect(core, part, in, 0, part->n_before, 0);
-    int local = bps_collect(core, part, in, part->n_before, part->n_local, before);
-    int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, local);
+    int before = bps_collect(core, part, in, 0, part->n_before, foreign_nbytes, 0);
+    int local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
+    int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, foreign_nbytes, local);
+    int nontemporal = part->nbytes >= core->nontemporal_nbytes, status = BPS_CODED;
     if (total < 0) {
         core->parked[core->n_parked++] = index;
         return;
@@ -295,30 +388,27 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
     core->running++;
     pthread_mutex_unlock(&core->lock);
     uint64_t begin_ns = bps_now_ns();
-    if (total == 0)
+    if (part->codec != NULL)
+        status = bps_code(part, round, output, in, before, local - before, total - local, &worker->space, nontemporal);
+    else if (total == 0)
         memset(output, 0, part->nbytes);
     else
         part->kernel(output, in, before, local - before, total - local, (int64_t)part->n_elements, part->divisor,
-                     part->nbytes >= core->nontemporal_nbytes);
+                     nontemporal);
     uint64_t end_ns = bps_now_ns();
     bps_record_add(&core->trace, BPS_QUEUE, worker->index, index, round, part->nbytes, part->complete_ns, begin_ns);
     bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, (uint64_t)total * part->nbytes, begin_ns, end_ns);
     pthread_mutex_lock(&core->lock);
-    core->running--;
     core->sums++;
     core->bytes_summed += (uint64_t)total * part->nbytes;
     uint32_t *word = NULL;
-    if (part->owned)
+    if (status != BPS_CODED)
+        bps_code_failed(core, index, round, status);
+    else if (part->owned)
         word = bps_hand_out(core, index, round);
     else
         bps_forward(core, index, 0, part->partial_segment, part->partial_offset, part->outputs[0]);
-    if (core->frozen && core->running == 0)
-        pthread_cond_broadcast(&core->idle);
-    if (word != NULL) {
-        pthread_mutex_unlock(&core->lock);
-        bps_wake(word, INT_MAX);
-        pthread_mutex_lock(&core->lock);
-    }
+    bps_ran(core, word);
 }
 
 /* Wake up to n workers, each to a CPU of its own. Called with the lock held. */
@@ -355,8 +445,10 @@ static void *bps_work(void *argument)
         int stopping = core->stopping;
         bps_leave_seat(&worker->seat);
         pthread_mutex_unlock(&core->lock);
-        if (stopping)
+        if (stopping) {
+            free(worker->space.memory);
             return NULL;
+        }
         bps_await_doorbell(core->doorbell, seen, core->awake_ns, BPS_SLEEP_NS);
     }
 }

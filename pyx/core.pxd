@@ -16,8 +16,10 @@ cdef extern from "part.h" nogil:
         uint32_t source
         uint8_t arrived
         uint64_t slot
+    struct bps_codec
     struct bps_part:
         bps_kernel kernel
+        bps_codec *codec
         bps_input *inputs
         uint32_t *shm_peers
         uint64_t nbytes, n_elements, unit_offset
@@ -30,6 +32,32 @@ cdef extern from "part.h" nogil:
         uint32_t generation, order, round, n_missing
         bps_weight_store *store
     void bps_part_free(bps_part *)
+
+cdef extern from "codec.h" nogil:
+    ctypedef int64_t (*bps_encode_fn)(void *, int64_t, const void *, int64_t, void *, uint64_t *, int64_t, int64_t,
+                                      void *) noexcept nogil
+    ctypedef int64_t (*bps_decode_fn)(void *, int64_t, const void *, int64_t, int64_t, int64_t, int64_t, void *
+                                      ) noexcept nogil
+    ctypedef void (*bps_feed_fn)(void *, const void *, void *, void *, int64_t, double, double) noexcept nogil
+    ctypedef void (*bps_divide_fn)(void *, int64_t, double) noexcept nogil
+    ctypedef void (*bps_narrow_fn)(void *, const void *, int64_t) noexcept nogil
+    struct bps_codec:
+        bps_encode_fn encode
+        bps_decode_fn decode
+        bps_feed_fn feed, feed_back
+        bps_divide_fn divide
+        bps_narrow_fn narrow
+        uint64_t width, room_nbytes, scratch_nbytes
+        int64_t k, flags
+        double mu, rate, last_rate
+        void *error
+        void *momentum
+        void *error_back
+        uint64_t generator[2]
+        uint64_t generator_back[2]
+        char *frame
+        char *frames[2]
+        void *results[2]
 
 cdef extern from "events.h" nogil:
     struct bps_event:

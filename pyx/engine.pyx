@@ -16,14 +16,14 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
 
 from array import array as _array
 
 from pyx.core cimport (
     BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
-    bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
+    bps_codec, bps_decode_fn, bps_divide_fn, bps_encode_fn, bps_feed_fn, bps_narrow_fn, bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
     bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
     bps_part, bps_part_free, bps_row, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free,
     bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
@@ -47,6 +47,29 @@ cdef enum:
 
 
 include "engine_held.pxi"
+
+
+cdef bps_codec *_codec(plan) except NULL:
+    """Return a new codec as *plan* (`bpsfast.node.coding.PartCodec`) says; the part's own."""
+    cdef bps_codec made
+    cdef bps_codec *codec
+    memset(&made, 0, sizeof(made))
+    made.encode, made.decode = <bps_encode_fn><uintptr_t>plan.encode, <bps_decode_fn><uintptr_t>plan.decode
+    made.feed, made.feed_back = <bps_feed_fn><uintptr_t>plan.feed, <bps_feed_fn><uintptr_t>plan.feed_back
+    made.divide, made.narrow = <bps_divide_fn><uintptr_t>plan.divide, <bps_narrow_fn><uintptr_t>plan.narrow
+    made.width, made.room_nbytes, made.scratch_nbytes = plan.width, plan.room_nbytes, plan.scratch_nbytes
+    made.k, made.flags, made.mu = plan.k, plan.flags, plan.mu
+    made.error, made.momentum = <void *><uintptr_t>plan.error, <void *><uintptr_t>plan.momentum
+    made.error_back, made.frame = <void *><uintptr_t>plan.error_back, <char *><uintptr_t>plan.frame
+    for i in range(2):
+        made.generator[i] = made.generator_back[i] = plan.seed
+        made.frames[i] = <char *><uintptr_t>plan.frames[i]
+        made.results[i] = <void *><uintptr_t>plan.results[i]
+    codec = <bps_codec *>malloc(sizeof(bps_codec))
+    if codec == NULL:
+        raise MemoryError("codec of a part")
+    codec[0] = made
+    return codec
 
 
 @cython.final
@@ -155,14 +178,16 @@ cdef class Engine:
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                   uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
-                  uintptr_t store=0):
+                  codec=None, uintptr_t store=0):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
         (slot 0: the source announces where it lies), *local* the source ids of this machine's ranks in
         local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
-        lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. Active from the
-        next `commit` on; what arrives before that waits for it. *store*, if not 0, was made for it: see `make_store`.
+        lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. *codec*: how it is
+        compressed (a `bpsfast.node.coding.PartCodec`); what comes from *before* and *after* are then frames. *store*,
+        if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives before that waits
+        for it.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
@@ -171,7 +196,7 @@ cdef class Engine:
         fresh.outputs[0], fresh.outputs[1] = outputs
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers)
+        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers, codec)
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
@@ -205,20 +230,20 @@ cdef class Engine:
         return [found[i] for i in range(n)]
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
-                   uintptr_t kernel, local, uint32_t owner, partial):
+                   uintptr_t kernel, local, uint32_t owner, partial, codec=None):
         """Take part in *part*: sum this machine's ranks into *partial* and forward it to source *owner*.
 
         *partial* is (address, segment, offset) of the partial's place; a single rank's input is forwarded as it
-        is. The owner's result is published when it arrives.
+        is. The owner's result is published when it arrives. *codec*: see `add_owned`; the place is its frame's.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
         fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [(source, 0) for source in local], ())
+        self._install(part, fresh, kernel, [(source, 0) for source in local], (), codec)
 
-    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers) except -1:
+    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec) except -1:
         cdef bps_core *core = self._open()
         if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
             raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
@@ -234,6 +259,12 @@ cdef class Engine:
         if fresh.inputs == NULL or fresh.shm_peers == NULL:
             bps_part_free(&fresh)
             raise MemoryError(f"inputs of part {index}")
+        if codec is not None:
+            try:
+                fresh.codec = _codec(codec)
+            except BaseException:
+                bps_part_free(&fresh)
+                raise
         for i, (source, slot) in enumerate(inputs):
             fresh.inputs[i].source, fresh.inputs[i].slot = source, slot
         for i, peer in enumerate(shm_peers):
@@ -264,6 +295,34 @@ cdef class Engine:
             raise ValueError(f"part {culprit} is to be retired, but there is none")
         if status != BPS_RETIRED:
             raise ValueError(f"part {culprit} is to be retired while something of it is under way")
+
+    def codec_words(self, uint32_t part, words=None):
+        """Return what codec and owner's codec of *part* draw from next, and the last learning rate's bits: five words.
+
+        With *words* they become these. Nothing of the part may be under way.
+        """
+        cdef bps_core *core = self._open()
+        cdef bps_codec *codec = NULL
+        cdef uint64_t found[5]
+        cdef int i
+        if words is not None:
+            for i in range(5):
+                found[i] = words[i]
+        pthread_mutex_lock(&core.lock)
+        if part < core.n_parts:
+            codec = core.parts[part].codec
+        if codec != NULL and words is not None:
+            memcpy(codec.generator, found, 16)
+            memcpy(codec.generator_back, found + 2, 16)
+            memcpy(&codec.last_rate, found + 4, 8)
+        if codec != NULL:
+            memcpy(found, codec.generator, 16)
+            memcpy(found + 2, codec.generator_back, 16)
+            memcpy(found + 4, &codec.last_rate, 8)
+        pthread_mutex_unlock(&core.lock)
+        if codec == NULL:
+            raise ValueError(f"part {part} has no codec")
+        return [found[i] for i in range(5)]
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.

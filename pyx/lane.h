@@ -24,6 +24,7 @@
 #define BPS_LANE_MAGIC 0x42504c4eu
 #define BPS_LANE_HEADER 256
 #define BPS_FLAG_EMPTY 1u
+#define BPS_FLAG_RATE 2u /* no input: from the next round on the learning rate is `offset`, the bits of a double */
 
 struct bps_entry {
     uint32_t part;

@@ -27,8 +27,11 @@ struct bps_input {
     uint64_t time_ns; /* when it came */
 };
 
+struct bps_codec;
+
 struct bps_part {
     bps_kernel kernel;
+    struct bps_codec *codec;  /* how it is compressed between nodes; NULL: not at all. The part's own */
     struct bps_input *inputs; /* in the order of the association: before, local, after; NULL: no such part */
     uint32_t *shm_peers;      /* owned: sources that only need to be told */
     uint64_t nbytes, n_elements, unit_offset;
@@ -106,6 +109,7 @@ static inline void bps_part_next_round(struct bps_part *part)
 
 static inline void bps_part_free(struct bps_part *part)
 {
+    free(part->codec);
     free(part->inputs);
     free(part->shm_peers);
     memset(part, 0, sizeof *part);

@@ -11,11 +11,12 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
+from libc.string cimport memcpy
 
 from pyx.words cimport (
     BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT, BPS_DONE,
-    BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    BPS_TICKET, BPS_TIMED_OUT, bps_board, bps_board_word, bps_convey, bps_count, bps_counted, bps_doorbell, bps_entry,
+    BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_FLAG_RATE, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES,
+    BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, bps_board, bps_board_word, bps_convey, bps_count, bps_counted, bps_doorbell, bps_entry,
     bps_lane, bps_lane_capacity, bps_leg, bps_load, bps_now_ns, bps_port, bps_port_announce, bps_port_wait, bps_reached,
     bps_record_add, bps_step, bps_steps_blocked, bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy,
     pthread_mutex_init,
@@ -217,6 +218,20 @@ cdef class Port:
             if bps_now_ns() - begin_ns >= self.patience_ns:
                 raise LaneFull(f"has taken nothing from a full lane for {self.patience_ns / 1e9:g} s: it hangs")
         return 0
+
+    def set_rate(self, uint32_t part, uint32_t n_parts, uint32_t round, double rate):
+        """Say that inputs of these partitions are computed for learning rate *rate* from *round* on, the next one.
+
+        Raises as `submit`.
+        """
+        cdef int status = BPS_INTERRUPTED
+        cdef uint64_t begin_ns = bps_now_ns(), bits
+        memcpy(&bits, &rate, sizeof(bits))
+        self._check(part, n_parts)
+        while status == BPS_INTERRUPTED:
+            with nogil:
+                status = self._announce(part, n_parts, round, 0, bits, BPS_FLAG_RATE)
+            self._raise(status, begin_ns)
 
     def done(self, uint32_t part, uint32_t n_parts, uint32_t round):
         """Return whether *round* of all these partitions is complete."""

@@ -156,9 +156,9 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
     void *output = (void *)part->outputs[round & 1], **in = worker->pointers;
     int is_applied = part->applied == round, before = 0, local = 0, total = 0;
     if (!is_applied) {
-        before = bps_collect(core, part, in, 0, part->n_before, 0);
-        local = bps_collect(core, part, in, part->n_before, part->n_local, before);
-        total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, local);
+        before = bps_collect(core, part, in, 0, part->n_before, part->nbytes, 0);
+        local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
+        total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, part->nbytes, local);
     }
     if (total < 0) {
         core->parked[core->n_parked++] = index;
@@ -178,7 +178,6 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
     }
     bps_store_step(core, worker->index, index, round, output, total != 0, answers);
     pthread_mutex_lock(&core->lock);
-    core->running--;
     core->sums += !is_applied;
     core->bytes_summed += (uint64_t)total * part->nbytes;
     part->applied = round;
@@ -190,13 +189,7 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         bps_heap_push(&core->heap, core->parts, index);
     else
         part->held = 1;
-    if (core->frozen && core->running == 0)
-        pthread_cond_broadcast(&core->idle);
-    if (word != NULL) {
-        pthread_mutex_unlock(&core->lock);
-        bps_wake(word, INT_MAX);
-        pthread_mutex_lock(&core->lock);
-    }
+    bps_ran(core, word);
 }
 
 #endif

@@ -134,9 +134,15 @@ static inline int bps_table_commit(struct bps_core *core, uint32_t generation, c
         for (uint32_t i = 0; i < core->n_parts; i++)
             core->parts[i].order = order[i];
         core->heap.used = core->n_parked = 0;
-        for (uint32_t i = 0; i < core->n_parts; i++)
+        for (uint32_t i = 0; i < core->n_parts; i++) {
+            struct bps_codec *codec = core->parts[i].codec;
+            if (codec != NULL)
+                codec->queued = 0;
+            if (codec != NULL && codec->has_result)
+                bps_queue(core, i);
             if (core->parts[i].inputs != NULL && core->parts[i].n_missing == 0 && !core->parts[i].held)
                 bps_ready(core, i);
+        }
         core->frozen = 0;
     }
     pthread_mutex_unlock(&core->lock);

@@ -4,7 +4,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..orchestration.codec import CodecSpec
 from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
+from .coded_state import CodedPart
 from .regions import Arena, Place
 from .vaults import Vault
 
@@ -22,6 +24,9 @@ class Holding:
     parts: list[PartPlan] = field(default_factory=list)
     bound: list[tuple[int, int]] = field(default_factory=list)  # (node, part)
     places: list[tuple[Arena, Place, int]] = field(default_factory=list)
+    codec: CodecSpec | None = None  # if it is compressed here
+    dtype: str = ""
+    coded: list[CodedPart] = field(default_factory=list)
     vaults: list[Vault] = field(default_factory=list)  # that its parts use
 
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from ..channel import Channel
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError
+from ..orchestration.errors import (
+    BpsError,
+    CapacityError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+)
 from ..settings import Settings
 from .event_loop import EventLoop
 from .generation import Generation
@@ -138,6 +145,8 @@ class Household:
         elif isinstance(message, messages.Ask):
             rank.tell(messages.Told(request=message.request, counters=self._node.counters(),
                                     lags=self._node.vertex.lags(owned=False)))
+        elif isinstance(message, messages.StateAsk) and self._attached:
+            rank.tell(self._copy_state(rank, message))
         elif isinstance(message, messages.Detach):
             self._detach(rank, message)
         elif isinstance(message, _PASSED_ON) and message.rank == rank.rank:
@@ -152,6 +161,23 @@ class Household:
                 lambda: rank.allocate(message, lambda chunk: vertex.input_grew(rank.source, chunk)))
         except CapacityError as exc:
             rank.tell(messages.Refuse(error="CapacityError", reason=str(exc)))
+
+    def _copy_state(self, rank: LocalRank, message: messages.StateAsk) -> messages.StateDone:
+        try:
+            state = self._node.vertex.wiring.coded_state(message.unit)
+            if state is None:
+                if message.nbytes:
+                    raise MismatchError(f"{message.nbytes} bytes of state are to be loaded, but nothing is compressed "
+                                        "here: the job has one node")
+                return messages.StateDone(request=message.request)
+            address = rank.address_of(message.segment, message.offset, message.nbytes) if message.nbytes else 0
+            if message.action == "load":
+                state.load(address, message.nbytes)
+            elif message.action == "save" and message.nbytes == state.nbytes:
+                state.save(address)
+        except BpsError as exc:
+            return messages.StateDone(request=message.request, error=type(exc).__name__, reason=str(exc))
+        return messages.StateDone(request=message.request, nbytes=state.nbytes)
 
     def _detach(self, rank: LocalRank, message: messages.Detach) -> None:
         if rank.left:

@@ -87,6 +87,13 @@ class LocalRank:
                       [fresh.segment.fileno()])
         self.tell(messages.Allocated(request=request.request, segment=place.segment, offset=place.offset))
 
+    def address_of(self, segment: int, offset: int, nbytes: int) -> int:
+        """Return where these bytes of its input memory lie here; raise `ProtocolError` if they do not."""
+        for chunk in self._inputs.chunks:
+            if chunk.index == segment and 0 <= offset <= offset + nbytes <= chunk.segment.nbytes:
+                return chunk.segment.address + offset
+        raise ProtocolError(f"{self.describe()} has no input memory of {nbytes} bytes at {offset} of segment {segment}")
+
     def share_result(self, node: int, number: int, segment: Segment) -> None:
         """Pass on segment *number* of node *node*'s results, unless the rank has it."""
         if (node, number) not in self._results:

@@ -12,8 +12,10 @@ another node cannot, `drop` forgets it.
 """
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..orchestration.codec import width_of
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.partition import ITEM_NBYTES
@@ -23,6 +25,8 @@ from ..trace import Part
 from ..transport import Link, WireLink, wire
 from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
+from .coded_state import CodedPart, CodedState
+from .coding import PartCodec, part_codec
 from .generation import Generation, Holding
 from .members import Members, members_of
 from .regions import Arena, Chunk, Place, Regions, page_round
@@ -162,6 +166,13 @@ class Wiring:
         return tuple(sorted({rank for holding in self._holdings.values()
                              if any(part.part in wanted for part in holding.parts) for rank in holding.ranks}))
 
+    def coded_state(self, number: int) -> CodedState | None:
+        """Return the state that committed unit *number* has here; None if it is not compressed between these nodes."""
+        holding = self._holdings.get(number)
+        if holding is None or holding.codec is None:
+            return None
+        return CodedState(self._engine, self._me.index, holding.codec, holding.dtype, holding.coded)
+
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
         for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()}):
@@ -198,8 +209,9 @@ class Wiring:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
     @staticmethod
-    def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int) -> None:
-        link.bind(part.part, even, odd, part.nbytes, unit.n_streams)
+    def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int, coded: bool
+              ) -> None:
+        link.bind(part.part, even, odd, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded)
         holding.bound.append((link.index, part.part))
 
     def _members_of(self, ranks: tuple[int, ...]) -> Members:
@@ -222,25 +234,52 @@ class Wiring:
         to_owner = members.local and wire(self._links[part.owner]) is not None
         return (self._sources[part.owner],) if to_owner else ()
 
-    def _has_partial(self, unit: UnitPlan, part: PartPlan) -> bool:
-        return part.owner != self._me.index and len(self._members_of(unit.ranks).local) > 1
+    def _is_coded(self, unit: UnitPlan) -> bool:
+        """Whether *unit* is compressed: between nodes only."""
+        return unit.codec is not None and len(self._members_of(unit.ranks).nodes) > 1
+
+    def _partial_nbytes(self, unit: UnitPlan, part: PartPlan) -> int:
+        """Return the bytes of memory for this node's partial of *part*, which may need none."""
+        local = self._members_of(unit.ranks).local
+        if part.owner == self._me.index or not local:
+            return 0
+        if self._is_coded(unit):
+            return part.wire_nbytes
+        return part.nbytes if len(local) > 1 else 0
 
     def _check_room(self, plan: Plan) -> None:
-        results = partials = slots = stores = 0
+        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
         for unit in plan.units:
+            coded, members = self._is_coded(unit), self._members_of(unit.ranks)
             for part in unit.parts:
-                nbytes = page_round(part.nbytes)
-                results += 2 * nbytes * self._appears_here(unit, part)
-                partials += nbytes * self._has_partial(unit, part)
-                slots += nbytes * len(self._members_of(unit.ranks).wired) * (part.owner == self._me.index)
-                if part.owner == self._me.index and unit.unit == unit.store_unit:  # the first worker's, for all of them
-                    stores += page_round(kept_nbytes(unit, part))
-        self._room = {"result": results, "partial": partials, "slot": slots, "store": stores}
+                is_owner = part.owner == self._me.index
+                wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
+                room["result"] += 2 * page_round(part.nbytes) * self._appears_here(unit, part)
+                room["partial"] += page_round(self._partial_nbytes(unit, part))
+                room["slot"] += wire_nbytes * len(members.wired) * is_owner
+                if coded and is_owner:
+                    room["frame"] += 2 * wire_nbytes
+                elif coded and self._appears_here(unit, part):
+                    room["slot"] += 2 * wire_nbytes
+                if is_owner and unit.unit == unit.store_unit:  # the first worker's, for all of them
+                    room["store"] += page_round(kept_nbytes(unit, part))
+                room["state"] += sum(page_round(nbytes) for nbytes in self._states_of(unit, part).values())
+        self._room = room
         regions = self._regions
-        wanted = ((regions.results, results), (regions.partials, partials), (regions.slots, slots),
-                  (regions.stores, stores))
-        regions.require(wanted, f"generation {plan.generation} on node {self._me.index} (results {results}, partials "
-                                f"{partials}, slots {slots}, stores {stores} bytes)")
+        wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
+                                                          regions.frames, regions.states, regions.stores)]
+        shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
+        regions.require(wanted, f"generation {plan.generation} on node {self._me.index} ({shown} bytes)")
+
+    def _states_of(self, unit: UnitPlan, part: PartPlan) -> dict[str, int]:
+        """Return the bytes of each state of *part* here, by its name in `PartCodec`."""
+        if unit.codec is None or not self._is_coded(unit):
+            return {}
+        nbytes = part.nbytes // ITEM_NBYTES[unit.dtype] * width_of(unit.dtype)
+        has_local = bool(self._members_of(unit.ranks).local)
+        states = {"error": unit.codec.error_feedback and has_local, "momentum": unit.codec.momentum > 0 and has_local,
+                  "error_back": unit.codec.error_feedback and part.owner == self._me.index}
+        return {name: nbytes for name, is_here in states.items() if is_here}
 
     def _allocate(self, holding: Holding, arena: Arena, nbytes: int) -> Place:
         place, _ = arena.allocate(nbytes, self._room[arena.kind])
@@ -253,6 +292,9 @@ class Wiring:
         from . import no_sum  # compiles: not before somebody needs a sum
 
         holding.ranks = unit.ranks
+        coded = self._is_coded(unit)
+        if coded:
+            holding.codec, holding.dtype = unit.codec, unit.dtype
         kernel = kernels.address(unit.dtype, unit.op) if self._sums else no_sum.address()
         here = [part for part in unit.parts if self._appears_here(unit, part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
@@ -265,15 +307,38 @@ class Wiring:
                                                        offset_odd=at.offset + even_nbytes, nbytes=part.nbytes)
                 step = page_round(part.nbytes)
                 at = Place(at.segment, at.offset + step, at.address + step)
-            if part.owner == self._me.index:
-                self._own(unit, part, kernel, outputs, holding)
-            elif self._members_of(unit.ranks).local:
-                self._join_in(unit, part, kernel, outputs, holding)
-            else:
+            if part.owner != self._me.index and not self._members_of(unit.ranks).local:
                 continue
+            codec = self._codec(unit, part, holding) if coded else None
+            if part.owner == self._me.index:
+                self._own(unit, part, kernel, outputs, holding, codec)
+            else:
+                self._join_in(unit, part, kernel, outputs, holding, codec)
             holding.parts.append(part)
 
-    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
+    def _codec(self, unit: UnitPlan, part: PartPlan, holding: Holding) -> PartCodec:
+        """Return the codec of *part* with its state, which begins as zeros."""
+        assert unit.codec is not None, "only then it is coded"
+        states = dict.fromkeys(("error", "momentum", "error_back"), 0)
+        sizes = self._states_of(unit, part)
+        for name, nbytes in sizes.items():
+            states[name] = self._allocate(holding, self._regions.states, nbytes).address
+            ctypes.memset(states[name], 0, nbytes)
+        holding.coded.append(CodedPart(part.part, part.offset, part.nbytes, part.owner == self._me.index,
+                                       tuple((states[name], nbytes) for name, nbytes in sizes.items())))
+        return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
+            error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
+
+    def _frames(self, part: PartPlan, arena: Arena, holding: Holding) -> tuple[int, int]:
+        """Return addresses of memory for frames of the result of *part*, by parity."""
+        nbytes = page_round(part.wire_nbytes)
+        at = self._allocate(holding, arena, 2 * nbytes).address
+        return at, at + nbytes
+
+    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
+             codec: PartCodec | None) -> None:
+        if codec is not None:
+            codec = codec._replace(frames=self._frames(part, self._regions.frames, holding))
         members = self._members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
@@ -283,8 +348,9 @@ class Wiring:
             link = wire(self._links[index])
             slot = 0
             if link is not None:
-                slot = self._allocate(holding, self._regions.slots, part.nbytes).address
-                self._bind(holding, link, unit, part, slot, slot)
+                nbytes = part.nbytes if codec is None else part.wire_nbytes
+                slot = self._allocate(holding, self._regions.slots, nbytes).address
+                self._bind(holding, link, unit, part, slot, slot, codec is not None)
             (before if index < self._me.index else after).append((self._sources[index], slot))
         vault: Vault | None = None
         if unit.store is not None:
@@ -295,22 +361,30 @@ class Wiring:
             kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
             after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in members.nodes],
+            codec=codec,
             store=vault.handle if vault is not None else 0,
         )
         if vault is not None:
             vault.is_engaged = True
 
-    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding) -> None:
+    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
+                 codec: PartCodec | None) -> None:
         link = wire(self._links[part.owner])
+        arriving = outputs
+        if codec is not None and link is not None:
+            arriving = self._frames(part, self._regions.slots, holding)
+            codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
-            self._bind(holding, link, unit, part, *outputs)
+            self._bind(holding, link, unit, part, *arriving, codec is not None)
         partial = Place(0, 0, 0)
-        if self._has_partial(unit, part):
-            partial = self._allocate(holding, self._regions.partials, part.nbytes)
+        if nbytes := self._partial_nbytes(unit, part):
+            partial = self._allocate(holding, self._regions.partials, nbytes)
+        if codec is not None:
+            codec = codec._replace(frame=partial.address)
         self._engine.add_member(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=kernel, local=list(self._members_of(unit.ranks).local), owner=self._sources[part.owner],
-            partial=(partial.address, partial.segment, partial.offset),
+            partial=(partial.address, partial.segment, partial.offset), codec=codec,
         )
 
     def _share(self, generation: Generation) -> None:

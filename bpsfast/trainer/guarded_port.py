@@ -76,6 +76,11 @@ class GuardedPort:
         with self._inside as port:
             port.submit(part, n_parts, round, 0, 0, empty=True)
 
+    def set_rate(self, part: int, n_parts: int, round: int, rate: float) -> None:
+        """Say which learning rate inputs are computed for from *round* on (`Port.set_rate`)."""
+        with self._inside as port:
+            port.set_rate(part, n_parts, round, rate)
+
     def copy_in(self, destination: int, source: int, nbytes: int, part: int, stride: int, round: int, segment: int,
                 offset: int) -> None:
         """Copy into the segment and announce, partition by partition (`Port.copy_in`)."""

@@ -35,6 +35,7 @@ from ..orchestration.messages import (
     Retire,
     SegmentShared,
     StallAnswer,
+    StateDone,
     Told,
     UnitReady,
 )
@@ -49,6 +50,7 @@ from .memory import Memory
 from .notice_board import NoticeBoard
 from .questions import Questions
 from .stall_inspector import StallInspector
+from .states import States
 from .step_clock import StepClock
 from .tensors import Tensors
 from .unit import Unit
@@ -96,6 +98,7 @@ class Session:
         self.clock = StepClock(
             port, lambda: self._retired_nbytes + sum(unit.round * unit.nbytes for unit in self.tensors.units()))
         self.memory = Memory(self.rank, settings.timeout_s, self.require_open, lambda: self._mailbox)
+        self.states = States(self._questions, self.memory)
         self.notices = NoticeBoard(self.rank, self._questions, self.require_open, lambda: self._mailbox)
         self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
                                self.inquiry, self.inspector)
@@ -212,7 +215,7 @@ class Session:
                 self.inquiry.departed()
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
-            case Told():
+            case Told() | StateDone():
                 self._questions.receive(message.request, message)
             case StallAnswer() | LagAnswer() | Found():
                 self._questions.receive(message.question, message)

@@ -56,6 +56,10 @@ class Unit:
         self._parts = plan.parts
         self.dtype = TABLE[plan.dtype].numpy
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
+        self.codec = plan.codec
+        #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
+        self.learning_rate = 0.0
+        self._told_rate = 0.0
         self.round = 0
         self.in_flight = False
         self._is_retired = False
@@ -202,7 +206,11 @@ class Unit:
             self._step = clock.step
             self.in_flight = True
             self.round += 1
-            return self.round
+            round, rate = self.round, self.learning_rate
+        if self.codec is not None and rate != self._told_rate and self.n_parts:
+            self.session.port.set_rate(self.first_part, self.n_parts, round, rate)
+            self._told_rate = rate
+        return round
 
     # -- results ---------------------------------------------------------------------------------------------------
 

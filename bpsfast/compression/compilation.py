@@ -1,0 +1,79 @@
+"""The kernels of compression as numba cfuncs."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from numba import cfunc, types
+
+from bpsfast import element, kernels, vector_sum
+from bpsfast.compression import blocks, casts, dithering, feeding, onebit, pairs
+from bpsfast.compression.elements import pointer_to
+
+_FUNCTIONS = {
+    "encode_onebit": onebit.encode,
+    "decode_onebit": onebit.decode,
+    "encode_topk": pairs.encode_largest,
+    "decode_topk": pairs.decode_largest,
+    "encode_randomk": pairs.encode_drawn,
+    "decode_randomk": pairs.decode_drawn,
+    "encode_dithering": dithering.encode,
+    "decode_dithering": dithering.decode,
+    "encode_float16": casts.encode_float16,
+    "decode_float16": casts.decode_float16,
+    "encode_bfloat16": casts.encode_bfloat16,
+    "decode_bfloat16": casts.decode_bfloat16,
+    "encode_int8": blocks.encode,
+    "decode_int8": blocks.decode,
+    "feed": feeding.feed,
+    "divide": feeding.divide,
+    "narrow": feeding.narrow,
+}
+
+
+def compile_kernel(name: str, dtype: str, wide: str) -> Any:
+    """Compile the kernel *name* for tensors of *dtype*, compressed as *wide*; return numba's cfunc (keep it: it owns
+    the code). The machine code is looked up in and saved to numba's disk cache where that can be used.
+    """
+    if kernels.has_cache_folder(Path(__file__).parent):
+        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
+        with contextlib.suppress(*kernels.CACHE_FAULTS):
+            return cfunc(_signature(name, dtype, wide), cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
+    return cfunc(_signature(name, dtype, wide))(_named(name, dtype, ""))
+
+
+def _named(name: str, dtype: str, end: str) -> Any:
+    """Return a copy of the function with a name of its own, which numba's cache files go by."""
+    original = _FUNCTIONS[name]
+    copy = FunctionType(original.__code__, original.__globals__, original.__name__)
+    copy.__module__ = original.__module__
+    copy.__qualname__ = f"{name}_{dtype}{end}"
+    return copy
+
+
+def _signature(name: str, dtype: str, wide: str) -> Any:
+    i64, f64, byte = types.int64, types.float64, types.CPointer(types.uint8)
+    t, d = types.CPointer(getattr(types, wide)), pointer_to(dtype)
+    if name == "feed":
+        return types.void(t, d, t, t, i64, f64, f64)
+    if name == "divide":
+        return types.void(t, i64, f64)
+    if name == "narrow":
+        return types.void(d, t, i64)
+    if name.startswith("encode"):
+        return i64(byte, i64, t, i64, t, types.CPointer(types.uint64), i64, i64, byte)
+    return i64(t, i64, byte, i64, i64, i64, i64, byte)
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Return what the cache's file names must tell apart, as a short hash: the CPU, and the source of all kernels,
+    of which numba itself looks at one file only.
+    """
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(element.__file__), Path(vector_sum.__file__)]
+    parts = [*vector_sum.target(), *(path.read_text() for path in files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

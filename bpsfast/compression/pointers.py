@@ -1,0 +1,73 @@
+"""What numba's pointers lack: a view of other elements, a test for NULL, and counting leading zeros."""
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_WORDS = {32: types.uint32, 64: types.uint64}
+
+
+@intrinsic
+def is_null(typing, pointer):  # type: ignore[no-untyped-def]
+    """Say whether *pointer* is NULL."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        number = builder.ptrtoint(args[0], ir.IntType(64))
+        return builder.icmp_unsigned("==", number, number.type(0))
+
+    return types.boolean(pointer), codegen
+
+
+@intrinsic
+def words_at(typing, pointer, nbytes, like):  # type: ignore[no-untyped-def]
+    """Point to the unsigned integers, as wide as what *like* points to, that lie *nbytes* after *pointer*."""
+    return _view(types.CPointer(_WORDS[like.dtype.bitwidth]), pointer, nbytes, like)
+
+
+@intrinsic
+def values_at(typing, pointer, nbytes, like):  # type: ignore[no-untyped-def]
+    """Point to the elements of *like*'s type that lie *nbytes* after *pointer*."""
+    return _view(like, pointer, nbytes, like)
+
+
+@intrinsic
+def floats_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+    """Point to the float32 elements that lie *nbytes* after *pointer*."""
+    return _view(types.CPointer(types.float32), pointer, nbytes)
+
+
+@intrinsic
+def counters_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+    """Point to the words of 64 bits that lie *nbytes* after *pointer*."""
+    return _view(types.CPointer(types.uint64), pointer, nbytes)
+
+
+def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]:
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        first = builder.bitcast(args[0], ir.IntType(8).as_pointer())
+        return builder.bitcast(builder.gep(first, [args[1]]), context.get_value_type(result))
+
+    return result(pointer, nbytes, *rest), codegen
+
+
+@intrinsic
+def nbytes_of(typing, pointer):  # type: ignore[no-untyped-def]
+    """Return the bytes of an element that *pointer* points to."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.IntType(64)(pointer.dtype.bitwidth // 8)
+
+    return types.int64(pointer), codegen
+
+
+@intrinsic
+def leading_zeros(typing, word):  # type: ignore[no-untyped-def]
+    """Return how many of the 64 bits of *word* are 0 before the first that is 1; 64 of 0."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.ctlz(args[0], ir.IntType(1)(0))
+
+    return types.int64(types.uint64), codegen

@@ -1,0 +1,202 @@
+/* Codec: what is done to one compressed partition between nodes (`orchestration/codec.py`, `bpsfast/compression`).
+ *
+ *   member   x = partial -> feed (momentum, what was not sent before) -> encode -> frame, which is forwarded
+ *            frame of the result -> decode -> result
+ *   owner    frames of all nodes, its own partial's too, -> decode, added up in node order -> divide
+ *            -> what was not sent back before -> encode -> frame, which is handed out -> decode -> result
+ *
+ * A frame: the bytes that follow (8), the codec's format. What is computed with is T, float or double; the tensor's own
+ * elements D may be narrower. All of it belongs to the thread that runs the part; `rate` to the engine's lock.
+ */
+#ifndef BPS_CODEC_H
+#define BPS_CODEC_H
+
+#include "part.h"
+
+#define BPS_FRAME_LENGTH 8u
+
+typedef int64_t (*bps_encode_fn)(void *wire, int64_t room_nbytes, const void *x, int64_t n, void *error,
+                                 uint64_t *generator, int64_t k, int64_t flags, void *scratch);
+typedef int64_t (*bps_decode_fn)(void *out, int64_t n, const void *wire, int64_t nbytes, int64_t k, int64_t flags,
+                                 int64_t add, void *scratch);
+typedef void (*bps_feed_fn)(void *v, const void *x, void *error, void *momentum, int64_t n, double mu, double ratio);
+typedef void (*bps_divide_fn)(void *values, int64_t n, double divisor);
+typedef void (*bps_narrow_fn)(void *out, const void *values, int64_t n);
+
+struct bps_codec {
+    bps_encode_fn encode;
+    bps_decode_fn decode;
+    bps_feed_fn feed, feed_back; /* of elements D; of elements T */
+    bps_divide_fn divide;
+    bps_narrow_fn narrow; /* NULL: D is T */
+    uint64_t width, room_nbytes, scratch_nbytes; /* of T; of a frame; of what encode and decode need */
+    int64_t k, flags;
+    double mu, rate, last_rate; /* learning rates: that of the coming round, that of the last one; 0: not told */
+    void *error, *momentum, *error_back; /* n of T, or NULL */
+    uint64_t generator[2], generator_back[2];
+    char *frame;      /* member: where its partial is encoded */
+    char *frames[2];  /* of results by parity: the owner's, or where it writes them */
+    void *results[2]; /* member: where they are decoded */
+    int has_result, queued; /* member: the frame of `result_round` is to be decoded; the part is in the heap */
+    uint32_t result_round;
+};
+
+/* One thread's memory for one part at a time; it grows, and is the thread's own. */
+struct bps_workspace {
+    char *memory;
+    uint64_t nbytes;
+};
+
+struct bps_desk {
+    void *total, *values, *sum, *scratch;
+    char *frame;
+};
+
+enum { BPS_CODED = 0, BPS_CODE_MALFORMED = 1, BPS_CODE_MEMORY = 2, BPS_CODE_ROOM = 3 };
+
+static inline uint64_t bps_frame_length(const char *frame) { return BPS_FRAME_LENGTH + *(const uint64_t *)frame; }
+
+/* Lay the desk out in the workspace; 0, or -1 without memory. */
+static inline int bps_desk_lay(struct bps_desk *desk, struct bps_workspace *space, const struct bps_codec *codec,
+                               uint64_t n_elements)
+{
+    uint64_t values = (n_elements * codec->width + 63) / 64 * 64, frame = (codec->room_nbytes + 63) / 64 * 64;
+    uint64_t wanted = 3 * values + frame + codec->scratch_nbytes;
+    if (wanted > space->nbytes) {
+        void *memory = NULL;
+        if (posix_memalign(&memory, 64, wanted) != 0)
+            return -1;
+        free(space->memory);
+        space->memory = memory;
+        space->nbytes = wanted;
+    }
+    desk->total = space->memory;
+    desk->values = space->memory + values;
+    desk->sum = space->memory + 2 * values;
+    desk->frame = space->memory + 3 * values;
+    desk->scratch = space->memory + 3 * values + frame;
+    return 0;
+}
+
+/* Decode a frame into `out`, or add it there; whether that could be. The frame may say anything. */
+static inline int bps_unpack(const struct bps_codec *codec, void *out, uint64_t n_elements, const char *frame, int add,
+                             const struct bps_desk *desk)
+{
+    uint64_t nbytes = *(const uint64_t *)frame;
+    if (nbytes > codec->room_nbytes - BPS_FRAME_LENGTH)
+        return 0;
+    return codec->decode(out, (int64_t)n_elements, frame + BPS_FRAME_LENGTH, (int64_t)nbytes, codec->k, codec->flags,
+                         add, desk->scratch) == 0;
+}
+
+/* Encode `values`, n of T, into a frame; `error` becomes what that lacks. Whether there was room, which there is. */
+static inline int bps_pack(struct bps_codec *codec, char *frame, const void *values, uint64_t n_elements, void *error,
+                           uint64_t *generator, const struct bps_desk *desk)
+{
+    int64_t nbytes = codec->encode(frame + BPS_FRAME_LENGTH, (int64_t)(codec->room_nbytes - BPS_FRAME_LENGTH), values,
+                                   (int64_t)n_elements, error, generator, codec->k, codec->flags, desk->scratch);
+    if (nbytes < 0)
+        return 0;
+    *(uint64_t *)frame = (uint64_t)nbytes;
+    return 1;
+}
+
+/* What is left from before counts as much as it did when it was computed, whatever the learning rate is now. */
+static inline double bps_codec_ratio(const struct bps_codec *codec)
+{
+    return codec->rate > 0 && codec->last_rate > 0 ? codec->last_rate / codec->rate : 1.0;
+}
+
+/* Encode this node's partial, the sum of `n_local` inputs, into a frame. */
+static inline int bps_pack_partial(const struct bps_part *part, char *frame, void **local, int n_local,
+                                   const struct bps_desk *desk, int nontemporal)
+{
+    struct bps_codec *codec = part->codec;
+    int64_t n = (int64_t)part->n_elements;
+    const void *x = local[0];
+    if (n_local > 1) {
+        part->kernel(desk->sum, local, 0, n_local, 0, n, 1, nontemporal);
+        x = desk->sum;
+    }
+    if (codec->narrow != NULL || codec->error != NULL || codec->momentum != NULL) {
+        void *values = codec->error != NULL ? codec->error : desk->values;
+        codec->feed(values, x, codec->error, codec->momentum, n, codec->mu, bps_codec_ratio(codec));
+        x = values;
+    }
+    return bps_pack(codec, frame, x, part->n_elements, codec->error, codec->generator, desk);
+}
+
+/* Owner: add up the frames of `before` and `after` and the own partial, encode the result, decode it to `output`. */
+static inline int bps_code_owned(const struct bps_part *part, uint32_t round, void *output, void **in, int before,
+                                 int local, int after, const struct bps_desk *desk, int nontemporal)
+{
+    struct bps_codec *codec = part->codec;
+    uint64_t n = part->n_elements;
+    char *frame = codec->frames[round & 1];
+    int n_added = 0;
+    for (int i = 0; i < before + local + after; i++) {
+        const char *added = in[i];
+        if (i >= before && i < before + local) {
+            if (i != before)
+                continue;
+            if (!bps_pack_partial(part, desk->frame, in + before, local, desk, nontemporal))
+                return BPS_CODE_ROOM;
+            added = desk->frame;
+        }
+        if (!bps_unpack(codec, desk->total, n, added, n_added != 0, desk))
+            return BPS_CODE_MALFORMED;
+        n_added++;
+    }
+    if (n_added == 0)
+        memset(desk->total, 0, n * codec->width);
+    if (part->divisor != 1)
+        codec->divide(desk->total, (int64_t)n, (double)part->divisor);
+    const void *values = desk->total;
+    if (codec->error_back != NULL) {
+        codec->feed_back(codec->error_back, desk->total, codec->error_back, NULL, (int64_t)n, 0.0, bps_codec_ratio(codec));
+        values = codec->error_back;
+    }
+    if (!bps_pack(codec, frame, values, n, codec->error_back, codec->generator_back, desk))
+        return BPS_CODE_ROOM;
+    void *result = codec->narrow != NULL ? desk->total : output;
+    if (!bps_unpack(codec, result, n, frame, 0, desk))
+        return BPS_CODE_MALFORMED;
+    if (codec->narrow != NULL)
+        codec->narrow(output, result, (int64_t)n);
+    return BPS_CODED;
+}
+
+/* Sum one complete part whose inputs are `in`: frames of other nodes, and local inputs. BPS_CODED, or what failed. */
+static inline int bps_code(const struct bps_part *part, uint32_t round, void *output, void **in, int before, int local,
+                           int after, struct bps_workspace *space, int nontemporal)
+{
+    struct bps_codec *codec = part->codec;
+    struct bps_desk desk;
+    if (bps_desk_lay(&desk, space, codec, part->n_elements) != 0)
+        return BPS_CODE_MEMORY;
+    int status;
+    if (part->owned)
+        status = bps_code_owned(part, round, output, in, before, local, after, &desk, nontemporal);
+    else
+        status = bps_pack_partial(part, codec->frame, in, local, &desk, nontemporal) ? BPS_CODED : BPS_CODE_ROOM;
+    codec->last_rate = codec->rate;
+    return status;
+}
+
+/* Member: decode the result of `round`, which the owner has written. */
+static inline int bps_decode_result(const struct bps_part *part, uint32_t round, struct bps_workspace *space)
+{
+    const struct bps_codec *codec = part->codec;
+    void *output = codec->results[round & 1];
+    struct bps_desk desk;
+    if (bps_desk_lay(&desk, space, codec, part->n_elements) != 0)
+        return BPS_CODE_MEMORY;
+    void *result = codec->narrow != NULL ? desk.total : output;
+    if (!bps_unpack(codec, result, part->n_elements, codec->frames[round & 1], 0, &desk))
+        return BPS_CODE_MALFORMED;
+    if (codec->narrow != NULL)
+        codec->narrow(output, result, (int64_t)part->n_elements);
+    return BPS_CODED;
+}
+
+#endif
