@@ -11,16 +11,19 @@ The C signature of every kernel (`pyx/store.h`)::
     ADD       weights += values
     NESTEROV  momentum = mu * momentum + values;  weights -= learning_rate * (values + mu * momentum)
 
-NESTEROV is the arithmetic of ``torch.optim.SGD(nesterov=True)``, every operation rounded by itself. The code takes no
-lock, allocates nothing, needs no GIL.
+NESTEROV is what ``torch.optim.SGD(nesterov=True)`` does, every operation rounded by itself; the two factors are rounded
+to the accumulator first. The code takes no lock, allocates nothing, needs no GIL.
 
 Importing this module imports no numba: only a node that owns a store pays for it.
 """
 from __future__ import annotations
 
+import contextlib
 import threading
+from pathlib import Path
 from typing import Any
 
+from . import kernels
 from .dtypes import lookup
 from .orchestration.errors import UnsupportedError
 
@@ -32,12 +35,11 @@ _compiled: dict[str, Any] = {}
 
 
 def address(dtype_name: str) -> int:
-    """Return the address of the kernel of a wire dtype, compiling it first if need be (half a second); any thread.
+    """Return the address of the kernel of a wire dtype, compiling it first if need be; any thread.
 
     Raises `UnsupportedError` for integers: nothing learns in them.
     """
-    row = lookup(dtype_name)
-    if not row.is_float:
+    if not lookup(dtype_name).is_float:
         raise UnsupportedError(f"there is no store of {dtype_name}: weights are floats")
     with _lock:
         if dtype_name not in _compiled:
@@ -46,59 +48,10 @@ def address(dtype_name: str) -> int:
 
 
 def _compile(name: str) -> Any:
-    import numpy as np
-    from numba import carray, cfunc, types
+    from . import store_step
 
-    row = lookup(name)
-    wide = np.dtype(row.accumulator)
-    wire = np.dtype(np.int16) if row.itemsize == 2 else wide  # numba has no halves
-    number = wide.type
-    widen, narrow = _conversions(name)
-
-    def step(values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
-        x, w = carray(values, n_elements, wire), carray(weights, n_elements, wide)
-        m = carray(momentum, n_elements, wide)
-        rate, decay = number(learning_rate), number(mu)
-        if what == READ:
-            for i in range(n_elements):
-                x[i] = narrow(w[i])
-        elif what == SET:
-            for i in range(n_elements):
-                w[i] = widen(x[i])
-        elif what == ADD:
-            for i in range(n_elements):
-                w[i] += widen(x[i])
-        else:
-            for i in range(n_elements):
-                d = widen(x[i])
-                m[i] = decay * m[i] + d
-                w[i] -= rate * (d + decay * m[i])
-
-    signature = types.void(*[types.voidptr] * 3, types.int64, types.int64, types.float64, types.float64)
-    return cfunc(signature)(step)
-
-
-def _conversions(name: str) -> tuple[Any, Any]:
-    """Return two intrinsics: what widens an element of the wire dtype *name* to its accumulator, and back."""
-    from numba import types
-    from numba.extending import intrinsic
-
-    from .element import Element
-    from .vector_sum import target
-
-    wide = types.float64 if name == "float64" else types.float32
-    wire = types.int16 if name in ("float16", "bfloat16") else wide
-
-    def element(builder: Any) -> Element:
-        triple, _, features = target()
-        return Element(builder, name, triple, features)
-
-    @intrinsic
-    def widen(typing, x):  # type: ignore[no-untyped-def]
-        return wide(wire), lambda context, builder, signature, args: element(builder).widen(args[0], 1)
-
-    @intrinsic
-    def narrow(typing, x):  # type: ignore[no-untyped-def]
-        return wire(wide), lambda context, builder, signature, args: element(builder).finish(args[0], 1)
-
-    return widen, narrow
+    if kernels.has_cache_folder(Path(store_step.__file__).parent):
+        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
+        with contextlib.suppress(*kernels.CACHE_FAULTS):
+            return store_step.compile_kernel(name, cache=True)
+    return store_step.compile_kernel(name, cache=False)

@@ -23,6 +23,7 @@ from .ops import (
     synchronize,
 )
 from .optimizer import CrossBarrier, DistributedOptimizer
+from .outer import OuterOptimizer
 from .parallel import DistributedDataParallel
 from .scheduling import schedule
 
@@ -35,6 +36,7 @@ __all__ = [
     "CrossBarrier",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "OuterOptimizer",
     "barrier",
     "broadcast_object",
     "broadcast_optimizer_state",
