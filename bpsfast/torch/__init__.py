@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from ..trainer.stats import get_pushpull_speed
+from .async_optimizer import AsyncOptimizer
 from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression, Compressor
@@ -31,6 +32,7 @@ from .scheduling import schedule
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
+    "AsyncOptimizer",
     "Compression",
     "Compressor",
     "CrossBarrier",
