@@ -6,6 +6,7 @@
     results    both parities of every part that appears here: owned, or sent back to us (tcp, rdma)
     frames     of compressed results, both parities, of parts that this node owns
     states     of compressed parts: what stays from round to round; nobody else's
+    stores     weights and momentum that this node keeps, of parts that it owns
 
 An arena is a list of segments, filled first fit. What retired units used is given back to its segment, which stays
 until the job ends: whoever mapped or registered it is never asked, and the next units need no new one. Segment
@@ -145,6 +146,7 @@ class Regions:
         self.results = self.arena("result", pool=False)
         self.frames = self.arena("frame")
         self.states = self.arena("state")
+        self.stores = self.arena("store")
 
     def arena(self, kind: str, pool: bool = True) -> Arena:
         """Return a new arena of *kind*; *pool*: its huge pages may be those of the pool."""
@@ -185,7 +187,7 @@ class Regions:
         self._registrar = registrar
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of segments per kind: input, partial, slot, result, frame, state."""
+        """Return the bytes of segments per kind: input, partial, slot, result, frame, state, store."""
         return dict(self._nbytes)
 
     def chunk(self, index: int) -> Chunk:

@@ -182,6 +182,13 @@ class Unit:
             self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
         return round
 
+    def push_empty(self) -> int:
+        """Take part in a round without contributing and return the round."""
+        round = self._begin(0)
+        if self.n_parts:
+            self.session.port.submit_empty(self.first_part, self.n_parts, round)
+        return round
+
     def _begin(self, nbytes: int) -> int:
         with self._lock:
             if self._is_retired:
