@@ -23,6 +23,7 @@ from bpsfast.settings import Settings, load, load_with_origins
         ({"BYTEPS_LOCAL_RANK": "1"}, "local_rank", 1),
         ({"BYTEPS_LOCAL_SIZE": "4"}, "local_size", 4),
         ({"BYTEPS_PARTITION_BYTES": "8192"}, "partition_bytes", 8192),
+        ({"BYTEPS_MIN_COMPRESS_BYTES": "1024000"}, "min_compress_bytes", 1_024_000),
         ({"BYTEPS_SCHEDULING_CREDIT": "4"}, "credit_bytes", 4 * 4_096_000),
         ({"BYTEPS_SCHEDULING_CREDIT": "4", "BPSFAST_PARTITION_BYTES": "8192"}, "credit_bytes", 4 * 8192),
         ({"BYTEPS_SCHEDULING_CREDIT": "0"}, "credit_bytes", Settings().credit_bytes),

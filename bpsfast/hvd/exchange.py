@@ -48,7 +48,7 @@ class StandIn:
         self._title = title
         self._names = sorted(kinds)
         self._kinds = {**kinds, _JOINED: ((1,), "float32")}
-        self._codecs = codecs
+        self._choice = {name: codecs.get(name) for name in self._kinds}
         self._average = average
         self._prefix = prefix
         self._question: Handle | None = None
@@ -73,7 +73,7 @@ class StandIn:
             kinds = {name: kind for name, kind in self._kinds.items() if name not in self.sparse}
             dense = [name for name in order if name not in self.sparse]
             self.gradients = Gradients(kinds, prefix=self._prefix, order=[*dense, _JOINED], average=self._average,
-                                       compression=self._codecs)
+                                       compression=self._choice)
         return self.gradients
 
     def begin(self) -> None:
