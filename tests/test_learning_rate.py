@@ -15,5 +15,5 @@ def test_what_nodes_are_told(rate, told):
 
 @pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf"), "fast", [0.1, 0.2]])
 def test_what_is_no_rate(rate):
-    with pytest.raises(ConfigError, match="learning_rate=.*: expected a number that is not negative"):
+    with pytest.raises(ConfigError, match=r"learning_rate=.*: expected a number that is not negative"):
         learning_rate.checked(rate)

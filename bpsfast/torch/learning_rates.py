@@ -16,8 +16,7 @@ class LearningRates:
                           for parameter in group["params"]}
 
     def of(self, parameter: torch.Tensor) -> float | None:
-        """Return with which rate the next step will use the gradient of *parameter*; None: nobody knows, or it does not.
-        """
+        """Return the rate with which the next step will use the gradient of *parameter*; None: nobody knows, or 0."""
         optimizer, number = self._optimizer(), self._group_of.get(id(parameter))
         if optimizer is None or number is None:
             return None
