@@ -10,15 +10,15 @@ from bpsfast.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import BusyError, MismatchError, UnsupportedError
 from bpsfast.reference import reduce_rows
 from bpsfast.trainer import current
-from bpsfast.trainer.table import Table
+from bpsfast.trainer.table import table_of
 
-SHAPES = [(2, 1), "tcp"], [(2, 2), "shm"], [(1, 1), "tcp"], [(3,), "auto"]
+SHAPES = [(2, 1), "tcp", 1], [(2, 2), "shm", 0], [(1, 1), "tcp", 0], [(3,), "auto", 0]
 
 
-@pytest.fixture(params=SHAPES, ids=["tcp", "shm", "one-each", "one-node"])
+@pytest.fixture(params=SHAPES, ids=["tcp-and-helper", "shm", "one-each", "one-node"])
 def ranks(request, shared_job):
-    shape, transport = request.param
-    started = shared_job(ranks=shape, transport=transport)
+    shape, transport, n_helpers = request.param
+    started = shared_job(ranks=shape, transport=transport, helpers=n_helpers)
     started.shape = shape
     return started
 
@@ -181,7 +181,8 @@ def misuse():
         bpsfast.push_pull(np.zeros((4, 3), np.float32), name="m")
     indices, _ = push([0, 1], rows, 4, name="m")  # nothing of that has done any harm
     assert indices.tolist() == [0, 1]
-    table = Table(current.current(), "alone", (4, 3), "float32")
+    table = table_of(current.current(), "alone", (4, 3), "float32")
+    assert table is table_of(current.current(), "alone", (4, 3), np.float32)
     with pytest.raises(MismatchError, match="none were pushed"):
         table.wait()
     table.push([1], rows[:1])
@@ -206,7 +207,7 @@ def test_ranks_that_differ_are_named(pair):
 
 def sees_no_frame():
     """Spoil the input memory behind the table's back, as a broken rank would."""
-    table = Table(current.current(), "spoilt", (100, 2), "float32")
+    table = table_of(current.current(), "spoilt", (100, 2), "float32")
     table.push([1], np.ones((1, 2), np.float32))
     table.wait()
     if bpsfast.rank() == 1:

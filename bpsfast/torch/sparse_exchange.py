@@ -12,7 +12,7 @@ from ..dtypes import TABLE
 from ..orchestration.errors import UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
-from ..trainer.table import Table
+from ..trainer.table import Table, table_of
 from . import ops
 from .compression import CompressionLike
 from .exchange import Exchange
@@ -39,7 +39,7 @@ class SparseExchange(Exchange):
             self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice)
             for name in sparse:
                 shape, dtype = self.kinds[name]
-                self._tables[name] = Table(process.current(), self.prefix + name, shape, dtype)
+                self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:
@@ -55,7 +55,7 @@ class SparseExchange(Exchange):
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, which a compressor of your own cannot "
                                        "compress: use sparse_as_dense=True, or Compression.none, .fp16, .bf16")
             if name in self.momenta:
-                raise UnsupportedError(f"the gradient of {name!r} is sparse, to which a codec's momentum does not apply: "
+                raise UnsupportedError(f"the gradient of {name!r} is sparse, to which no codec's momentum applies: "
                                        "use sparse_as_dense=True, or no codec for it")
             self.codecs.pop(name, None)  # rows that nobody has used are not sent as it is
         return sparse
@@ -98,8 +98,8 @@ class SparseExchange(Exchange):
             return
         gradient = gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
         if gradient.sparse_dim() != 1:
-            raise UnsupportedError(f"the gradient of {name!r} has {gradient.sparse_dim()} sparse dimensions; only rows, "
-                                   "which are one, are summed: use sparse_as_dense=True")
+            raise UnsupportedError(f"the gradient of {name!r} has {gradient.sparse_dim()} sparse dimensions; rows "
+                                   "have one: use sparse_as_dense=True")
         self._tables[name].push(gradient._indices()[0].numpy(), gradient._values().to(dtype).contiguous())
 
     def receive(self) -> None:

@@ -26,7 +26,8 @@ _PART, _LEAST = 64, 1024
 
 
 class Table:
-    """A table of *shape* (rows first) and *dtype*, whose rows are summed under *name*. One thread at a time.
+    """A table of *shape* (rows first) and *dtype*, whose rows are summed under *name*. One thread at a time; made by
+    `table_of`.
 
     Returns at once; the first `push` waits until all ranks have made theirs. *average*, *priority*: as of
     `bpsfast.push_pull`; *max_rows*: how many different rows all ranks together push at once, about (0: one of 64).
@@ -72,22 +73,24 @@ class Table:
         self._given = given
 
     def wait(self, timeout_s: float | None = None) -> tuple[Array, Array]:
-        """Return the sum as new arrays: indices, ascending int64, and values; raises as `push_pull_rows`."""
+        """Return the sum as new arrays: indices, ascending int64, and values.
+
+        Raises as `push_pull_rows`; after a `StallError` it may be waited for again.
+        """
         if self._given is None:
             raise MismatchError(f"rows of {self.name!r} are waited for, but none were pushed")
         timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
-            assert self._unit is not None, "pushed"
-            self._unit.wait(self._round, max(0.0, deadline - time.monotonic()))
-            frames = self._frames(self._unit)
-            memory = self._unit.view(self._round)
+            unit = self._unit or self._push(self._given, max(0.0, deadline - time.monotonic()))
+            unit.wait(self._round, max(0.0, deadline - time.monotonic()))
+            frames = self._frames(unit)
+            memory = unit.view(self._round)
             needed = frames.needed(memory)
             if not needed:
                 self._given = None
                 return frames.read(memory)
-            self._grow(needed * frames.n_parts)
-            self._push(self._given, max(0.0, deadline - time.monotonic()))
+            self._grow(unit, needed * frames.n_parts)
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
@@ -96,15 +99,15 @@ class Table:
             name=self._wire, dtype=self.dtype, shape=self.shape, average=self.average, priority=self._priority, op=ROWS,
             max_rows=self._max_rows)], lenient=True)
 
-    def _push(self, given: tuple[Array, Array], timeout_s: float) -> None:
-        self._unit = unit = self._session.tensors.unit(self._wire, timeout_s)
+    def _push(self, given: tuple[Array, Array], timeout_s: float) -> Unit:
+        unit = self._session.tensors.unit(self._wire, timeout_s)
         nbytes = self._frames(unit).write(unit.staging.array, *given) if unit.n_parts else 0
         self._round = unit.push_staging(nbytes)
+        self._unit = unit
+        return unit
 
-    def _grow(self, n_rows: int) -> None:
+    def _grow(self, old: Unit, n_rows: int) -> None:
         """Have room for *n_rows*, or more, from now on. All ranks have seen the same sum, and do the same."""
-        old = self._unit
-        assert old is not None, "it has had no room"
         self._max_rows = min(self.shape[0], max(n_rows + n_rows // 4, self._max_rows + self._max_rows // 2))
         staging, self._unit = old.staging, None
         self._session.retire([old])
@@ -130,6 +133,24 @@ class Table:
         if len(outside):
             raise MismatchError(f"{self.name!r} has rows 0 to {self.shape[0] - 1}; index {outside[0]} was pushed")
         return places.astype(np.int64, copy=False), rows
+
+
+def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
+             max_rows: int = 0) -> Table:
+    """Return the table that this rank has under *name*, a new one at first; parameters are `Table`'s.
+
+    Raises
+    ------
+    MismatchError
+        If it is another one.
+    """
+    table = session.row_tables.get(name)
+    if table is None:
+        table = session.row_tables[name] = Table(session, name, shape, dtype, average, max_rows)
+    if (table.shape, table.dtype, table.average) != (tuple(shape), wire_name(dtype), average):
+        raise MismatchError(f"table {name!r} is of shape {table.shape}, dtype {table.dtype}, average={table.average}; "
+                            f"now of shape {shape}, dtype {dtype}, average={average}: use one name for one table")
+    return table
 
 
 def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = None, average: bool = True,
@@ -170,14 +191,8 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
     rows = tensor_input(values)
     if not rows.shape:
         raise MismatchError(f"values of rows have the shape (n, ...), got a scalar of dtype {rows.dtype}")
-    shape = n_rows, *rows.shape[1:]
     if name is None:
         name = session.tensors.unnamed("auto.rows")
-    table = session.row_tables.get(name)
-    if table is None:
-        table = session.row_tables[name] = Table(session, name, shape, rows.dtype, average, max_rows)
-    if (table.shape, table.dtype, table.average) != (shape, rows.dtype, average):
-        raise MismatchError(f"table {name!r} is of shape {table.shape}, dtype {table.dtype}, average={table.average}; "
-                            f"now of shape {shape}, dtype {rows.dtype}, average={average}: use one name for one table")
+    table = table_of(session, name, (n_rows, *rows.shape[1:]), rows.dtype, average, max_rows)
     table.push(indices, rows.owner if isinstance(rows.owner, np.ndarray) else values)
     return table.wait()
