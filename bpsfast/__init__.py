@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import compression as compression
     from .orchestration.errors import (
         BpsError as BpsError,
         BusyError as BusyError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         stalls as stalls,
         stats as stats,
     )
+    from .trainer.table import push_pull_rows as push_pull_rows
 
 _HOME = {
     "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
@@ -61,6 +63,7 @@ _HOME = {
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.async_weights": ("AsyncWeights",),
     "trainer.broadcaster": ("broadcast",),
+    "trainer.table": ("push_pull_rows",),
     "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
         "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "MismatchError", "PeerLostError",
@@ -70,10 +73,12 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, "compression"])
 
 
 def __getattr__(name: str) -> object:
+    if name == "compression":
+        return import_module(".compression", __name__)
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -206,6 +206,21 @@ def bench_ddp(**options: Any) -> None:
     ddp.run(options)
 
 
+@bench.command("rows")
+@click.option("--table", "table_size", help="Size of the table.  [default: 2G]", metavar="SIZE")
+@click.option("--row", "row_elements", type=_COUNT, help="float32 elements of a row.  [default: 128]")
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True),
+              help="Share of the rows that a rank pushes in a step.  [default: 0.01]")
+@bench_options.rounds("either", default=5)
+@bench_options.result(quick="A small table, two turns.")
+@errors_in_words
+def bench_rows(**options: Any) -> None:
+    """Bytes and time of a push of few rows of a large table, between two machines, beside those of a dense array."""
+    from .bench import rows
+
+    rows.run(options)
+
+
 @bench.command("autotune")
 @click.option("--starts", help="Bad partition_bytes to begin with.  [default: 64000,65536000]", metavar="N[,N]")
 @bench_options.rounds("what was chosen and the grid's best", default=3)

@@ -62,6 +62,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     placement: Annotated[str, _about("who sums what: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
     partition_bytes: Annotated[int, _about("largest partition of a tensor", "bytes", agree=True, ge=4096)] = 4_096_000
     fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0)] = 4_096_000
+    min_compress_bytes: Annotated[int, _about("smaller tensors are not compressed, whatever is chosen", "bytes",
+                                              agree=True, ge=0)] = 65_536
     credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096)] = 16_777_216
     scheduling: Annotated[Literal["priority", "fifo"], _about(
         "what is summed and sent first: what the next forward pass needs first, or what is there first",

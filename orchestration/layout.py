@@ -10,6 +10,7 @@ from .partition import plan_units
 from .placement import assign
 from .rates import bounded
 from .refinement import refine
+from .rows import ROWS
 from .shares import Machine
 
 
@@ -38,7 +39,7 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
         machines = bounded(machines, owned if owned is not None else [0] * len(machines), more)
     if policy == "optimal":
         asked = {spec.name for spec in specs if spec.partition_nbytes and not spec.edition_of}
-        fixed = {unit.unit for unit in units if any(member.name in asked for member in unit.members)}
+        fixed = {unit.unit for unit in units if unit.op == ROWS or any(member.name in asked for member in unit.members)}
         units = refine(units, machines, owned, page_nbytes, fixed=fixed)
     parts = [part for unit in units for part in unit.parts]
     keys = [unit.unit << 16 | index for unit in units for index in range(len(unit.parts))]

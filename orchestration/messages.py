@@ -47,9 +47,12 @@ class TensorSpec(Record):
     for all its members alike): 0 means the job's setting, as it does for `n_streams`, the connections that its
     partitions take turns on where a peer is reached by tcp. Tensors with the same `edition_of`, if it is not empty,
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
-    `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" only. `ranks`: the only ranks
-    that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between nodes,
-    None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
+    `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
+    ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
+    nodes, None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
+
+    Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
+    of them together; it is fused with nothing.
     """
 
     name: str
@@ -65,6 +68,7 @@ class TensorSpec(Record):
     op: str = "sum"
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
+    max_rows: int = 0
     store: StoreSpec | None = None
 
 
@@ -98,7 +102,8 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). Of a store each worker has a
+    `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
+    the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
     unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
     unit, `n_workers` how many there are.
     """
@@ -116,6 +121,7 @@ class UnitPlan(Record):
     op: str = "sum"
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
+    frame_rows: int = 0
     store: StoreSpec | None = None
     store_unit: int = -1
     n_workers: int = 1
@@ -551,7 +557,7 @@ class Allocated(Message):
 
 
 class StateAsk(Message):
-    """Compressed unit `unit` keeps state from round to round: copy this node's to my input memory, or take it from there.
+    """Copy this node's state of the compressed unit `unit` to my input memory, or take it from there.
 
     `action` "size": only say how long it is. Nothing of the unit is under way.
     """

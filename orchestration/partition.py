@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from . import codec, store
+from . import codec, rows, store
 from .errors import CapacityError, UnsupportedError
 from .messages import MemberPlan, PartPlan, TensorSpec, UnitPlan
 
@@ -20,7 +20,7 @@ MAX_PARTS = 65536
 ITEM_NBYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
                "uint8": 1}
 
-#: What can be done with inputs; the bitwise ones with those of integers only.
+#: What can be done with inputs; the bitwise ones with those of integers only. Besides there is `rows.ROWS`.
 OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 BITWISE_OPS = ("band", "bor", "bxor")
 
@@ -29,16 +29,20 @@ MEMBER_ALIGNMENT = 64
 
 
 def nbytes_of(spec: TensorSpec) -> int:
-    """Return the bytes of *spec*.
+    """Return the bytes of *spec*; of a table that is summed by rows, as if it were there.
 
     Raises
     ------
     UnsupportedError
         If no kernel does that with that dtype, or a dimension is negative.
+    ConfigError
+        If a table is declared as it cannot be.
     """
-    if spec.op not in OPS:
+    if spec.op == rows.ROWS:
+        rows.check(spec.name, spec.shape, spec.max_rows, spec.group)
+    elif spec.op not in OPS:
         raise UnsupportedError(f"tensor {spec.name!r} is to be reduced by {spec.op!r}; supported: {', '.join(OPS)}")
-    if spec.average and spec.op != "sum":
+    if spec.average and spec.op not in ("sum", rows.ROWS):
         raise UnsupportedError(f"tensor {spec.name!r}: the {spec.op} of inputs cannot be averaged; average=False")
     if spec.op in BITWISE_OPS and "float" in spec.dtype:
         raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype}, whose bits {spec.op} does not mean; it "
@@ -144,7 +148,7 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         spec = specs[position]
         nbytes = round_up(nbytes_of(spec), MEMBER_ALIGNMENT)
         most = spec.fusion_nbytes or fusion_nbytes
-        if spec.group is None or nbytes >= most or spec.codec is not None:
+        if spec.group is None or nbytes >= most or spec.codec is not None or spec.op == rows.ROWS:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
         kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most, spec.store)
@@ -162,13 +166,15 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
 def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int, first_part: int, partition_nbytes: int,
              page_nbytes: int) -> UnitPlan:
     """Return the plan of one unit: members at aligned offsets, partitions at page-aligned ones."""
+    most = max((members[0].partition_nbytes or partition_nbytes) // page_nbytes * page_nbytes, page_nbytes)
+    if members[0].op == rows.ROWS:
+        return _lay_out_rows(unit, members[0], priority, first_part, most, page_nbytes)
     placed = []
     end = 0
     for spec in members:
         offset = round_up(end, MEMBER_ALIGNMENT)
         placed.append(MemberPlan(name=spec.name, shape=spec.shape, offset=offset, nbytes=nbytes_of(spec)))
         end = offset + nbytes_of(spec)
-    most = max((members[0].partition_nbytes or partition_nbytes) // page_nbytes * page_nbytes, page_nbytes)
     n_parts = -(-end // most)
     if members[0].group is None and end >= _SHARED_NBYTES:
         n_parts = max(n_parts, 2)
@@ -181,6 +187,19 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
                     store=members[0].store)
+
+
+def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, partition_nbytes: int,
+                  page_nbytes: int) -> UnitPlan:
+    """Return the plan of a table that is summed by rows: its bytes are those of the frames' room, in whole pages."""
+    row_nbytes = math.prod(spec.shape[1:]) * ITEM_NBYTES[spec.dtype]
+    n_parts, frame_rows = rows.deal(spec.shape[0], spec.max_rows, row_nbytes, partition_nbytes)
+    room = round_up(rows.frame_nbytes(frame_rows, row_nbytes), page_nbytes)
+    parts = tuple(PartPlan(part=first_part + i, offset=i * room, nbytes=room, owner=-1) for i in range(n_parts))
+    member = MemberPlan(name=spec.name, shape=spec.shape, offset=0, nbytes=n_parts * room)
+    return UnitPlan(unit=unit, name=spec.name, dtype=spec.dtype, average=spec.average, priority=priority,
+                    nbytes=n_parts * room, stride=room, members=(member,), parts=parts, n_streams=spec.n_streams,
+                    op=spec.op, ranks=spec.ranks, frame_rows=frame_rows)
 
 
 def part_of(kind: TensorSpec | UnitPlan, part: int, offset: int, nbytes: int) -> PartPlan:

@@ -44,6 +44,8 @@ struct bps_worker {
     struct bps_seat seat;
     struct bps_workspace space;
     void *pointers[BPS_MAX_SOURCES];
+    void *found[BPS_MAX_SOURCES]; /* of rows: where the inputs have the one that is summed */
+    struct bps_rows_cursor cursors[BPS_MAX_SOURCES];
 };
 
 struct bps_core {
@@ -111,14 +113,22 @@ static inline void *bps_resolve(struct bps_core *core, const struct bps_input *i
     return (void *)(source->addresses[input->segment] + input->offset);
 }
 
-/* Make a round visible to the local ranks; the word to wake, or NULL if nobody sleeps. */
-static inline uint32_t *bps_publish(struct bps_core *core, uint32_t index, uint32_t round)
+/* How many bytes of the part lie at `address`; 0 if these are rows that cannot be, or nobody knows where they lie. */
+static inline uint64_t bps_nbytes_at(const struct bps_part *part, const void *address)
+{
+    if (part->rows.row_nbytes == 0)
+        return part->nbytes;
+    return address == NULL ? 0 : bps_rows_length(address, part->nbytes);
+}
+
+/* Make a round of nbytes visible to the local ranks; the word to wake, or NULL if nobody sleeps. */
+static inline uint32_t *bps_publish(struct bps_core *core, uint32_t index, uint32_t round, uint64_t nbytes)
 {
     uint32_t *word = bps_board_word(core->board, index);
     __atomic_store_n(bps_board_time(word), bps_now_ns(), __ATOMIC_RELAXED);
     bps_store(word, round);
     core->published++;
-    core->published_nbytes += core->parts[index].nbytes;
+    core->published_nbytes += nbytes;
     bps_fence();
     for (uint32_t i = 0; i < core->n_sources; i++)
         if (core->sources[i].kind == BPS_RANK && bps_load(&core->sources[i].lane->sleepers) != 0)
@@ -143,7 +153,9 @@ static inline void bps_forward(struct bps_core *core, uint32_t index, int empty,
                                uint64_t address)
 {
     struct bps_part *part = &core->parts[index];
-    uint64_t nbytes = empty ? 0 : part->codec != NULL ? bps_frame_length(part->codec->frame) : part->nbytes;
+    uint64_t nbytes = empty                 ? 0
+                      : part->codec != NULL ? bps_frame_length(part->codec->frame)
+                                            : bps_nbytes_at(part, (const void *)address);
     uint32_t round = part->round + 1;
     uint16_t flags = empty ? BPS_FLAG_EMPTY : 0;
     bps_part_next_round(part);
@@ -158,15 +170,16 @@ static inline void bps_forward(struct bps_core *core, uint32_t index, int empty,
 static inline uint32_t *bps_hand_out(struct bps_core *core, uint32_t index, uint32_t round)
 {
     struct bps_part *part = &core->parts[index];
+    uint64_t nbytes = bps_nbytes_at(part, (const void *)part->outputs[round & 1]);
     bps_part_next_round(part);
-    uint32_t *word = bps_publish(core, index, round);
+    uint32_t *word = bps_publish(core, index, round, nbytes);
     for (uint32_t i = 0; i < part->n_shm_peers; i++)
         bps_announce(core, part->shm_peers[i], index, round, 0, 0, 0);
     if (part->to_wire && part->codec != NULL) {
         const char *frame = part->codec->frames[round & 1];
         bps_event_out(core, BPS_EVENT_RESULT, 0, index, round, 0, (uint64_t)frame, bps_frame_length(frame));
     } else if (part->to_wire)
-        bps_event_out(core, BPS_EVENT_RESULT, 0, index, round, 0, part->outputs[round & 1], part->nbytes);
+        bps_event_out(core, BPS_EVENT_RESULT, 0, index, round, 0, part->outputs[round & 1], nbytes);
     return word;
 }
 
@@ -199,6 +212,10 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
             core->parked[core->n_parked++] = index;
             return 0;
         }
+        if (as_it_is && bps_nbytes_at(part, address) == 0) {
+            bps_broken(core, only->source, index, part->round + 1);
+            return 0;
+        }
         if (n_filled == 0 || as_it_is) {
             bps_forward(core, index, n_filled == 0, only ? only->segment : 0, only ? only->offset : 0,
                         (uint64_t)address);
@@ -207,6 +224,16 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
     }
     bps_queue(core, index);
     return 1;
+}
+
+/* How many bytes `source` has delivered of the part; of rows in a segment that is not mapped yet: 0. */
+static inline uint64_t bps_delivered_nbytes(struct bps_core *core, const struct bps_part *part, uint32_t source)
+{
+    for (uint32_t i = 0; i < part->n_inputs; i++)
+        if (part->inputs[i].source == source && !part->inputs[i].empty)
+            return part->rows.row_nbytes == 0 ? part->nbytes
+                                              : bps_nbytes_at(part, bps_resolve(core, &part->inputs[i], part->nbytes));
+    return 0;
 }
 
 /* One input or result has arrived whole; whether a part became ready for a thread. */
@@ -229,7 +256,7 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
             bps_queue(core, index);
             return 1;
         }
-        uint32_t *word = bps_publish(core, index, round);
+        uint32_t *word = bps_publish(core, index, round, bps_nbytes_at(part, NULL));
         if (word != NULL)
             bps_wake(word, INT_MAX);
         return 0;
@@ -238,7 +265,7 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
         part->first_ns = bps_now_ns();
     int what = bps_part_arrive(part, source, round, flags, segment, offset, time_ns);
     if (what >= 0)
-        core->sources[source].pushed_nbytes += flags & BPS_FLAG_EMPTY ? 0 : part->nbytes;
+        core->sources[source].pushed_nbytes += bps_delivered_nbytes(core, part, source);
     if (what == BPS_STALE) {
         core->stale++;
     } else if (what < 0) {
@@ -342,20 +369,30 @@ static inline void bps_run_result(struct bps_core *core, struct bps_worker *work
 {
     struct bps_part *part = &core->parts[index];
     uint32_t round = part->codec->result_round, *word = NULL;
+    part->codec->has_result = 0;
+    if (part->n_missing == 0) /* a rank did not wait for the result */
+        bps_queue(core, index);
     core->running++;
     pthread_mutex_unlock(&core->lock);
     uint64_t begin_ns = bps_now_ns();
     int status = bps_decode_result(part, round, &worker->space);
     bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, part->nbytes, begin_ns, bps_now_ns());
     pthread_mutex_lock(&core->lock);
-    part->codec->has_result = 0;
     if (status != BPS_CODED)
         bps_code_failed(core, index, round, status);
     else
-        word = bps_publish(core, index, round);
+        word = bps_publish(core, index, round, part->nbytes);
     bps_ran(core, word);
 }
 
+/* The source of the `wanted`-th filled input. */
+static inline uint32_t bps_source_of(const struct bps_part *part, int64_t wanted)
+{
+    uint32_t i = 0;
+    while (part->inputs[i].empty || wanted-- > 0)
+        i++;
+    return part->inputs[i].source;
+}
 static inline void bps_run_store(struct bps_core *core, struct bps_worker *worker, uint32_t index);
 
 /* Sum one complete part and pass it on. Called with the lock held; drops it around the kernel. */
@@ -366,12 +403,11 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
         bps_run_store(core, worker, index);
         return;
     }
-    if (part->codec != NULL) {
+    if (part->codec != NULL)
         part->codec->queued = 0;
-        if (part->codec->has_result)
-            bps_run_result(core, worker, index);
-        if (part->n_missing != 0)
-            return;
+    if (part->codec != NULL && part->codec->has_result) {
+        bps_run_result(core, worker, index);
+        return;
     }
     uint64_t foreign_nbytes = part->codec != NULL ? part->codec->room_nbytes : part->nbytes;
     uint32_t round = part->round + 1;
@@ -387,8 +423,12 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
     }
     core->running++;
     pthread_mutex_unlock(&core->lock);
-    uint64_t begin_ns = bps_now_ns();
-    if (part->codec != NULL)
+    uint64_t begin_ns = bps_now_ns(), read_nbytes = (uint64_t)total * part->nbytes;
+    int64_t malformed = -1;
+    if (part->rows.row_nbytes != 0)
+        malformed = bps_rows_merge(&part->rows, part->kernel, output, in, before, local - before, total - local,
+                                   part->divisor, worker->cursors, worker->found, &read_nbytes);
+    else if (part->codec != NULL)
         status = bps_code(part, round, output, in, before, local - before, total - local, &worker->space, nontemporal);
     else if (total == 0)
         memset(output, 0, part->nbytes);
@@ -397,12 +437,14 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
                      nontemporal);
     uint64_t end_ns = bps_now_ns();
     bps_record_add(&core->trace, BPS_QUEUE, worker->index, index, round, part->nbytes, part->complete_ns, begin_ns);
-    bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, (uint64_t)total * part->nbytes, begin_ns, end_ns);
+    bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, read_nbytes, begin_ns, end_ns);
     pthread_mutex_lock(&core->lock);
     core->sums++;
-    core->bytes_summed += (uint64_t)total * part->nbytes;
+    core->bytes_summed += read_nbytes;
     uint32_t *word = NULL;
-    if (status != BPS_CODED)
+    if (malformed >= 0)
+        bps_broken(core, bps_source_of(part, malformed), index, round);
+    else if (status != BPS_CODED)
         bps_code_failed(core, index, round, status);
     else if (part->owned)
         word = bps_hand_out(core, index, round);

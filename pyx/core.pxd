@@ -9,6 +9,11 @@ cdef extern from "lag.h" nogil:
         uint64_t n, sum_ns, max_ns, n_last, last_sum_ns
     uint64_t bps_lag_p99(bps_lag *)
 
+cdef extern from "rows.h" nogil:
+    struct bps_rows:
+        uint64_t n_rows, max_rows, row_elements, row_nbytes
+    uint64_t bps_rows_nbytes(const bps_rows *, uint64_t)
+
 cdef extern from "part.h" nogil:
     struct bps_weight_store
     ctypedef void (*bps_kernel)(void *, void **, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) noexcept nogil
@@ -23,6 +28,7 @@ cdef extern from "part.h" nogil:
         bps_input *inputs
         uint32_t *shm_peers
         uint64_t nbytes, n_elements, unit_offset
+        bps_rows rows
         int64_t divisor
         uint64_t outputs[2]
         uint64_t partial_offset

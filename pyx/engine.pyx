@@ -25,9 +25,9 @@ from pyx.core cimport (
     BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
     bps_codec, bps_decode_fn, bps_divide_fn, bps_encode_fn, bps_feed_fn, bps_narrow_fn, bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
     bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
-    bps_part, bps_part_free, bps_row, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free,
-    bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
-    bps_table_report, bps_table_retire, bps_weight_store,
+    bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind,
+    bps_store_free, bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing, bps_table_put,
+    bps_table_remove, bps_table_report, bps_table_retire, bps_weight_store,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
@@ -178,7 +178,7 @@ cdef class Engine:
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                   uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
-                  codec=None, uintptr_t store=0):
+                  codec=None, rows=None, uintptr_t store=0):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
@@ -188,6 +188,9 @@ cdef class Engine:
         compressed (a `bpsfast.node.coding.PartCodec`); what comes from *before* and *after* are then frames. *store*,
         if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives before that waits
         for it.
+
+        *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
+        frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
@@ -196,7 +199,8 @@ cdef class Engine:
         fresh.outputs[0], fresh.outputs[1] = outputs
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers, codec)
+        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers, codec,
+                      rows)
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
@@ -230,26 +234,31 @@ cdef class Engine:
         return [found[i] for i in range(n)]
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
-                   uintptr_t kernel, local, uint32_t owner, partial, codec=None):
+                   uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None):
         """Take part in *part*: sum this machine's ranks into *partial* and forward it to source *owner*.
 
         *partial* is (address, segment, offset) of the partial's place; a single rank's input is forwarded as it
-        is. The owner's result is published when it arrives. *codec*: see `add_owned`; the place is its frame's.
+        is. The owner's result is published when it arrives. *codec*, *rows*: see `add_owned`; with a codec the place
+        is its frame's.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
         fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [(source, 0) for source in local], (), codec)
+        self._install(part, fresh, kernel, [(source, 0) for source in local], (), codec, rows)
 
-    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec) except -1:
+    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec, rows) except -1:
         cdef bps_core *core = self._open()
         if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
             raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
         for source, _ in inputs:
             if source >= core.n_sources:
                 raise ValueError(f"part {index}: source {source} of {core.n_sources}")
+        if rows is not None:
+            fresh.rows.n_rows, fresh.rows.max_rows, fresh.rows.row_elements, fresh.rows.row_nbytes = rows
+            if fresh.rows.row_nbytes == 0 or fresh.nbytes < bps_rows_nbytes(&fresh.rows, fresh.rows.max_rows):
+                raise ValueError(f"part {index}: {fresh.nbytes} bytes have no room for a frame of rows {tuple(rows)}")
         fresh.kernel = <bps_kernel>kernel
         fresh.n_inputs = fresh.n_missing = len(inputs)
         fresh.n_shm_peers = len(shm_peers)

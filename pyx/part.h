@@ -13,10 +13,7 @@
 
 #include "lag.h"
 #include "lane.h"
-
-/* dst = before + round(local...) + after, then the average: see kernels.py. */
-typedef void (*bps_kernel)(void *dst, void **inputs, int64_t n_before, int64_t n_local, int64_t n_after,
-                           int64_t n_elements, int64_t divisor, int64_t nontemporal);
+#include "rows.h"
 
 struct bps_input {
     uint32_t source;  /* who delivers it */
@@ -34,7 +31,8 @@ struct bps_part {
     struct bps_codec *codec;  /* how it is compressed between nodes; NULL: not at all. The part's own */
     struct bps_input *inputs; /* in the order of the association: before, local, after; NULL: no such part */
     uint32_t *shm_peers;      /* owned: sources that only need to be told */
-    uint64_t nbytes, n_elements, unit_offset;
+    uint64_t nbytes, n_elements, unit_offset; /* of rows: nbytes is the room of a frame */
+    struct bps_rows rows;
     int64_t divisor;
     uint64_t outputs[2]; /* owned: result of even and odd rounds; member: [0] is the partial */
     uint64_t partial_offset;

@@ -1,9 +1,11 @@
 """The kernels of compression against their NumPy reading, bit for bit."""
 from __future__ import annotations
 
-import ctypes
+import subprocess
+import sys
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,25 +14,8 @@ from bpsfast.compression import kernels, reading
 from bpsfast.compression.flags import flags_of
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 from bpsfast.orchestration.errors import UnsupportedError
+from tests.compression_kernels import CODECS, DECODE, DIVIDE, ENCODE, FEED, NARROW, draw_values
 
-CODECS = [
-    CodecSpec(kind="onebit"),
-    CodecSpec(kind="onebit", scaled=False),
-    CodecSpec(kind="topk", k=0.01),
-    CodecSpec(kind="topk", k=7),
-    CodecSpec(kind="topk", k=0.5),
-    CodecSpec(kind="randomk", k=0.01, seed=3),
-    CodecSpec(kind="randomk", k=9, seed=(1 << 64) - 1),
-    CodecSpec(kind="randomk", k=0.5, seed=77),
-    CodecSpec(kind="dithering", k=1, seed=5),
-    CodecSpec(kind="dithering", k=127, seed=6),
-    CodecSpec(kind="dithering", k=1 << 20, l2=True, seed=7),
-    CodecSpec(kind="dithering", k=4, natural=True, seed=8),
-    CodecSpec(kind="dithering", k=30, natural=True, l2=True, seed=9),
-    CodecSpec(kind="float16"),
-    CodecSpec(kind="bfloat16"),
-    CodecSpec(kind="int8"),
-]
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SIZES = [0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 1000, 1025, 4099]
 
@@ -39,14 +24,9 @@ wides = st.sampled_from(["float32", "float64"])
 dtypes = st.sampled_from(list(DTYPES))
 sizes = st.sampled_from(SIZES) | st.integers(0, 3000)
 seeds = st.integers(0, 2**32)
-patterns = st.sampled_from(["moderate", "mixed", "bits", "equal", "zeros", "tiny", "few", "infinite"])
+PATTERNS = ["moderate", "mixed", "bits", "equal", "zeros", "tiny", "few", "infinite"]
+patterns = st.sampled_from(PATTERNS)
 
-_I64, _PTR, _F64 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-_ENCODE = ctypes.CFUNCTYPE(_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _I64, _I64, _PTR)
-_DECODE = ctypes.CFUNCTYPE(_I64, _PTR, _I64, _PTR, _I64, _I64, _I64, _I64, _PTR)
-_FEED = ctypes.CFUNCTYPE(None, _PTR, _PTR, _PTR, _PTR, _I64, _F64, _F64)
-_DIVIDE = ctypes.CFUNCTYPE(None, _PTR, _I64, _F64)
-_NARROW = ctypes.CFUNCTYPE(None, _PTR, _PTR, _I64)
 _GUARD = 0xA5
 
 
@@ -64,7 +44,7 @@ class Kernels:
     def encode(self, x: np.ndarray, error: np.ndarray | None = None, room: int | None = None) -> bytes | None:
         room = self.room if room is None else room
         wire = np.full(-(-(room + 64) // 8), _GUARD * 0x0101010101010101, np.uint64).view(np.uint8)
-        written = _ENCODE(self.at.encode)(wire.ctypes.data, room, x.ctypes.data, self.n,
+        written = ENCODE(self.at.encode)(wire.ctypes.data, room, x.ctypes.data, self.n,
                                           None if error is None else error.ctypes.data, self.words.ctypes.data,
                                           count(self.codec, self.n), flags_of(self.codec), self.scratch.ctypes.data)
         self._check_scratch()
@@ -75,41 +55,13 @@ class Kernels:
     def decode(self, frame: bytes, out: np.ndarray, add: bool) -> int:
         wire = np.zeros(-(-len(frame) // 8), np.uint64).view(np.uint8)
         wire[: len(frame)] = np.frombuffer(frame, np.uint8)
-        found = _DECODE(self.at.decode)(out.ctypes.data, self.n, wire.ctypes.data, len(frame),
+        found = DECODE(self.at.decode)(out.ctypes.data, self.n, wire.ctypes.data, len(frame),
                                         count(self.codec, self.n), flags_of(self.codec), add, self.scratch.ctypes.data)
         self._check_scratch()
         return int(found)
 
     def _check_scratch(self) -> None:
         assert (self.scratch[-64:] == _GUARD).all()
-
-
-def draw_values(pattern: str, n: int, dtype: np.dtype, seed: int) -> np.ndarray:
-    """Return *n* elements; each pattern is one that something goes wrong with first."""
-    rng = np.random.default_rng(seed)
-    dtype = np.dtype(dtype)
-    values = rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4)
-    if pattern == "equal":
-        values = np.where(rng.integers(0, 2, n), 0.75, -0.75)
-    elif pattern == "zeros":
-        values = np.where(rng.integers(0, 2, n), 0.0, -0.0)
-    elif pattern == "few":
-        values = np.where(rng.integers(0, 50, n) == 0, values, 0.0)
-    with np.errstate(all="ignore"):
-        out = values.astype(dtype)
-        if pattern == "tiny":
-            out = (rng.integers(-200, 201, n) * float(ml_dtypes.finfo(dtype).smallest_subnormal)).astype(dtype)
-    if pattern in ("mixed", "infinite"):
-        limits = ml_dtypes.finfo(dtype)
-        special = [0.0, -0.0, limits.max, -limits.max, limits.tiny, limits.smallest_subnormal, np.inf, -np.inf, np.nan]
-        special = np.array([float(each) for each in (special if pattern == "infinite" else special[:6])], dtype)
-        np.copyto(out, rng.choice(special, n), where=rng.integers(0, 10, n) == 0)
-    elif pattern == "bits":
-        out = rng.integers(0, 256, n * dtype.itemsize, dtype=np.uint8).view(dtype)
-        with np.errstate(all="ignore"):
-            is_nan = np.isnan(out)
-        out = np.where(is_nan & (rng.integers(0, 4, n) > 0), dtype.type(1), out)
-    return np.ascontiguousarray(out, dtype)
 
 
 def differences(got: np.ndarray, want: np.ndarray) -> list[str]:
@@ -163,6 +115,27 @@ def test_any_values_as_the_reading_has_them(codec, wide, n, pattern, seed) -> No
     _check_round_trip(codec, wide, n, pattern, seed)
 
 
+@settings(max_examples=40, deadline=None)
+@given(k=st.sampled_from([1, 7, 200, 0.01, 0.05, 0.07, 0.5]), wide=wides, n=st.integers(16384, 40000),
+       pattern=patterns | st.sampled_from(["misleading", "hidden", "steps"]), seed=seeds)
+def test_topk_of_many_is_exact_whatever_a_sample_says(k, wide, n, pattern, seed) -> None:
+    """The kernel looks at a sample first, which may be like nothing else there."""
+    x = draw_values(pattern if pattern in PATTERNS else "moderate", n, reading.wide_dtype(wide), seed)
+    sampled = np.arange(4096) * n // 4096
+    if pattern == "misleading":  # all large ones are in the sample: fewer reach what it suggests than are wanted
+        x[:] = 1e-3 * x
+        x[sampled] = 100
+    elif pattern == "hidden":  # none is: more candidates than there is room for
+        x[:] = 100 + np.abs(x)
+        x[sampled] = 1e-3
+    elif pattern == "steps":
+        x[:] = np.random.default_rng(seed).integers(-3, 4, n)
+    codec = CodecSpec(kind="topk", k=k)
+    want = reading.encode(codec, x, reading.Generator(1))
+    assert Kernels(codec, wide, n).encode(x) == want
+    assert Kernels(codec, wide, n).encode(x, x) == want
+
+
 @settings(max_examples=150, deadline=None)
 @given(codec=codecs, wide=wides, n=sizes, pattern=patterns, seed=seeds, less=st.integers(1, 40))
 def test_too_little_room_is_said(codec, wide, n, pattern, seed, less) -> None:
@@ -197,7 +170,7 @@ def test_feed_is_the_reading(dtype, n, pattern, seed, mu, ratio, in_place) -> No
         want = np.where(np.isnan(want), wide.type(np.nan), want)
         e = error.copy()
         v = e if in_place else np.full(n, 9, wide)
-        _FEED(at.feed)(v.ctypes.data, x.ctypes.data, None if ratio is None else e.ctypes.data,
+        FEED(at.feed)(v.ctypes.data, x.ctypes.data, None if ratio is None else e.ctypes.data,
                        momentum.ctypes.data if mu else None, n, mu, ratio or 0.0)
         assert not differences(v, want)
         assert not differences(momentum, want_momentum)
@@ -214,13 +187,83 @@ def test_divide_and_narrow_are_the_reading(dtype, n, pattern, seed, divisor) -> 
         want[np.isnan(want)] = np.nan
         narrow = want.astype(DTYPES[dtype])
     narrow[np.isnan(narrow)] = np.nan
-    _DIVIDE(at.divide)(acc.ctypes.data, n, divisor)
+    DIVIDE(at.divide)(acc.ctypes.data, n, divisor)
     assert not differences(acc, want)
     out = np.full(n, 1, DTYPES[dtype])
-    _NARROW(at.narrow)(out.ctypes.data, acc.ctypes.data, n)
+    NARROW(at.narrow)(out.ctypes.data, acc.ctypes.data, n)
     assert not differences(out, narrow)
+
+
+class KernelPartition:
+    """What `reading.Partition` is, by the kernels, in the fewest passes: the error is also where encode reads."""
+
+    def __init__(self, codec: CodecSpec, n: int, dtype: str) -> None:
+        self.kernel = Kernels(codec, dtype, n)
+        self.codec, self.n, self.wide = codec, n, self.kernel.wide
+        self.values, self.momentum = np.zeros(n, self.wide), np.zeros(n, self.wide)
+
+    def push(self, partial: np.ndarray, ratio: float) -> bytes:
+        return self._encode(partial, ratio, self.kernel.at.feed, self.codec.momentum)
+
+    def merge(self, frames: list[bytes], divisor: float, ratio: float) -> bytes:
+        sums = np.full(self.n, 8, self.wide)
+        for i, frame in enumerate(frames):
+            assert self.kernel.decode(frame, sums, add=i > 0) == 0
+        DIVIDE(self.kernel.at.divide)(sums.ctypes.data, self.n, divisor)
+        return self._encode(sums, ratio, self.kernel.at.feed_wide, 0.0)
+
+    def _encode(self, x: np.ndarray, ratio: float, feed: int, mu: float) -> bytes:
+        values = self.values.ctypes.data
+        has_error = self.codec.error_feedback
+        FEED(feed)(values, x.ctypes.data, values if has_error else None, self.momentum.ctypes.data if mu else None,
+                   self.n, mu, ratio)
+        frame = self.kernel.encode(self.values, self.values if has_error else None)
+        assert frame is not None
+        return frame
+
+
+@settings(max_examples=150, deadline=None)
+@given(codec=codecs, dtype=dtypes, n=sizes.filter(bool), pattern=patterns, seed=seeds, has_error=st.booleans(),
+       momentum=st.sampled_from([0.0, 0.9]), n_nodes=st.integers(1, 3), average=st.booleans())
+def test_a_job_by_kernels_is_the_reading(codec, dtype, n, pattern, seed, has_error, momentum, n_nodes, average) -> None:
+    """Rounds from partials to what ranks get, with all that is kept between them."""
+    codec = msgspec.structs.replace(codec, error_feedback=has_error, momentum=momentum)
+    job = reading.Job(codec, n, dtype, n_nodes)
+    nodes = [KernelPartition(codec, n, dtype) for _ in range(n_nodes)]
+    owner = KernelPartition(codec, n, dtype)
+    divisor = float(n_nodes) if average else 1.0
+    for turn, ratio in enumerate((1.0, 0.5, 1.0)):
+        partials = [draw_values(pattern, n, np.dtype(DTYPES[dtype]), seed + turn + 10 * i) for i in range(n_nodes)]
+        given_by = [None if turn == 1 and i and (seed + i) % 2 else x for i, x in enumerate(partials)]
+        want = job.round(given_by, divisor, ratio)
+        frames = [node.push(x, ratio) for node, x in zip(nodes, given_by) if x is not None]
+        frame = owner.merge(frames, divisor, ratio)
+        out, sums = np.full(n, 1, DTYPES[dtype]), np.full(n, 1, owner.wide)
+        assert owner.kernel.decode(frame, sums, add=False) == 0
+        NARROW(owner.kernel.at.narrow)(out.ctypes.data, sums.ctypes.data, n)
+        assert not differences(out, want)
 
 
 def test_what_is_not_compressed_has_no_kernels() -> None:
     with pytest.raises(UnsupportedError, match="int32"):
         kernels.addresses(CODECS[0], "int32")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_frame_makes_a_decoder_touch_what_is_not_its_own(seed: int) -> None:
+    """In a process of its own, as it ends where a byte too far is touched."""
+    child = subprocess.run([sys.executable, "-m", "tests.fuzzed_frames", str(seed), "6000"], capture_output=True,
+                           text=True, timeout=120, check=False)
+    assert child.returncode == 0, (child.returncode, child.stderr[-3000:])
+    n_taken, n_refused = (int(part.split()[0]) for part in child.stdout.split(","))
+    assert n_taken > 600 and n_refused > 600
+
+
+def test_the_guard_page_is_one() -> None:
+    """Else the test above would say nothing."""
+    code = ("from tests.guarded_memory import GuardedMemory; import ctypes; "
+            "last = GuardedMemory(5000).take(5); print(len(last), flush=True); "
+            "ctypes.memset(last.ctypes.data, 1, 5); print('inside', flush=True); ctypes.memset(last.ctypes.data, 1, 6)")
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert child.stdout.split() == ["5", "inside"]
+    assert child.returncode == -11

@@ -337,7 +337,8 @@ def test_misuse(two, kind, error, text):
 
 def sparse():
     table = torch.nn.Embedding(7, 3, sparse=True)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), [("sparse", table.weight)])
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), [("sparse", table.weight)],
+                                         cross_barrier=True)
     try:
         table(torch.tensor([1])).sum().backward()
     finally:
@@ -345,7 +346,7 @@ def sparse():
         optimizer.step()
 
 
-def test_sparse_gradients_are_refused(two):
+def test_sparse_gradients_are_refused_with_cross_barrier(two):
     for outcome in two.attempt(sparse):
         assert outcome.error == "UnsupportedError" and "sparse=False" in outcome.text
 

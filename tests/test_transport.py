@@ -5,9 +5,12 @@ import random
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from bpsfast import transport
+from bpsfast.compression import reading
+from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from bpsfast.settings import Settings
@@ -69,6 +72,30 @@ def test_payloads_arrive_whole_in_every_round(ends, owner):
             for end in ends:
                 assert end.port.wait(part, 1, round_, 20.0) == DONE
                 assert end.result(part, round_) == added(data[0][part], data[1][part])
+
+
+@pytest.mark.parametrize("codec", [CodecSpec(kind="dithering", k=4, error_feedback=True), CodecSpec(kind="onebit")],
+                         ids=["of any length", "of one length"])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_frames_arrive_whole_in_every_round(ends, owner, codec):
+    sizes = [4, 8_000, 400_000]
+    plan = declare(ends, sizes, [owner] * 3, codec=codec)
+    for end in ends:
+        end.commit(order_of(plan))
+    readings = [reading.Job(codec, nbytes // 4, "float32", 2) for nbytes in sizes[:2]]
+    places = [[end.allocate(nbytes) for nbytes in sizes] for end in ends]
+    for round_ in (1, 2, 3):
+        data = [[np.random.default_rng([round_, i, nbytes]).standard_normal(nbytes // 4).astype(np.float32)
+                 for nbytes in sizes] for i in range(2)]
+        for part in range(3):
+            for number, end in enumerate(ends):
+                push(end, part, round_, places[number][part], data[number][part].tobytes())
+        for part in range(3):
+            for end in ends:
+                assert end.port.wait(part, 1, round_, 20.0) == DONE
+            assert ends[0].result(part, round_) == ends[1].result(part, round_)
+        for part, job in enumerate(readings):
+            assert ends[0].result(part, round_) == job.round([each[part] for each in data]).tobytes()
 
 
 @pytest.fixture

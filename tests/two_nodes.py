@@ -13,6 +13,7 @@ from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.local_rank import LocalRank
 from bpsfast.node.reception import Reception, bind
 from bpsfast.node.vertex import Vertex
+from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.credit_queue import rank_parts
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
 from bpsfast.orchestration.partition import plan_units
@@ -158,9 +159,11 @@ def connect(ends: list[End]) -> None:
 
 
 def declare(ends: list[End], sizes: list[int], owners: list[int], generation: int = 1, first: int = 0,
-            n_streams: int = 0) -> Plan:
-    """Prepare one unit of uint8 per size on both ends, owned as said; return the plan."""
-    specs = [TensorSpec(name=f"t{first + i}", dtype="uint8", shape=(nbytes,), average=False, n_streams=n_streams)
+            n_streams: int = 0, codec: CodecSpec | None = None) -> Plan:
+    """Prepare one unit of uint8 per size (of float32, if compressed) on both ends, owned as said; return the plan."""
+    dtype, width = ("uint8", 1) if codec is None else ("float32", 4)
+    specs = [TensorSpec(name=f"t{first + i}", dtype=dtype, shape=(nbytes // width,), average=False, n_streams=n_streams,
+                        codec=codec)
              for i, nbytes in enumerate(sizes)]
     units = plan_units(specs, first, first, 4_096_000, 0)
     units = [

@@ -1,13 +1,19 @@
-"""Streams of bits in words, the highest first, and Elias delta codes in them."""
+"""Streams of bits, the highest of a word first, and Elias delta codes in them.
+
+Words of 64 bits are handled as two *units* of 32, the upper one first in the stream and second in memory: *swap* is 1
+then, of words of 32 bits 0, and unit u lies at u ^ swap.
+"""
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from bpsfast.compression.pointers import leading_zeros, nbytes_of
+from bpsfast.compression.helper import helper
+from bpsfast.compression.pointers import leading_zeros
+
+_UNIT = 32
 
 
-@njit(inline="always")
+@helper
 def elias(value):  # type: ignore[no-untyped-def]
     """Return the Elias delta code of *value*, 1 at least and below 2^40, as a number, and its bits.
 
@@ -19,43 +25,43 @@ def elias(value):  # type: ignore[no-untyped-def]
     return code, 2 * (63 - leading_zeros(length)) + np.int64(length)
 
 
-@njit(inline="always")
-def put(words, n_words, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
-    """Write the low *n_bits* (below 64) of *code* at bit *position*; *begun*: the bits of its word that are there.
+@helper
+def put(units, n_units, swap, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
+    """Write the *n_bits* (64 at most) of *code*, which has no others, at bit *position*.
 
-    Returns what is begun after it; of bits beyond *n_words* nothing is written.
+    *begun* ends with the bits of the unit there. Returns what is begun after it; beyond *n_units* nothing is written.
     """
-    width = 8 * nbytes_of(words)
-    while n_bits > 0:
-        room = width - position % width
-        n_now = min(room, n_bits)
-        n_bits -= n_now
-        now = (code >> np.uint64(n_bits)) & ((np.uint64(1) << np.uint64(n_now)) - np.uint64(1))
-        begun |= now << np.uint64(room - n_now)
-        if room == n_now:
-            if position // width < n_words:
-                words[position // width] = begun
-            begun = np.uint64(0)
-        position += n_now
-    return begun
+    if n_bits > _UNIT:
+        begun = _put(units, n_units, swap, position, begun, code >> np.uint64(_UNIT), n_bits - _UNIT)
+        position += n_bits - _UNIT
+        code &= np.uint64(0xFFFFFFFF)
+        n_bits = _UNIT
+    return _put(units, n_units, swap, position, begun, code, n_bits)
 
 
-@njit(inline="always")
-def window(words, n_words, position):  # type: ignore[no-untyped-def]
-    """Return the 64 bits from bit *position* on, zeros beyond the *n_words*."""
-    width = 8 * nbytes_of(words)
-    at = position // width
-    skipped = np.uint64(position % width)
-    bits = _word(words, n_words, at)
-    if width == 64:
-        if skipped == 0:
-            return bits
-        return (bits << skipped) | (_word(words, n_words, at + 1) >> (np.uint64(64) - skipped))
-    bits = (bits << np.uint64(32)) | _word(words, n_words, at + 1)
-    return (bits << skipped) | (_word(words, n_words, at + 2) >> (np.uint64(32) - skipped))
+@helper
+def finish(units, n_units, swap, position, begun):  # type: ignore[no-untyped-def]
+    """Fill the last word with zeros."""
+    n_begun = position & (_UNIT - 1)
+    at = position >> 5
+    if n_begun:
+        if at < n_units:
+            units[at ^ swap] = begun << np.uint64(_UNIT - n_begun)
+        at += 1
+    if at & swap and at < n_units:
+        units[at ^ swap] = 0
 
 
-@njit(inline="always")
+@helper
+def window(units, n_units, swap, position):  # type: ignore[no-untyped-def]
+    """Return the 64 bits from bit *position* on, zeros beyond the *n_units*."""
+    at = position >> 5
+    skipped = np.uint64(position & (_UNIT - 1))
+    bits = (_unit(units, n_units, swap, at) << np.uint64(_UNIT)) | _unit(units, n_units, swap, at + 1)
+    return (bits << skipped) | (_unit(units, n_units, swap, at + 2) >> (np.uint64(_UNIT) - skipped))
+
+
+@helper
 def take_elias(bits):  # type: ignore[no-untyped-def]
     """Return the value whose Elias delta code the 64 *bits* begin with, and the code's bits; (0, 64) of no such code.
 
@@ -73,6 +79,16 @@ def take_elias(bits):  # type: ignore[no-untyped-def]
     return (np.uint64(1) << tail) | ((bits >> np.uint64(64 - n_bits)) & mask), n_bits
 
 
-@njit(inline="always")
-def _word(words, n_words, at):  # type: ignore[no-untyped-def]
-    return np.uint64(words[at]) if at < n_words else np.uint64(0)
+@helper
+def _put(units, n_units, swap, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
+    """Write a whole unit, or for now one with zeros at its end: which of them, a branch could not foretell."""
+    begun = (begun << np.uint64(n_bits)) | code
+    n_begun = (position & (_UNIT - 1)) + n_bits
+    if position >> 5 < n_units:
+        units[(position >> 5) ^ swap] = begun << np.uint64(2 * _UNIT - n_begun) >> np.uint64(_UNIT)
+    return begun
+
+
+@helper
+def _unit(units, n_units, swap, at):  # type: ignore[no-untyped-def]
+    return np.uint64(units[at ^ swap]) if at < n_units else np.uint64(0)

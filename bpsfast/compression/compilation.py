@@ -11,18 +11,18 @@ from typing import Any
 from numba import cfunc, types
 
 from bpsfast import element, kernels, vector_sum
-from bpsfast.compression import blocks, casts, dithering, feeding, onebit, pairs
+from bpsfast.compression import blocks, casts, feeding, levels, pairs, signs
 from bpsfast.compression.elements import pointer_to
 
 _FUNCTIONS = {
-    "encode_onebit": onebit.encode,
-    "decode_onebit": onebit.decode,
+    "encode_onebit": signs.encode,
+    "decode_onebit": signs.decode,
     "encode_topk": pairs.encode_largest,
     "decode_topk": pairs.decode_largest,
     "encode_randomk": pairs.encode_drawn,
     "decode_randomk": pairs.decode_drawn,
-    "encode_dithering": dithering.encode,
-    "decode_dithering": dithering.decode,
+    "encode_dithering": levels.encode,
+    "decode_dithering": levels.decode,
     "encode_float16": casts.encode_float16,
     "decode_float16": casts.decode_float16,
     "encode_bfloat16": casts.encode_bfloat16,
@@ -39,11 +39,12 @@ def compile_kernel(name: str, dtype: str, wide: str) -> Any:
     """Compile the kernel *name* for tensors of *dtype*, compressed as *wide*; return numba's cfunc (keep it: it owns
     the code). The machine code is looked up in and saved to numba's disk cache where that can be used.
     """
+    compiles = functools.partial(cfunc, _signature(name, dtype, wide), error_model="numpy")
     if kernels.has_cache_folder(Path(__file__).parent):
         # A fault of the kernel itself comes up again below, where it is compiled without the cache.
         with contextlib.suppress(*kernels.CACHE_FAULTS):
-            return cfunc(_signature(name, dtype, wide), cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
-    return cfunc(_signature(name, dtype, wide))(_named(name, dtype, ""))
+            return compiles(cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
+    return compiles()(_named(name, dtype, ""))
 
 
 def _named(name: str, dtype: str, end: str) -> Any:

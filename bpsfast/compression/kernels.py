@@ -82,11 +82,14 @@ def wide_name(dtype: str) -> str:
 
 def scratch_nbytes(codec: CodecSpec, n: int, dtype: str) -> int:
     """Return the bytes of scratch that encode and decode of *n* elements need."""
-    del dtype
     if codec.kind == "topk":
         from bpsfast.compression import pairs
 
-        return 8 * pairs.N_DIGITS
+        return pairs.scratch_nbytes(codecs.count(codec, n), n, codecs.width_of(dtype))
+    if codec.kind == "dithering":
+        from bpsfast.compression import levels
+
+        return 2 * 8 * levels.CHUNK
     return 8 * -(-n // 64) if codec.kind == "randomk" else 0
 
 

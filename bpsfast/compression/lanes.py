@@ -43,21 +43,27 @@ class LaneSum:
         self.wide = wide
         self.squares = squares
         kind = shape(F64, N_LANES)
+        self.whole = cgutils.alloca_once(builder, kind)  # only ever used whole: LLVM keeps it in registers
         self.memory = cgutils.alloca_once(builder, kind)
-        builder.store(constant(F64, 0.0, N_LANES), self.memory)
+        builder.store(constant(F64, 0.0, N_LANES), self.whole)
 
     def of(self, x: ir.Value, n: ir.Value) -> ir.Value:
         """Add up *n* elements at *x*."""
         whole = self.b.and_(n, I64(-N_LANES))
         with cgutils.for_range_slice(self.b, I64(0), whole, I64(N_LANES), I64) as (index, _):
             self.add(self.elements.load(x, self.wide, index, N_LANES))
+        self.begin_rest()
         with cgutils.for_range_slice(self.b, whole, n, I64(1), I64) as (index, _):
             self.add_one(self.elements.load(x, self.wide, index, 1), index)
         return self.total()
 
     def add(self, values: ir.Value) -> None:
         """Add `N_LANES` elements."""
-        self.b.store(self.b.fadd(self.b.load(self.memory), self._term(values)), self.memory)
+        self.b.store(self.b.fadd(self.b.load(self.whole), self._term(values)), self.whole)
+
+    def begin_rest(self) -> None:
+        """Say that elements come one by one from here on."""
+        self.b.store(self.b.load(self.whole), self.memory)
 
     def add_one(self, value: ir.Value, index: ir.Value) -> None:
         """Add the element with this *index*."""

@@ -1,31 +1,58 @@
 """topk and randomk: some elements with their indices. The format is in `reading`."""
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+import math
 
-from bpsfast.compression.pointers import counters_at, is_null, nbytes_of, values_at, words_at
-from bpsfast.compression.random_draws import draw
+import numpy as np
+
+from bpsfast.compression.helper import helper
+from bpsfast.compression.magnitudes import N_TOGETHER, magnitude, reaching
+from bpsfast.compression.pointers import counters_at, is_null, nbytes_of, trailing_zeros, values_at, words_at
+from bpsfast.compression.random_draws import following
 from bpsfast.compression.state import finite, quiet
 
 #: Bits of a magnitude that one pass over the elements tells apart, and the counters this takes.
 DIGIT_BITS = 11
 N_DIGITS = 1 << DIGIT_BITS
+#: Elements that say about how large the k-th largest is.
+_N_SAMPLES = 4096
+
+
+def scratch_nbytes(k: int, n: int, width: int) -> int:
+    """Return the bytes of scratch of `encode_largest`: the counters, and the candidates' magnitudes and indices."""
+    return 8 * N_DIGITS + 2 * width * (_capacity.py_func(k, n) if _asks_samples.py_func(k, n) else 0)
 
 
 def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; *scratch* takes `N_DIGITS` words of 64 bits."""
+    """As `kernels` says; *scratch* takes `scratch_nbytes`.
+
+    From a sample follows a magnitude that somewhat more than k elements reach; if so, only those are looked at closely.
+    """
     n_sent = min(k, n)
     width = nbytes_of(x)
     if 2 * width * n_sent > room_nbytes:
         return -1
+    counters = counters_at(scratch, 0)
+    sizes, places = words_at(scratch, 8 * N_DIGITS, x), words_at(scratch, 8 * N_DIGITS + width, x)
     bits = words_at(x, 0, x)
-    above, n_equal = _threshold(bits, n, n_sent, counters_at(scratch, 0))
     indices = words_at(wire, 0, x)
     values = values_at(wire, width, x)
+    n_candidates = 0
+    if _asks_samples(n_sent, n):
+        bound = _sampled_bound(bits, n, n_sent, counters)
+        n_candidates = _collect(sizes, places, _capacity(n_sent, n), x, bits, n, bound)
+    if n_candidates >= n_sent:
+        above, n_equal = _threshold(sizes, 2, n_candidates, n_sent, counters)
+    else:
+        n_candidates = 0
+        above, n_equal = _threshold(bits, 1, n, n_sent, counters)
     position = 0
-    for i in range(n):
-        size = _magnitude(bits, i)
+    for candidate in range(n_candidates if n_candidates else n):
+        if n_candidates:
+            i = np.int64(places[2 * candidate])
+        else:
+            i = candidate
+        size = magnitude(bits, i)
         if size >= above and position < n_sent:
             if size == above:
                 if n_equal == 0:
@@ -46,10 +73,13 @@ def encode_drawn(wire, room_nbytes, x, n, error, generator, k, flags, scratch): 
         return -1
     indices = words_at(wire, 0, x)
     values = values_at(wire, width, x)
+    a, b = generator[0], generator[1]
     for position in range(n_sent):
-        index = draw(generator) % np.uint64(n)
+        a, b = following(a, b)
+        index = (a + b) % np.uint64(n)
         indices[2 * position] = index
         values[2 * position] = quiet(x[index])
+    generator[0], generator[1] = a, b
     _keep_rest(error, x, n, indices, n_sent)
     return 2 * width * n_sent
 
@@ -105,22 +135,65 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
     return 0
 
 
-@njit(inline="always")
-def _magnitude(bits, i):  # type: ignore[no-untyped-def]
-    """Return |x| of element *i* as a number that orders as magnitudes do, all NaN alike the largest."""
-    if nbytes_of(bits) == 4:
-        return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFF), np.uint64(0x7F800001))
-    return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFFFFFFFFFF), np.uint64(0x7FF0000000000001))
+@helper
+def _asks_samples(n_sent, n):  # type: ignore[no-untyped-def]
+    return n >= 4 * _N_SAMPLES and 16 * n_sent <= n
 
 
-@njit
-def _threshold(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
+@helper
+def _capacity(n_sent, n):  # type: ignore[no-untyped-def]
+    """Return the most candidates, of which a few times *n_sent* are expected."""
+    return 4 * n_sent + n // 256
+
+
+@helper
+def _sampled_bound(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
+    """Return a magnitude that more than *n_sent* elements have or exceed, if the sample is like the whole."""
+    shift = np.uint64(8 * nbytes_of(bits) - 1 - DIGIT_BITS)
+    for digit in range(N_DIGITS):
+        counters[digit] = 0
+    for sample in range(_N_SAMPLES):
+        counters[magnitude(bits, sample * n // _N_SAMPLES) >> shift] += np.uint64(1)
+    mean = np.float64(_N_SAMPLES) * np.float64(n_sent) / np.float64(n)
+    wanted = np.int64(mean + 3.0 * math.sqrt(mean)) + 3
+    digit = N_DIGITS - 1
+    n_found = np.int64(counters[digit])
+    while n_found < wanted:
+        digit -= 1
+        n_found += np.int64(counters[digit])
+    return np.uint64(digit) << shift
+
+
+@helper
+def _collect(sizes, places, capacity, x, bits, n, bound):  # type: ignore[no-untyped-def]
+    """Write magnitude and index of all elements from *bound* on; return how many, or 0 if they are too many."""
+    n_found = 0
+    for start in range(0, n, N_TOGETHER):
+        if start + N_TOGETHER <= n:
+            found = reaching(x, start, bound)
+        else:
+            found = np.uint64(0)
+            for i in range(start, n):
+                found |= np.uint64(magnitude(bits, i) >= bound) << np.uint64(i - start)
+        while found:
+            if n_found == capacity:
+                return 0
+            i = start + trailing_zeros(found)
+            found &= found - np.uint64(1)
+            sizes[2 * n_found] = magnitude(bits, i)
+            places[2 * n_found] = i
+            n_found += 1
+    return n_found
+
+
+@helper
+def _threshold(bits, stride, n, n_sent, counters):  # type: ignore[no-untyped-def]
     """Find the magnitude of the last of the *n_sent* largest; return it, and how many as large are among them.
 
     A digit of the magnitude after the other, the highest first: each pass counts the elements whose digits before are
     those of the threshold.
     """
-    left = 8 * nbytes_of(bits)
+    left = 8 * nbytes_of(bits) - 1
     prefix = np.uint64(0)
     wanted = np.uint64(n_sent)
     while left > 0 and n_sent > 0:
@@ -128,14 +201,10 @@ def _threshold(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
         mask = np.uint64((1 << (left - shift)) - 1)
         for digit in range(N_DIGITS):
             counters[digit] = 0
-        if left == 8 * nbytes_of(bits):
-            for i in range(n):
-                counters[_magnitude(bits, i) >> np.uint64(shift)] += np.uint64(1)
-        else:
-            for i in range(n):
-                size = _magnitude(bits, i)
-                if size >> np.uint64(left) == prefix:
-                    counters[(size >> np.uint64(shift)) & mask] += np.uint64(1)
+        for i in range(n):
+            size = magnitude(bits, i * stride)
+            if size >> np.uint64(left) == prefix:
+                counters[(size >> np.uint64(shift)) & mask] += np.uint64(1)
         digit = np.int64(mask)
         while counters[digit] < wanted:
             wanted -= counters[digit]
@@ -145,7 +214,7 @@ def _threshold(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
     return prefix, np.int64(wanted)
 
 
-@njit
+@helper
 def _keep_rest(error, x, n, indices, n_sent):  # type: ignore[no-untyped-def]
     if is_null(error):
         return

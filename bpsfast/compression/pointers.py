@@ -1,4 +1,4 @@
-"""What numba's pointers lack: a view of other elements, a test for NULL, and counting leading zeros."""
+"""What numba's pointers lack: a view of other elements, a test for NULL, and counting zeros."""
 from __future__ import annotations
 
 from typing import Any
@@ -54,6 +54,18 @@ def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]
 
 
 @intrinsic
+def bytes_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+    """Point to the bytes that lie *nbytes* after *pointer*."""
+    return _view(types.CPointer(types.uint8), pointer, nbytes)
+
+
+@intrinsic
+def units_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+    """Point to the words of 32 bits that lie *nbytes* after *pointer*."""
+    return _view(types.CPointer(types.uint32), pointer, nbytes)
+
+
+@intrinsic
 def nbytes_of(typing, pointer):  # type: ignore[no-untyped-def]
     """Return the bytes of an element that *pointer* points to."""
 
@@ -69,5 +81,15 @@ def leading_zeros(typing, word):  # type: ignore[no-untyped-def]
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.ctlz(args[0], ir.IntType(1)(0))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def trailing_zeros(typing, word):  # type: ignore[no-untyped-def]
+    """Return how many of the 64 bits of *word* are 0 after the last that is 1; 64 of 0."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.cttz(args[0], ir.IntType(1)(0))
 
     return types.int64(types.uint64), codegen

@@ -2,22 +2,19 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from bpsfast.compression.helper import helper
 
 
-@njit(inline="always")
-def draw(generator):  # type: ignore[no-untyped-def]
-    """Return the next 64 bits of the two words that *generator* points to."""
-    t, s = generator[0], generator[1]
-    t ^= t << np.uint64(23)
-    t ^= t >> np.uint64(17)
-    t ^= s ^ (s >> np.uint64(26))
-    generator[0] = s
-    generator[1] = t
-    return t + s
+@helper
+def following(a, b):  # type: ignore[no-untyped-def]
+    """Return the state after (*a*, *b*); the 64 bits drawn are the sum of its words."""
+    a ^= a << np.uint64(23)
+    a ^= a >> np.uint64(17)
+    return b, a ^ b ^ (b >> np.uint64(26))
 
 
-@njit(inline="always")
-def bernoulli(generator, chance):  # type: ignore[no-untyped-def]
-    """Draw true with this chance."""
-    return np.float64(draw(generator)) < chance * 2.0**64
+@helper
+def is_below(drawn, chance):  # type: ignore[no-untyped-def]
+    """Say whether 64 bits that were drawn come to true with this *chance*."""
+    return np.float64(drawn) < chance * 2.0**64

@@ -10,9 +10,9 @@ bits. n: the elements of a partition. All is little endian. What `encode` return
 * randomk: such pairs of k draws below n, which may repeat.
 * dithering: norm = the largest |x|, or the Euclidean norm. Linear: y = |x| / norm * s, q = floor(y) + (draw < y -
   floor(y)). Natural: y = |x| / norm * 2^(s-1), f = (the power of two at or above ceil(y)) / 2 in whole numbers, l = f
-  or 1 if f is 0, q = f + l * (draw < (y - f) / l). Bits of every x with q > 0: Elias delta code of the distance from the
-  one before (the first: from -1), a sign, Elias delta code of q; in Is, the highest bit first, zeros after the last; then
-  an I: the number of bits; a float32: the norm. Decoded: sign * q * norm / s, or / 2^(s-1).
+  or 1 if f is 0, q = f + l * (draw < (y - f) / l). Bits of every x with q > 0: Elias delta code of the distance from
+  the one before (the first: from -1), a sign, Elias delta code of q; in Is, the highest bit first, zeros after the
+  last; then an I: the number of bits; a float32: the norm. Decoded: sign * q * norm / s, or / 2^(s-1).
 * float16, bfloat16: x to nearest even; a float64 to float32 before.
 * int8: of each block of 256 a float32 scale = max |x| / 127; then for each x a byte, rint(x / scale), 0 if scale is 0.
 
@@ -20,7 +20,7 @@ The first four are BytePS's, but for this, decided otherwise:
 
 * T is never 16 bits wide: indices of 16 bits end at 65536. Such tensors are widened, which is exact.
 * Pairs of topk are in the order of their indices; the largest are by the bits of |x|, of equals the first (BytePS: as
-  they lie in a heap, which would be part of the format). NaN is larger than everything, so it is seen. k is n/2 at most.
+  they lie in a heap, which would be part of the format). NaN is the largest, so it is seen. k is n/2 at most.
 * The sum of magnitudes (or of squares) is one of doubles in `N_LANES` lanes, of element i in lane i mod `N_LANES`; the
   lanes are added in order at the end. So it is the same on any CPU; 32 is what vectors want.
 * dithering divides by the norm that is sent, a float32, so that both ends mean the same levels, all in doubles, rounded
@@ -185,7 +185,7 @@ class Job:
         self.owner = Partition(codec, n, dtype)
 
     def round(self, partials: Sequence[Array | None], divisor: float = 1.0, ratio: float = 1.0) -> Array:
-        """Return what all ranks get of the nodes' *partials*, one at least; it is None of a node that pushes nothing."""
+        """Return what all ranks get of the nodes' *partials*, one at least; a node that pushes nothing has None."""
         frames = [node.push(x, ratio) for node, x in zip(self.nodes, partials, strict=True) if x is not None]
         frame = self.owner.merge(frames, divisor, ratio)
         return publish(self.codec, frame, len(self.owner.error), self.owner.dtype)
@@ -288,7 +288,7 @@ def _binary(value: int) -> list[int]:
 
 def _undither(codec: CodecSpec, frame: bytes, n: int, wide: np.dtype[Any]) -> tuple[Array, Array]:
     norm = np.frombuffer(frame[-4:], np.float32)
-    if np.isnan(norm[0]):
+    if not np.isfinite(norm[0]):
         return np.arange(n), np.full(n, np.nan, wide)
     n_bits = int.from_bytes(frame[-4 - wide.itemsize : -4], "little")
     bits = iter(_unpack(frame[: -4 - wide.itemsize], n_bits, wide.itemsize).astype(int).tolist())

@@ -3,16 +3,16 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
+from bpsfast.compression.helper import helper
 
 
-@njit(inline="always")
+@helper
 def quiet(value):  # type: ignore[no-untyped-def]
     """Return *value*, the quiet NaN for any NaN."""
     return value if value == value else math.nan
 
 
-@njit(inline="always")
+@helper
 def finite(value):  # type: ignore[no-untyped-def]
     """Return *value*, 0 if it is NaN or infinite."""
     return value if abs(value) < math.inf else 0.0

@@ -1,7 +1,7 @@
 """What compressed units keep from round to round on this node: to be saved with a model, and loaded again.
 
-A saved state: a mark of what it is of (node, cut, codec), then for each partition the five words of `Engine.codec_words`
-and the arrays of `CodedPart`.
+A saved state: a mark of what it is of (node, cut, codec), then for each partition the five words of
+`Engine.codec_words` and the arrays of `CodedPart`.
 """
 from __future__ import annotations
 

@@ -13,12 +13,14 @@ another node cannot, `drop` forgets it.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..orchestration.codec import width_of
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.rows import ROWS, part_rows
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..trace import Part
@@ -211,7 +213,8 @@ class Wiring:
     @staticmethod
     def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int, coded: bool
               ) -> None:
-        link.bind(part.part, even, odd, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded)
+        link.bind(part.part, even, odd, part.wire_nbytes if coded else part.nbytes, unit.n_streams,
+                  coded or unit.op == ROWS)
         holding.bound.append((link.index, part.part))
 
     def _members_of(self, ranks: tuple[int, ...]) -> Members:
@@ -295,7 +298,8 @@ class Wiring:
         coded = self._is_coded(unit)
         if coded:
             holding.codec, holding.dtype = unit.codec, unit.dtype
-        kernel = kernels.address(unit.dtype, unit.op) if self._sums else no_sum.address()
+        op = "sum" if unit.op == ROWS else unit.op
+        kernel = kernels.address(unit.dtype, op) if self._sums else no_sum.address()
         here = [part for part in unit.parts if self._appears_here(unit, part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
         # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
@@ -361,8 +365,7 @@ class Wiring:
             kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
             after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in members.nodes],
-            codec=codec,
-            store=vault.handle if vault is not None else 0,
+            codec=codec, rows=_rows(unit, part), store=vault.handle if vault is not None else 0,
         )
         if vault is not None:
             vault.is_engaged = True
@@ -384,7 +387,7 @@ class Wiring:
         self._engine.add_member(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=kernel, local=list(self._members_of(unit.ranks).local), owner=self._sources[part.owner],
-            partial=(partial.address, partial.segment, partial.offset), codec=codec,
+            partial=(partial.address, partial.segment, partial.offset), codec=codec, rows=_rows(unit, part),
         )
 
     def _share(self, generation: Generation) -> None:
@@ -419,3 +422,13 @@ class Wiring:
                 nbytes=sizes[extent.part],
             )
         generation.awaited.discard(index)
+
+
+def _rows(unit: UnitPlan, part: PartPlan) -> tuple[int, int, int, int] | None:
+    """Return what the engine has to know of the frames of *part*, if its unit is a table that is summed by rows."""
+    if unit.op != ROWS:
+        return None
+    n_rows, *row = unit.members[0].shape
+    n_elements = math.prod(row)
+    in_part = part_rows(n_rows, len(unit.parts), part.part - unit.parts[0].part)
+    return in_part, unit.frame_rows, n_elements, n_elements * ITEM_NBYTES[unit.dtype]

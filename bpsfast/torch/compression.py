@@ -1,6 +1,10 @@
 """Compression of torch tensors: what travels instead of a tensor, and how the tensor is made of the sum of that.
 
-A compressor is a class (or an object) with two functions, as in BytePS; derive from `Compressor` for one of your own:
+There are two kinds. Codecs (`Compression.onebit()` and the like, or a mapping or function that chooses one by the name:
+`bpsfast.compression.choice`) are the nodes': they decode what they sum, and code what travels between them.
+
+The other kind runs in the ranks, and what it makes is summed as it is. Such a compressor is a class (or an object) with
+two functions, as in BytePS; derive from `Compressor` for one of your own:
 
     class Scaled(bps.Compressor):
         @staticmethod
@@ -15,10 +19,13 @@ What travels is summed, so compress should be linear; its shape and dtype depend
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 
+from ..compression import CodecSpec, formats, from_byteps
+from ..compression.choice import Choice, check_choice
 from ..orchestration.errors import ConfigError
 
 
@@ -69,22 +76,66 @@ class BF16Compressor(_Narrowing):
 
 
 class Compression:
-    """The compressors to choose from. Sums are made in float32 and rounded once to the travelling dtype."""
+    """The compressors to choose from, and the codecs (see `bpsfast.compression`).
+
+    Sums of what compressors make are made in float32 and rounded once to the travelling dtype.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
 
+    onebit = staticmethod(formats.onebit)
+    topk = staticmethod(formats.topk)
+    randomk = staticmethod(formats.randomk)
+    dithering = staticmethod(formats.dithering)
+    float16 = staticmethod(formats.float16)
+    bfloat16 = staticmethod(formats.bfloat16)
+    int8 = staticmethod(formats.int8)
+    from_byteps = staticmethod(from_byteps)
 
-#: What may be given as *compression*: a class, as in BytePS, or an object of one.
+
+#: A compressor: a class, as in BytePS, or an object of one.
 CompressorLike: TypeAlias = type[Compressor] | Compressor
+#: What may be given as *compression*.
+CompressionLike: TypeAlias = CompressorLike | Choice
+
+
+def check_compression(compression: Any) -> None:
+    """Raise `ConfigError` if *compression* is neither a compressor nor a choice of codecs."""
+    parted(compression)
 
 
 def check_compressor(compression: Any) -> None:
     """Raise `ConfigError` if *compression* is no compressor."""
-    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+    if not _is_compressor(compression):
         raise ConfigError(f"compression={compression!r} has no functions compress and decompress: use "
                           "Compression.none, .fp16, .bf16, or a class derived from bpsfast.torch.Compressor")
+
+
+def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
+    """Return the compressor, and the choice of codecs, that *compression* is: one of them, and none of the other.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
+    if _is_compressor(compression):
+        return compression, None
+    if compression is None:
+        return NoneCompressor, None
+    is_half = isinstance(compression, type) or hasattr(compression, "compress") or hasattr(compression, "decompress")
+    if is_half or not (isinstance(compression, CodecSpec | Mapping) or callable(compression)):
+        raise ConfigError(f"compression={compression!r} is no codec, and has no functions compress and decompress: use "
+                          "Compression.none, .fp16, .bf16, a class derived from bpsfast.torch.Compressor, a codec such "
+                          "as Compression.onebit(), or a mapping of names to codecs")
+    check_choice(compression)
+    return NoneCompressor, compression
+
+
+def _is_compressor(compression: Any) -> bool:
+    return callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))
 
 
 def cast_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import BusyError, UnsupportedError
-from .compression import CompressorLike
+from .compression import CompressionLike
 from .exchange import Exchange
 
 #: Keep the whole history of steps, or look for a step along a line: one parameter at a time means nothing to them.
@@ -115,7 +115,7 @@ class CrossBarrierExchange(Exchange):
     """
 
     def __init__(self, base: type[torch.optim.Optimizer], named: list[tuple[str, torch.Tensor]],
-                 compression: CompressorLike, n_passes: int, n_steps: int) -> None:
+                 compression: CompressionLike, n_passes: int, n_steps: int) -> None:
         if issubclass(base, _UNABLE):
             raise UnsupportedError(f"cross_barrier updates one parameter at a time, which {base.__name__} cannot do: "
                                    "its step depends on all parameters. Use it without cross_barrier")

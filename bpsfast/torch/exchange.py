@@ -20,19 +20,23 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..compression.choice import chosen_among
 from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
+from ..trainer import current as process
 from ..trainer.gradients import Gradients
-from .compression import CompressorLike, cast_dtype, check_compressor
+from .compression import CompressionLike, cast_dtype, parted
+from .learning_rates import LearningRates
+from .local_momentum import LocalMomentum, momenta
 from .ops import wire_dtype_name
 
 
 class Exchange:
     """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
-    time.
+    time. Codecs are chosen by the names as they are given here.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike, n_passes: int) -> None:
-        check_compressor(compression)
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
+        compression, self._choice = parted(compression)
         self.parameters = dict(named)
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
@@ -46,6 +50,12 @@ class Exchange:
                 sample, self._contexts[name] = self._compress(name, _zeros(p))
             self._wire[name] = sample.dtype if cast is None else cast
             self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
+        session = process.current()
+        self.codecs = chosen_among(self._choice, self.kinds, session.settings.min_compress_bytes)
+        coded = self.codecs if session.n_nodes > 1 else {}
+        self.momenta = momenta(self._choice, self.kinds)
+        self._momentum = LocalMomentum({name: mu for name, mu in self.momenta.items() if name not in coded})
+        self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
@@ -67,8 +77,12 @@ class Exchange:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
             self._order = self.order()
-            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order)
+            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order, compression=self._choice)
         return self._gradients
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the learning rates for error feedback from the groups of *optimizer*, as they are at each backward."""
+        self._rates = LearningRates(optimizer)
 
     def order(self) -> list[str]:
         """Return the names as the next forward pass uses them, as far as the last backward pass has shown it."""
@@ -99,7 +113,8 @@ class Exchange:
         assert gradient is not None, "only called for parameters with a gradient"
         if gradient.layout != torch.strided:
             raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
-                                   "(sparse=False in the embedding)")
+                                   "(sparse=False in the embedding; DistributedOptimizer without cross_barrier "
+                                   "takes sparse ones, too)")
         if self._gradients is None:
             self._copies[name] = gradient.detach().clone()
         else:
@@ -107,6 +122,10 @@ class Exchange:
 
     def _fill(self, name: str, gradient: torch.Tensor) -> None:
         """Copy *gradient* into its place in the segment, as it travels, and announce it."""
+        if self._rates is not None and name in self.codecs and self.codecs[name].error_feedback:
+            rate = self._rates.of(self.parameters[name])
+            if rate is not None:
+                self.gradients.learning_rate = {name: rate}
         with torch.no_grad():
             if name in self._contexts:
                 gradient, self._contexts[name] = self._compress(name, gradient.detach())
@@ -173,6 +192,7 @@ class Exchange:
             target.copy_(dense)
         else:
             target.copy_(tensor_over(self.gradients.wait(name), self._wire[name]))
+        self._momentum.add(name, target)
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what travels of *gradient* by the user's compressor, and what decompressing it needs."""
@@ -199,9 +219,10 @@ class Exchange:
         """
         if self._gradients is None:
             return
-        for name, parameter in self.parameters.items():
+        for name in self._order:
+            parameter = self.parameters[name]
             gradient = parameter.grad
-            if name in self._contexts or gradient is None:
+            if name in self._contexts or gradient is None or gradient.layout != torch.strided:
                 continue
             if gradient.dtype != self._wire[name] or not gradient.is_contiguous():
                 continue

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..compression.choice import Choice, chosen
 from ..dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process, handle as operations
@@ -21,7 +22,7 @@ from .basics import (  # BytePS's programs import them from here, too
     size as size,
     suspend as suspend,
 )
-from .compression import Compression, CompressorLike, check_compressor
+from .compression import Compression, CompressionLike, parted
 
 
 def tensor_memory(tensor: torch.Tensor) -> TensorInput:
@@ -72,21 +73,26 @@ def declare(name: str) -> int:
 
 
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
-                    priority: int = 0) -> Handle:
+                    priority: int = 0, compression: Choice | None = None,
+                    learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; `synchronize` of the handle returns a new tensor.
 
     *tensor* must not be written until then. *version* is BytePS's; rounds are counted here, so it changes nothing.
+    *compression* is a codec, or what chooses one, and *learning_rate* for its error feedback: see `bpsfast.push_pull`.
     """
     memory = tensor_memory(tensor)
     output = torch.empty_like(tensor, requires_grad=False)
-    return operations.start(memory, name, average, _priority(name, priority), tensor_memory(output), output)
+    return operations.start(memory, name, average, _priority(name, priority), tensor_memory(output), output,
+                            compression, learning_rate)
 
 
 def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
-                            priority: int = 0) -> Handle:
+                            priority: int = 0, compression: Choice | None = None,
+                            learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; the result replaces its contents by the time `synchronize` returns it."""
     memory = tensor_memory(tensor)
-    return operations.start(memory, name, average, _priority(name, priority), memory, tensor)
+    return operations.start(memory, name, average, _priority(name, priority), memory, tensor, compression,
+                            learning_rate)
 
 
 class _Group:
@@ -130,11 +136,12 @@ def push_pull_group_sync_inplace(tensor: torch.Tensor, average: bool = True, nam
     return handle, _group.count()
 
 
-def _push_pull(tensor: torch.Tensor, average: bool, name: str, version: int, priority: int) -> torch.Tensor:
+def _push_pull(tensor: torch.Tensor, average: bool, name: str, priority: int, codec: Choice | None,
+               learning_rate: float | None = None) -> torch.Tensor:
     """Sum *tensor* into a new one."""
     output = torch.empty_like(tensor, requires_grad=False)
     return operations.run(tensor_memory(tensor), name, average, _priority(name, priority), tensor_memory(output),
-                          output)
+                          output, codec, learning_rate)
 
 
 def _priority(name: str | None, priority: int) -> int:
@@ -143,40 +150,51 @@ def _priority(name: str | None, priority: int) -> int:
 
 
 class _PushPull(torch.autograd.Function):
-    """The sum is linear: its gradient is the sum (mean) of the ranks' gradients."""
+    """The sum is linear: its gradient is the sum (mean) of the ranks' gradients.
+
+    That travels under the same name, unless it is compressed: what was not sent of one must not be added to the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, average: bool, name: str | None, version: int,
-                priority: int) -> torch.Tensor:
-        # Forward and backward share the name, so it must be chosen here.
-        ctx.arguments = (average, name or process.current().tensors.unnamed("auto"), version, priority)
-        return _push_pull(tensor, *ctx.arguments)
+    def forward(ctx: Any, tensor: torch.Tensor, average: bool, name: str | None, priority: int, choice: Choice | None,
+                learning_rate: float | None) -> torch.Tensor:
+        codec = None if choice is None else chosen(
+            choice, name or "", tuple(tensor.shape), wire_dtype_name(tensor.dtype),
+            process.current().settings.min_compress_bytes, is_alone=True)
+        # Backward needs the name, so it must be chosen here.
+        name = name or process.current().tensors.unnamed("auto")
+        ctx.arguments = (average, name if codec is None else f"{name}.backward", priority, codec)
+        return _push_pull(tensor, average, name, priority, codec, learning_rate)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _push_pull(gradients[0].contiguous(), *ctx.arguments), None, None, None, None
+        return _push_pull(gradients[0].contiguous(), *ctx.arguments), None, None, None, None, None
 
 
 def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
-              compression: CompressorLike = Compression.none) -> torch.Tensor:
+              compression: CompressionLike = Compression.none, learning_rate: float | None = None) -> torch.Tensor:
     """Return the sum (mean) of *tensor* over all ranks as a new tensor. Differentiable: backward sums the gradients.
+
+    *compression* is a compressor, or a choice of codecs (`bpsfast.torch.compression`); *learning_rate* is for error
+    feedback, as of `bpsfast.push_pull`.
 
     Raises
     ------
-    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
+    ConfigError, UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
         As `bpsfast.push_pull`.
     """
-    check_compressor(compression)
-    compressed, context = compression.compress(tensor)
-    summed = _PushPull.apply(compressed, average, name, version, priority)
-    return compression.decompress(summed, context)
+    compressor, choice = parted(compression)
+    compressed, context = compressor.compress(tensor)
+    summed = _PushPull.apply(compressed, average, name, priority, choice, learning_rate)
+    return compressor.decompress(summed, context)
 
 
 def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
-                      priority: int = 0) -> torch.Tensor:
-    """Replace *tensor* by its sum (mean) over all ranks and return it."""
+                      priority: int = 0, compression: Choice | None = None,
+                      learning_rate: float | None = None) -> torch.Tensor:
+    """Replace *tensor* by its sum (mean) over all ranks and return it; the rest as of `push_pull_async`."""
     memory = tensor_memory(tensor)
-    return operations.run(memory, name, average, _priority(name, priority), memory, tensor)
+    return operations.run(memory, name, average, _priority(name, priority), memory, tensor, compression, learning_rate)
 
 
 def poll(handle: Handle) -> bool:

@@ -13,9 +13,11 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
 from .async_optimizer import AsyncOptimizer
-from .compression import Compression, CompressorLike, check_compressor
+from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
+from .local_momentum import has_momentum, warn_of_momentum
+from .sparse_exchange import SparseExchange
 from .wrapped import Wrapped, check_idle, check_passes, members_of, trained, wrap
 
 
@@ -133,8 +135,8 @@ _CROSSING = members_of(_CrossBarrierOptimizer, "step", "synchronize", "settle", 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: CompressorLike = Compression.none, backward_passes_per_step: int = 1, *, cross_barrier: bool = False,
-    num_steps: int = 10**6,
+    compression: CompressionLike = Compression.none, backward_passes_per_step: int = 1, *, cross_barrier: bool = False,
+    num_steps: int = 10**6, sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that averages its gradients over all ranks before each step.
 
@@ -149,7 +151,9 @@ def DistributedOptimizer(
         (name, tensor) of at least all parameters of the optimizer; None: they are numbered.
     compression
         `Compression.fp16` and `Compression.bf16` let gradients travel in half the bytes; or one of your own
-        (`bpsfast.torch.compression`).
+        (`bpsfast.torch.compression`). Or a codec for what travels between nodes, `Compression.topk(0.01,
+        error_feedback=True)` and the like, or a choice of them by names (`bpsfast.compression.choice`). Error feedback
+        is told the learning rates of the groups. A codec's momentum stands for the optimizer's own, which must be 0.
     backward_passes_per_step
         Gradients travel after this many backward passes; the sum over passes is not divided.
     cross_barrier
@@ -158,6 +162,9 @@ def DistributedOptimizer(
         are compiled or scripted: their code uses parameters behind Python's back.
     num_steps
         After so many steps, a step waits for all again.
+    sparse_as_dense
+        Let sparse gradients (``torch.nn.Embedding(sparse=True)``) travel as dense ones. Else only rows travel that some
+        rank has; not with *cross_barrier*.
 
     Raises
     ------
@@ -167,29 +174,35 @@ def DistributedOptimizer(
         If an optimizer cannot update one parameter at a time (also in its first step), or a gradient cannot be summed.
     """
     check_passes(backward_passes_per_step)
-    check_compressor(compression)
+    check_compression(compression)
+    if cross_barrier and sparse_as_dense:
+        raise UnsupportedError("sparse_as_dense goes without cross_barrier, which takes dense gradients only: use "
+                               "sparse=False in the embedding")
     base = type(optimizer)
     named = _named(optimizer, named_parameters)
-    exchanges = process.size() > 1 and bool(named)
     settings = process.current().settings
-    if settings.async_training and exchanges:
+    if settings.async_training and process.size() > 1 and named:
         if cross_barrier or compression is not Compression.none:
             raise UnsupportedError("BPSFAST_ASYNC_TRAINING (BYTEPS_ENABLE_ASYNC) goes with neither cross_barrier nor "
                                    "compression: no gradients travel")
         staleness = None if settings.async_staleness < 0 else settings.async_staleness
         return AsyncOptimizer(optimizer, named, staleness=staleness)
+    exchanges = bool(named) and (process.size() > 1 or has_momentum(compression, named))
     wrapped = wrap(optimizer, _CROSSING if exchanges and cross_barrier else _STEPPING, backward_passes_per_step)
     if exchanges and cross_barrier:
         wrapped._exchange = CrossBarrierExchange(base, named, compression, backward_passes_per_step, num_steps)
     elif exchanges:
-        wrapped._exchange = Exchange(named, compression, backward_passes_per_step)
+        wrapped._exchange = SparseExchange(named, compression, backward_passes_per_step, sparse_as_dense)
+    if wrapped._exchange is not None:
+        wrapped._exchange.follow(wrapped)
+        warn_of_momentum(wrapped, wrapped._exchange.momenta)
     return wrapped
 
 
 def CrossBarrier(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: CompressorLike = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
+    compression: CompressionLike = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as `DistributedOptimizer` does with *cross_barrier*; BytePS's name and arguments for it.
 

@@ -26,8 +26,9 @@ from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.session import Session
 from .broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
-from .compression import Compression, CompressorLike, check_compressor
+from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
+from .local_momentum import has_momentum, warn_of_momentum
 
 _queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -38,7 +39,7 @@ _to_end: dict[int, set[_ModuleExchange]] = {}
 class _ModuleExchange(Exchange):
     """The gradients of one module. They are sent while `sends` is true, else they add up."""
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike) -> None:
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike) -> None:
         super().__init__(named, compression, n_passes=1)
         self.number = 0  # of the module among those of the job
         self.sends = True
@@ -117,7 +118,8 @@ class DistributedDataParallel(torch.nn.Module):
     broadcast_buffers
         Give rank 0's buffers to all ranks before each forward pass.
     compression
-        As of `DistributedOptimizer`.
+        As of `DistributedOptimizer`; names are those of *module*'s parameters. For error feedback see
+        `follow_learning_rates`.
 
     Raises
     ------
@@ -130,9 +132,9 @@ class DistributedDataParallel(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, device_ids: Sequence[Any] | None = None, broadcast_buffers: bool = True,
-                 compression: CompressorLike = Compression.none) -> None:
+                 compression: CompressionLike = Compression.none) -> None:
         super().__init__()
-        check_compressor(compression)
+        check_compression(compression)
         if device_ids is not None and len(device_ids) > 1:
             raise ConfigError(f"device_ids={list(device_ids)}: a rank has one device; start a rank for each")
         for name, p in module.named_parameters():
@@ -142,9 +144,11 @@ class DistributedDataParallel(torch.nn.Module):
         self.device_ids = None if device_ids is None else list(device_ids)
         self.broadcast_buffers = broadcast_buffers
         self._exchange: _ModuleExchange | None = None
-        if process.size() == 1:
+        named: list[tuple[str, torch.Tensor]] = [
+            (name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if process.size() == 1 and not has_momentum(compression, named):
             return
-        exchange = _ModuleExchange([(name, p) for name, p in module.named_parameters() if p.requires_grad], compression)
+        exchange = _ModuleExchange(named, compression)
         mine = _take_number(exchange) if process.rank() == 0 else None
         exchange.number = broadcast_object(mine, 0, "number of a DistributedDataParallel")
         exchange.prefix = _prefix(exchange.number)
@@ -184,6 +188,15 @@ class DistributedDataParallel(torch.nn.Module):
             yield
         finally:
             exchange.sends = before
+
+    def follow_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell error feedback the learning rates of *optimizer*, as its groups have them at each backward pass.
+
+        Without that, what was not sent of a gradient counts as much in the next step as it did in its own.
+        """
+        if self._exchange is not None:
+            self._exchange.follow(optimizer)
+            warn_of_momentum(optimizer, self._exchange.momenta)
 
     def synchronize(self) -> None:
         """Average the gradients, if that has not happened since the last forward pass.

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from ..compression.choice import Choice, chosen_among
 from ..dtypes import wire_name
 from ..orchestration.errors import BusyError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
-from . import current as process
+from . import current as process, learning_rate as rates
 from .edition import Cut, Edition
 from .memory import Region
 from .tuner import Tuner
@@ -47,11 +48,17 @@ class Gradients:
         Divide the sums by the number of ranks.
     prefix
         Put before each name on the wire, where names are the job's.
+    compression
+        How gradients travel between nodes, by their names: see `bpsfast.compression.choice`. What is compressed is
+        fused with nothing, and has state: where anything is, nothing is tuned.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
-                 average: bool = True, prefix: str = "", order: Sequence[str] | None = None) -> None:
+                 average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
+                 compression: Choice | None = None) -> None:
         self._session = process.current()
+        kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
+        self.codecs = chosen_among(compression, kinds, self._session.settings.min_compress_bytes)
         self._names = {name: prefix + name for name in tensors}
         # Groups of one job have different names: two models may be trained beside each other.
         names = list(self._names.values())
@@ -60,12 +67,13 @@ class Gradients:
             raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
         self._by_urgency = list(tensors if order is None else order)
         urgency = {name: -place for place, name in enumerate(self._by_urgency)}
-        tunes = self._session.settings.autotune and self._session.size > 1 and bool(names)
+        tunes = self._session.settings.autotune and self._session.size > 1 and bool(names) and not self.codecs
         family = f"{names[0]} to {names[-1]}, {len(names)} tensors" if tunes else ""
         specs = {
-            name: TensorSpec(name=self._names[name], dtype=wire_name(dtype), shape=tuple(shape), average=average,
-                             group=group, priority=urgency[name], edition_of=family)
-            for name, (shape, dtype) in tensors.items()
+            name: TensorSpec(name=self._names[name], shape=shape, dtype=dtype, average=average,
+                             group=None if name in self.codecs else group, priority=urgency[name], edition_of=family,
+                             codec=self.codecs.get(name))
+            for name, (shape, dtype) in kinds.items()
         }
         self._session.n_users.update(self._names.values())
         self._edition = Edition(self._session, specs, 0, Cut())
@@ -79,6 +87,7 @@ class Gradients:
         self._homes: dict[str, Region] = {}
         self._ready: set[str] = set()
         self._pending: dict[str, int] = {}
+        self._rates: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -116,9 +125,33 @@ class Gradients:
             raise MismatchError(f"gradient {name!r} has {self._edition.members[name].nbytes} bytes, {nbytes} came")
         self._put(name, address)
 
+    @property
+    def learning_rate(self) -> float | Mapping[str, float]:
+        """With which learning rates sums will be used, as far as it was said, for error feedback. Set a number, or some
+        by their names: they count from the next gradient of that name on; 0: as before.
+
+        Raises
+        ------
+        ConfigError
+            If a rate is not possible.
+        MismatchError
+            If there is no such name.
+        """
+        return dict(self._rates)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float | Mapping[str, float]) -> None:
+        rate_of = rate if isinstance(rate, Mapping) else dict.fromkeys(self._names, rate)
+        found = {name: rates.checked(value) for name, value in rate_of.items()}
+        for name in found:
+            self._require(name)
+        self._rates.update({name: value for name, value in found.items() if value is not None and name in self.codecs})
+
     def _put(self, name: str, address: int) -> None:
         """Take the gradient at *address*, which is the place where its unit wants it, or copied there."""
         unit, place = self._edition.units[name], self._edition.places[name]
+        if name in self._rates:
+            unit.learning_rate = self._rates[name]
         if address == place.address:
             if self._enter(name):
                 unit.push_staging()
@@ -229,13 +262,16 @@ class Gradients:
 
     def _prepare(self, name: str) -> None:
         """Check the name; at the first call wait for the units and lay the arrays out in their memory."""
-        if name not in self._names:
-            raise MismatchError(f"there is no gradient {name!r}; the names are {', '.join(list(self._names)[:8])}, ...")
+        self._require(name)
         if self._arrays:
             return
         with self._lock:
             if not self._arrays:
                 self._lay_out()
+
+    def _require(self, name: str) -> None:
+        if name not in self._names:
+            raise MismatchError(f"there is no gradient {name!r}; the names are {', '.join(list(self._names)[:8])}, ...")
 
     def _lay_out(self) -> None:
         edition = self._edition

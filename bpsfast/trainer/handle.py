@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..compression.choice import Choice, chosen
 from ..dtypes import TABLE, wire_name
 from ..orchestration.errors import MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from . import current as process
+from . import current as process, learning_rate as rates
 from .repeat import Repeat
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
@@ -34,8 +35,9 @@ class Handle:
     """
 
     def __init__(self, session: Session, name: str, source: TensorInput, output: TensorInput | None,
-                 result: object) -> None:
+                 result: object, learning_rate: float | None = None) -> None:
         self.name = name
+        self._learning_rate = learning_rate
         self._session = session
         self._source: TensorInput | None = source
         self._output = output
@@ -63,6 +65,8 @@ class Handle:
     def start(self, unit: Unit) -> None:
         """Push the input as the next round of *unit*."""
         assert self._source is not None, "a handle starts once"
+        if self._learning_rate is not None:
+            unit.learning_rate = self._learning_rate
         self._round = unit.push(self._source.address, self._source.nbytes)
         self._unit = unit
         self._open_gate()
@@ -138,25 +142,27 @@ def _until(deadline: float) -> float:
 
 
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
-          result: object) -> Handle:
+          result: object, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
     """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
-    session, name, unit = _announced(source, name, average, priority)
-    return _begin(session, name, unit, source, output, result)
+    learning_rate = rates.checked(learning_rate)
+    session, name, unit = _announced(source, name, average, priority, compression)
+    return _begin(session, name, unit, source, output, result, learning_rate)
 
 
 def run(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput,
-        result: T) -> T:
+        result: T, compression: Choice | None = None, learning_rate: float | None = None) -> T:
     """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
-    session, name, unit = _announced(source, name, average, priority)
+    learning_rate = rates.checked(learning_rate)
+    session, name, unit = _announced(source, name, average, priority, compression)
     if unit is None or not unit.stream(source.address, output.address, source.nbytes, session.settings.timeout_s):
-        _begin(session, name, unit, source, output, result).wait()
+        _begin(session, name, unit, source, output, result, learning_rate).wait()
     return result
 
 
 def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, output: TensorInput | None,
-           result: object) -> Handle:
+           result: object, learning_rate: float | None) -> Handle:
     """Push *source* as the next round of *unit*, or once *name* is committed."""
-    handle = Handle(session, name, source, output, result)
+    handle = Handle(session, name, source, output, result, learning_rate)
     if unit is None:
         session.tensors.defer(name, handle.start_deferred)
     else:
@@ -164,34 +170,37 @@ def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, 
     return handle
 
 
-def _announced(source: TensorInput, name: str | None, average: bool,
-               priority: int | None) -> tuple[Session, str, Unit | None]:
+def _announced(source: TensorInput, name: str | None, average: bool, priority: int | None,
+               compression: Choice | None) -> tuple[Session, str, Unit | None]:
     """Announce a push_pull to the job; return the session, the tensor's name, and its unit if that is committed."""
     session = process.current()
+    codec = chosen(compression, name or "", source.shape, source.dtype, session.settings.min_compress_bytes,
+                   is_alone=True) if compression is not None else None
     if name is None:
         name = session.tensors.unnamed("auto")
         if name == f"auto.{_MANY_UNNAMED}":
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
-    spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority)
+    spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
+                      codec=codec)
     if not session.tensors.knows(spec):
         session.tensors.declare([spec])
     return session, name, session.tensors.unit_nowait(name)
 
 
 def push_pull_async(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
-                    out: Any = None) -> Handle:
+                    out: Any = None, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
     """Begin to sum *x* over all ranks and return a handle for `synchronize`.
 
     *x* must not be written until then. Parameters and results: `push_pull`.
     """
     source = tensor_input(x)
     output, result = _destination(source, out)
-    return start(source, name, average, priority, output, result)
+    return start(source, name, average, priority, output, result, compression, learning_rate)
 
 
-def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
-              out: Any = None) -> Any:
+def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None, out: Any = None,
+              compression: Choice | None = None, learning_rate: float | None = None) -> Any:
     """Return the sum of *x* over all ranks, or its mean.
 
     Parameters
@@ -209,6 +218,12 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
         the first use of the name.
     out
         Receives the result (it may be *x*) and is returned.
+    compression
+        How *x* travels between nodes, the same for all pushes of *name*: a codec of `bpsfast.compression`, or what
+        chooses one by the name (`compression.choice`; "" without one). Ranks of one node sum exactly, and so do
+        tensors below the setting min_compress_bytes. All ranks get the same bits.
+    learning_rate
+        With which the result will be used, for error feedback, from this push on; None or 0: as before.
 
     Returns
     -------
@@ -218,24 +233,27 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     Raises
     ------
     UnsupportedError
-        If *x* is not contiguous, not on the CPU, or of a dtype that bpsfast does not sum.
+        If *x* is not contiguous, not on the CPU, or of a dtype that bpsfast does not sum, or does not compress.
+    ConfigError
+        If *compression* or *learning_rate* is not possible.
     MismatchError
-        If ranks, or two uses of *name*, differ in shape, dtype or *average*.
+        If ranks, or two uses of *name*, differ in shape, dtype, *average* or *compression*.
     BusyError
         If *name* is in flight already.
     ClosedError, StallError, PeerLostError
         See there.
     """
-    repeat = process.current().repeats.get(name) if name and out is None and isinstance(x, np.ndarray) else None
+    is_simple = isinstance(x, np.ndarray) and compression is None and learning_rate is None
+    repeat = process.current().repeats.get(name) if name and out is None and is_simple else None
     view = repeat.push_pull(x, average, priority) if repeat is not None else None
     if view is not None:
         return view
     source = tensor_input(x)
     output, result = _destination(source, out)
     if output is not None:
-        return run(source, name, average, priority, output, result)
-    result = start(source, name, average, priority, None, None).wait()
-    if name is not None and isinstance(x, np.ndarray):
+        return run(source, name, average, priority, output, result, compression, learning_rate)
+    result = start(source, name, average, priority, None, None, compression, learning_rate).wait()
+    if name is not None and is_simple:
         session = process.current()
         session.repeats[name] = Repeat(session, session.tensors.unit(name), x, average, priority)
     return result
@@ -272,13 +290,16 @@ def synchronize(handle: Handle, timeout_s: float | None = None) -> Any:
 
 
 def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: bool = True,
-            priority: int | None = None) -> None:
+            priority: int | None = None, compression: Choice | None = None) -> None:
     """Announce that *name* will be pushed, so that its first push_pull finds everything prepared. Returns at once.
 
     Parameters are those of the push_pulls that follow; declare in the order in which results will be needed.
     """
-    spec = TensorSpec(name=name, dtype=wire_name(dtype), shape=tuple(shape), average=average, priority=priority)
-    process.current().tensors.declare([spec])
+    session = process.current()
+    kind = tuple(shape), wire_name(dtype)
+    codec = chosen(compression, name, *kind, session.settings.min_compress_bytes, is_alone=True)
+    session.tensors.declare([TensorSpec(name=name, shape=kind[0], dtype=kind[1], average=average, priority=priority,
+                                        codec=codec)])
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = "float32") -> np.ndarray[Any, Any]:

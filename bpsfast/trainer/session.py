@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from ..post import Post
     from .broadcaster import Broadcaster
     from .repeat import Repeat
+    from .table import Table
 
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _GOODBYE_S = 5.0
@@ -96,7 +97,7 @@ class Session:
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
         self._retired_nbytes = 0  # pushed by units that are retired
         self.clock = StepClock(
-            port, lambda: self._retired_nbytes + sum(unit.round * unit.nbytes for unit in self.tensors.units()))
+            port, lambda: self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units()))
         self.memory = Memory(self.rank, settings.timeout_s, self.require_open, lambda: self._mailbox)
         self.states = States(self._questions, self.memory)
         self.notices = NoticeBoard(self.rank, self._questions, self.require_open, lambda: self._mailbox)
@@ -106,6 +107,7 @@ class Session:
                                 self.inspector, self.tensors.look_for_commits, self._node_lost)
         self._lock = threading.RLock()
         self.repeats: dict[str, Repeat] = {}
+        self.row_tables: dict[str, Table] = {}
         self.n_stores = 0  # made for torch (`torch.backend.launched`)
         self.n_groups: Counter[tuple[int, ...]] = Counter()  # made of the same ranks in the same order (`collective`)
         self.n_users: Counter[str] = Counter()  # name on the wire -> how many `Gradients` push it
@@ -177,7 +179,7 @@ class Session:
             raise BusyError("a tensor is retired whose last round was not waited for")
         self.tensors.retire([name for unit in units for name in unit.members])
         for unit in units:
-            self._retired_nbytes += unit.round * unit.nbytes
+            self._retired_nbytes += unit.pushed_nbytes
             for name in unit.members:
                 self.repeats.pop(name, None)
             unit.forget()
@@ -286,6 +288,7 @@ class Session:
         self._write_trace()
         self.tensors.forget()
         self.repeats.clear()
+        self.row_tables.clear()
         segments = self.memory.forget()
         if not self.port.close(_GOODBYE_S):
             return  # a thread is still inside: better to keep the mappings than to pull them from under it

@@ -56,11 +56,13 @@ class Unit:
         self._parts = plan.parts
         self.dtype = TABLE[plan.dtype].numpy
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
+        self.frame_rows = plan.frame_rows
         self.codec = plan.codec
         #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
         self.learning_rate = 0.0
         self._told_rate = 0.0
         self.round = 0
+        self.pushed_nbytes = 0  # in all rounds
         self.in_flight = False
         self._is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
@@ -113,7 +115,7 @@ class Unit:
             raise ProtocolError(f"unit {self.name!r} has {self.nbytes} bytes, {nbytes} were pushed")
         place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 else None
         staging = self.staging if place is None and self.n_parts else None
-        round = self._begin()
+        round = self._begin(nbytes)
         if self.n_parts == 0:
             return round
         if place is not None:
@@ -132,7 +134,7 @@ class Unit:
         place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 and self.n_parts else None
         if place is None or nbytes != self.nbytes:
             return None
-        round = self._begin()
+        round = self._begin(nbytes)
         try:
             self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
         except BpsError as exc:
@@ -161,7 +163,7 @@ class Unit:
             if self._window is None:
                 self._window = self._staging or session.memory.allocate(n_slots * self.stride)
             window = self._window
-        round = self._begin()
+        round = self._begin(nbytes)
         try:
             session.port.stream_in(self, window, n_slots, source, round, timeout_s)
             session.port.wait(self, self.first_part, self.n_parts, round, max(0.0, deadline - time.monotonic()))
@@ -172,22 +174,22 @@ class Unit:
         self.finish(round)  # not before: the next but one round overwrites this result
         return True
 
-    def push_staging(self) -> int:
-        """Announce what lies in `staging` and return the round."""
+    def push_staging(self, nbytes: int | None = None) -> int:
+        """Announce what lies in `staging`, of which *nbytes* are input if not all are, and return the round."""
         staging = self.staging
-        round = self._begin()
+        round = self._begin(self.nbytes if nbytes is None else nbytes)
         if self.n_parts:
             self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
         return round
 
     def push_empty(self) -> int:
         """Take part in a round without contributing and return the round."""
-        round = self._begin()
+        round = self._begin(0)
         if self.n_parts:
             self.session.port.submit_empty(self.first_part, self.n_parts, round)
         return round
 
-    def _begin(self) -> int:
+    def _begin(self, nbytes: int) -> int:
         with self._lock:
             if self._is_retired:
                 raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
@@ -206,6 +208,7 @@ class Unit:
             self._step = clock.step
             self.in_flight = True
             self.round += 1
+            self.pushed_nbytes += nbytes
             round, rate = self.round, self.learning_rate
         if self.codec is not None and rate != self._told_rate and self.n_parts:
             self.session.port.set_rate(self.first_part, self.n_parts, round, rate)

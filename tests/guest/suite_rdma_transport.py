@@ -23,6 +23,7 @@ from tests.test_transport import (  # noqa: F401  the contract's tests, collecte
     test_a_refused_generation_is_forgotten,
     test_an_abort_ends_waits_with_its_reason,
     test_an_empty_contribution_moves_no_payload,
+    test_frames_arrive_whole_in_every_round,
     test_payloads_arrive_whole_in_every_round,
     test_the_choice_is_explained,
     test_the_next_generation_waits_for_the_local_commit,

@@ -1,0 +1,104 @@
+"""Which tensor is compressed how: one codec for all, codecs by patterns of names, or a function of the user's.
+
+    compression=onebit()                                    all that can be, and are large enough
+    compression={"*.bias": None, "fc*": topk(0.01), "*": onebit()}     the first pattern that fits (`fnmatch`)
+    compression=lambda name, shape, dtype: topk(0.01) if len(shape) > 1 else None
+
+What is chosen for many at once (one codec, a pattern with wildcards) leaves integers alone; what is chosen for one
+tensor, by its name or by a function, is an error where it cannot be.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, TypeAlias
+
+from ..orchestration.codec import CodecSpec, check, width_of
+from ..orchestration.errors import ConfigError, UnsupportedError
+from ..orchestration.partition import ITEM_NBYTES
+from .formats import check_types
+
+#: What users give as *compression*; a function is called with name, shape and the dtype's name, such as "float32".
+Choice: TypeAlias = (
+    CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
+
+
+def check_choice(choice: Choice | None) -> None:
+    """Raise `ConfigError` if *choice* is none, or chooses what is not possible. Functions are not called."""
+    if choice is None or isinstance(choice, CodecSpec):
+        _check(choice, "compression")
+    elif isinstance(choice, Mapping):
+        for pattern, codec in choice.items():
+            if not isinstance(pattern, str):
+                raise ConfigError(f"compression has the key {pattern!r}: expected a name, or a pattern of names")
+            _check(codec, f"compression[{pattern!r}]")
+    elif not callable(choice):
+        raise ConfigError(f"compression={choice!r} is no choice: expected a codec such as "
+                          "bpsfast.compression.onebit(), a mapping of names to codecs, or a function of name, shape "
+                          "and dtype that returns one")
+
+
+def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str, least_nbytes: int,
+           is_alone: bool = False) -> CodecSpec | None:
+    """Return how *choice* wants tensor *name* to be compressed; None: not at all.
+
+    Parameters
+    ----------
+    dtype
+        The dtype's name, such as "float32".
+    least_nbytes
+        Smaller tensors are not compressed, whatever is chosen.
+    is_alone
+        It is the only tensor that *choice* is for: then a single codec is chosen for this one.
+
+    Raises
+    ------
+    ConfigError
+        If *choice* is not possible.
+    UnsupportedError
+        If *choice* is for this tensor alone, and tensors of *dtype* are not compressed.
+    """
+    check_choice(choice)
+    codec, is_meant = _found(choice, name, shape, dtype)
+    if codec is None:
+        return None
+    if is_meant or is_alone:
+        try:
+            width_of(dtype)
+        except UnsupportedError as exc:
+            raise UnsupportedError(f"compression {codec.kind!r} was chosen for tensor {name!r}: {exc}") from None
+    nbytes = prod(shape) * ITEM_NBYTES.get(dtype, 0)
+    return codec if "float" in dtype and nbytes >= max(least_nbytes, 1) else None
+
+
+def chosen_among(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]],
+                 least_nbytes: int) -> dict[str, CodecSpec]:
+    """Return the codecs of those tensors that *choice* wants compressed; *kinds* are shapes and dtypes by name.
+
+    Raises as `chosen`.
+    """
+    return {name: codec for name, (shape, dtype) in kinds.items()
+            if (codec := chosen(choice, name, shape, dtype, least_nbytes)) is not None}
+
+
+def _found(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str) -> tuple[CodecSpec | None, bool]:
+    """Return the codec for tensor *name*, and whether it was meant for just this one."""
+    if choice is None or isinstance(choice, CodecSpec):
+        return choice, False
+    if isinstance(choice, Mapping):
+        if name in choice:
+            return choice[name], True
+        return next((codec for pattern, codec in choice.items() if fnmatchcase(name, pattern)), None), False
+    codec = choice(name, shape, dtype)
+    _check(codec, f"the codec that the function {getattr(choice, '__name__', choice)!r} has chosen for {name!r}")
+    return codec, True
+
+
+def _check(codec: Any, what: str) -> None:
+    if codec is None:
+        return
+    if not isinstance(codec, CodecSpec):
+        raise ConfigError(f"{what} is {codec!r}: expected a codec such as bpsfast.compression.onebit(), or None")
+    check_types(codec)
+    check(codec)

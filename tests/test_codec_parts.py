@@ -1,0 +1,128 @@
+"""Compressed parts in one engine: frames that another node got wrong, and what retires them."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bpsfast import kernels
+from bpsfast.compression.reading import Job, decode
+from bpsfast.node.coding import part_codec
+from bpsfast.orchestration.codec import CodecSpec, frame_nbytes
+from bpsfast.pyx import engine as native
+from bpsfast.pyx.pages import Segment
+from bpsfast.pyx.port import ABORTED, DONE
+from tests.vertex import PART, N
+
+CODEC = CodecSpec(kind="topk", k=10)
+ROOM = frame_nbytes(CODEC, N, "float32")
+
+
+class Coded:
+    """A vertex with one rank and one peer behind a wire; part 0 is owned here, part 1 there."""
+
+    def __init__(self, vertex):
+        self.vertex = v = vertex(n_ranks=1)
+        self.memory = Segment(1 << 20)
+        self.bytes = np.frombuffer(self.memory, np.uint8)
+        self.peer = v.engine.add_wire_peer()
+        codec = part_codec(CODEC, "float32", N)
+        at, stride = self.memory.address, 1 << 16
+        kernel = kernels.address("float32")
+        v.engine.add_owned(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernel, divisor=2, before=[],
+                           local=[v.ranks[0]], after=[(self.peer, at)], outputs=(at + stride, at + 2 * stride),
+                           shm_peers=[], to_wire=True, codec=codec._replace(frames=(at + 3 * stride, at + 4 * stride)))
+        v.engine.add_member(1, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernel, local=[v.ranks[0]],
+                            owner=self.peer, partial=(at + 5 * stride, 0, 0), codec=codec._replace(
+                                frame=at + 5 * stride, frames=(at + 6 * stride, at + 7 * stride),
+                                results=(at + 8 * stride, at + 9 * stride)))
+        v.commit()
+
+    def place(self, number, nbytes=ROOM):
+        return self.bytes[number << 16:][:nbytes]
+
+    def floats(self, number):
+        return self.place(number, PART).view(np.float32)
+
+    def close(self):
+        del self.bytes
+        self.vertex.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def coded(vertex):
+    made = Coded(vertex)
+    yield made
+    made.close()
+
+
+def framed(data):
+    return np.frombuffer(len(data).to_bytes(8, "little") + data, np.uint8)
+
+
+def test_owner_and_member_make_the_frames_of_the_reading(coded):
+    v = coded.vertex
+    mine, theirs = (np.random.default_rng(seed).standard_normal(N).astype(np.float32) for seed in range(2))
+    reading = Job(CODEC, N, "float32", 2)
+    sent = framed(reading.nodes[1].push(theirs))
+    coded.place(0, len(sent))[:] = sent
+    v.input(0)[:] = mine
+    v.ports[0].submit(0, 1, 1, 0, 0)
+    v.engine.arrived(coded.peer, 0, 1, 0)
+    assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    expected = Job(CODEC, N, "float32", 2).round([mine, theirs], 2)
+    assert coded.floats(2).tobytes() == expected.tobytes()
+    [(kind, _, part, round_, _, address, nbytes)] = v.engine.events(10)
+    assert (kind, part, round_, address, nbytes) == (native.EVENT_RESULT, 0, 1, coded.memory.address + (4 << 16),
+                                                     len(sent))
+    v.ports[0].submit(1, 1, 1, 0, PART)
+    [(kind, source, part, round_, _, address, nbytes)] = v.engine.events(10)
+    assert (kind, source, part, round_) == (native.EVENT_FORWARD, coded.peer, 1, 1)
+    frame = coded.place(5, nbytes)
+    assert frame.tobytes() == framed(Job(CODEC, N, "float32", 1).nodes[0].push(v.input(0)[1])).tobytes()
+    coded.place(7, nbytes)[:] = frame
+    v.engine.arrived(coded.peer, 1, 1, 0)
+    assert v.ports[0].wait(1, 1, 1, 10) == DONE
+    assert coded.floats(9).tobytes() == decode(CODEC, frame[8:].tobytes(), N, "float32").tobytes()
+
+
+@pytest.mark.parametrize("bad", [
+    framed(b""), framed(b"x" * 79), framed(np.array([N, 0] * 10, np.uint32).tobytes()),
+    np.frombuffer((1 << 40).to_bytes(8, "little"), np.uint8), np.full(8, 255, np.uint8),
+], ids=["nothing", "cut off", "an index beyond the end", "longer than its room", "a length of all ones"])
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_a_frame_that_is_none_ends_the_job_in_words(coded, bad, is_owner):
+    v = coded.vertex
+    part = 0 if is_owner else 1
+    coded.place(0 if is_owner else 7, len(bad))[:] = bad
+    v.ports[0].submit(part, 1, 1, 0, 0)
+    if not is_owner:
+        assert v.engine.events(10)[0][0] == native.EVENT_FORWARD
+    v.engine.arrived(coded.peer, part, 1, 0)
+    assert v.ports[0].wait(part, 1, 1, 10) == ABORTED
+    assert v.ports[0].state()[1] == ("ProtocolError: what another node sent is no valid compression of partition "
+                                     f"{part}, round 1")
+
+
+def test_a_learning_rate_that_is_none_is_the_ranks_fault(coded):
+    v = coded.vertex
+    for rate in (float("nan"), -1.0, float("inf")):
+        v.ports[0].set_rate(0, 1, 1, rate)
+        v.engine.missing(0)  # what ranks announced before counts
+        [(kind, source, part, *_)] = v.engine.events(10)
+        assert (kind, source, part) == (native.EVENT_LOST, v.ranks[0], 0)
+
+
+def test_parts_are_retired_with_their_codecs(coded):
+    v = coded.vertex
+    v.ports[0].submit(1, 1, 1, 0, 0)
+    assert v.engine.events(10)[0][0] == native.EVENT_FORWARD
+    with pytest.raises(ValueError, match="part 1 is to be retired while something of it is under way"):
+        v.engine.retire([1])
+    frame = coded.place(5)
+    coded.place(7)[:] = frame
+    v.engine.arrived(coded.peer, 1, 1, 0)
+    assert v.ports[0].wait(1, 1, 1, 10) == DONE
+    v.engine.retire([0, 1])
+    with pytest.raises(ValueError, match="part 1 has no codec"):
+        v.engine.codec_words(1)

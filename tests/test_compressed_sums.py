@@ -1,0 +1,149 @@
+"""Compressed tensors of real jobs: the bits are those of the plain reading, whatever transport and shape of the job."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bpsfast.compression.reading import Job
+from bpsfast.dtypes import TABLE
+from bpsfast.orchestration.codec import CodecSpec
+from bpsfast.orchestration.messages import TensorSpec
+from bpsfast.reference import reduce
+from bpsfast.trainer import current
+
+PAGE = 4096
+#: Three whole partitions of a page and a short one.
+N = {"float32": 3500, "float64": 1750, "float16": 7000, "bfloat16": 7000}
+CODECS = {
+    "onebit": CodecSpec(kind="onebit"),
+    "onebit, unscaled, error feedback, momentum": CodecSpec(kind="onebit", scaled=False, error_feedback=True,
+                                                            momentum=0.9),
+    "topk, error feedback": CodecSpec(kind="topk", k=0.05, error_feedback=True),
+    "topk, momentum": CodecSpec(kind="topk", k=7, momentum=0.5),
+    "randomk, error feedback": CodecSpec(kind="randomk", k=0.02, seed=2020, error_feedback=True),
+    "dithering, error feedback": CodecSpec(kind="dithering", k=7, error_feedback=True),
+    "dithering, natural, l2": CodecSpec(kind="dithering", k=5, natural=True, l2=True, seed=3),
+    "float16": CodecSpec(kind="float16"),
+    "bfloat16, error feedback": CodecSpec(kind="bfloat16", error_feedback=True),
+    "int8, error feedback": CodecSpec(kind="int8", error_feedback=True),
+}
+SHAPES = {"1+1 tcp": {"ranks": (1, 1), "transport": "tcp"}, "1+1 shm": {"ranks": (1, 1)},
+          "2+1 tcp": {"ranks": (2, 1), "transport": "tcp"}, "2+2 shm": {"ranks": (2, 2)},
+          "1+1+1 tcp": {"ranks": (1, 1, 1), "transport": "tcp"}}
+
+
+def gradient(rank, round_, n, dtype):
+    values = np.random.default_rng([rank, round_]).standard_normal(n)
+    return values.astype(TABLE[dtype].numpy)
+
+
+def rounds(name, dtype, codec, n_rounds, average=True, rates=None, empties=()):
+    """On a rank: push `n_rounds` gradients, but nothing in *empties* (rank, round); return the results' bytes."""
+    session = current.current()
+    n = N[dtype]
+    session.tensors.declare([TensorSpec(name=name, dtype=dtype, shape=(n,), average=average, partition_nbytes=PAGE,
+                                        codec=codec)])
+    unit = session.tensors.unit(name, 20)
+    results = []
+    for round_ in range(1, n_rounds + 1):
+        x = gradient(session.rank, round_, n, dtype)
+        if rates is not None:
+            unit.learning_rate = rates[round_ - 1]
+        if (session.rank, round_) in empties:
+            unit.push_empty()
+        else:
+            unit.push(x.ctypes.data, x.nbytes)
+        unit.wait(round_, 20)
+        results.append(unit.view(round_).tobytes())
+    return results
+
+
+def expected(ranks, dtype, codec, n_rounds, average=True, rates=None, empties=()):
+    """Replay the job by the plain reading."""
+    n, width = N[dtype], TABLE[dtype].itemsize
+    cuts = [(at, min(n, at + PAGE // width)) for at in range(0, n, PAGE // width)]
+    jobs = [Job(codec, end - begin, dtype, len(ranks)) for begin, end in cuts]
+    firsts = np.cumsum([0, *ranks])
+    results, last_rate = [], None
+    for round_ in range(1, n_rounds + 1):
+        partials = []
+        for first, n_local in zip(firsts, ranks):
+            given = [gradient(rank, round_, n, dtype) for rank in range(first, first + n_local)
+                     if (rank, round_) not in empties]
+            partials.append(reduce([given], average=False) if given else None)
+        rate = rates[round_ - 1] if rates else None
+        ratio = last_rate / rate if last_rate and rate else 1.0
+        last_rate = rate
+        results.append(b"".join(
+            job.round([None if partial is None else partial[begin:end] for partial in partials],
+                      sum(ranks) if average else 1, ratio).tobytes()
+            for job, (begin, end) in zip(jobs, cuts)))
+    return results
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def shape(request, shared_job):
+    return shared_job(**request.param), request.param["ranks"]
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_codec_on_every_shape(shape, dtype, codec):
+    job, ranks = shape
+    results = job.run(rounds, f"every {codec} {dtype}", dtype, codec, 4)
+    assert all(each == results[0] for each in results), "all ranks have the same bits"
+    assert results[0] == expected(ranks, dtype, codec, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("codec", ["onebit", "topk, error feedback", "dithering, natural, l2", "int8, error feedback"])
+def test_narrow_tensors_are_widened(three, dtype, codec):
+    results = three.run(rounds, f"narrow {codec} {dtype}", dtype, CODECS[codec], 3)
+    assert all(each == results[0] for each in results)
+    assert results[0] == expected((2, 1), dtype, CODECS[codec], 3)
+
+
+def test_sums_are_not_divided(three):
+    codec = CODECS["topk, error feedback"]
+    results = three.run(rounds, "sums", "float32", codec, 3, False)
+    assert results[2] == expected((2, 1), "float32", codec, 3, average=False)
+
+
+def test_what_was_not_sent_follows_the_learning_rate(three):
+    codec = CodecSpec(kind="topk", k=0.01, error_feedback=True)
+    rates = (0.1, 0.1, 0.05, 0.0125, 0.2)
+    results = three.run(rounds, "rates", "float32", codec, 5, True, rates)
+    assert results[0] == expected((2, 1), "float32", codec, 5, rates=rates)
+    assert results[0][1] != expected((2, 1), "float32", codec, 5)[1] or \
+        results[0][2:] != expected((2, 1), "float32", codec, 5)[2:], "the rates make a difference"
+
+
+@pytest.mark.parametrize("empties", [((0, 2),), ((2, 2),), ((0, 1), (1, 1)), ((0, 3), (1, 3))], ids=str)
+def test_who_pushes_nothing_keeps_what_he_has(three, empties):
+    codec = CODECS["randomk, error feedback"]
+    results = three.run(rounds, f"empties {empties}", "float32", codec, 4, True, None, empties)
+    assert results[0] == expected((2, 1), "float32", codec, 4, empties=empties)
+
+
+def test_one_machine_compresses_nothing(two):
+    results = two.run(rounds, "alone", "float32", CODECS["onebit"], 2)
+    for round_, result in enumerate(results[0], start=1):
+        given = [gradient(rank, round_, N["float32"], "float32") for rank in range(2)]
+        assert result == reduce([given], average=True).tobytes()
+
+
+def owners(name, codec):
+    session = current.current()
+    session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(100_000,), partition_nbytes=PAGE,
+                                        codec=codec)])
+    unit = session.tensors.unit(name, 20)
+    return {part.owner for part in unit._parts}
+
+
+def test_helpers_own_only_what_has_no_state(job):
+    with_helper = job(ranks=(1, 1), helpers=1, transport="tcp")
+    assert 2 in with_helper.run(owners, "stateless", CODECS["onebit"])[0]
+    assert with_helper.run(owners, "with state", CODECS["topk, error feedback"])[0] == {0, 1}
+    for name in ("onebit", "topk, error feedback"):
+        results = with_helper.run(rounds, f"helper {name}", "float32", CODECS[name], 3)
+        assert results[0] == results[1] == expected((1, 1), "float32", CODECS[name], 3)
