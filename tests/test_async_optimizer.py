@@ -77,7 +77,7 @@ def ranks(shared_job):
 @pytest.mark.parametrize("explicit", [True, False], ids=["AsyncOptimizer", "DistributedOptimizer"])
 def test_without_staleness_all_changes_of_a_step_are_added_up(ranks, explicit):
     wanted = reference(3, 8)
-    for found in ranks.run(together, explicit):
+    for found in ranks.run(together, explicit, timeout_s=120):
         for ours, theirs in zip(found, wanted):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
@@ -98,7 +98,7 @@ def apart():
 
 
 def test_workers_may_make_different_numbers_of_steps(shared_job):
-    assert shared_job(ranks=(1, 1), transport="tcp").run(apart) == [[50.0] * 5] * 2
+    assert shared_job(ranks=(1, 1), transport="tcp").run(apart, timeout_s=120) == [[50.0] * 5] * 2
 
 
 def resumed():
@@ -121,7 +121,7 @@ def resumed():
 
 
 def test_a_resumed_optimizer_has_the_same_bits_where_the_order_is_the_same(shared_job):
-    assert shared_job(ranks=(1, 1), transport="tcp").run(resumed) == [True, True]
+    assert shared_job(ranks=(1, 1), transport="tcp").run(resumed, timeout_s=120) == [True, True]
 
 
 def not_together():
