@@ -46,7 +46,8 @@ static inline struct bps_weight_store *bps_store_make(uint32_t n_parts, void *mo
         return NULL;
     pthread_mutex_init(&store->lock, NULL);
     store->momentum = momentum;
-    memset(momentum, 0, momentum_nbytes);
+    if (momentum != NULL)
+        memset(momentum, 0, momentum_nbytes);
     return store;
 }
 

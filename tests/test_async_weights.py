@@ -123,6 +123,20 @@ def test_who_has_closed_holds_nobody_back(shared_job):
     assert max(job.run(leave_early, "leaving")) == 43.0
 
 
+def shut_down_early():
+    weights = bpsfast.AsyncWeights({"w": np.zeros(1, np.float32)}, worker="rank", staleness=1)
+    for _ in range(2 if bpsfast.rank() == 2 else 12):
+        answer = weights.push_pull("w", np.ones(1, np.float32))
+    found = float(answer[0])
+    if bpsfast.rank() == 2:
+        bpsfast.shutdown()
+    return found
+
+
+def test_who_has_shut_down_holds_nobody_back(job):
+    assert max(job(ranks=(2, 1), transport="tcp").run(shut_down_early)) == 26.0
+
+
 def hold_back(name):
     weights = bpsfast.AsyncWeights({name: np.zeros(1, np.float32)}, worker="rank", staleness=2)
     try:

@@ -103,7 +103,7 @@ def ranks(request, shared_job):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ranks_have_the_weights_of_a_sequential_reference(ranks, options):
-    found = ranks.run(on_ranks, 12, False, options)
+    found = ranks.run(on_ranks, 12, False, options, timeout_s=120)
     wanted = reference(ranks.size, 12, False, **options)
     for step, nets in enumerate(wanted):
         for rank, net in enumerate(nets):
@@ -167,7 +167,7 @@ def interrupted(options, saved_after, n_steps):
     (OPTIONS[1], 4), (OPTIONS[1], 6), (OPTIONS[2], 5), (OPTIONS[3], 6)], ids=str)
 def test_a_resumed_optimizer_has_the_same_bits(shared_job, options, saved_after):
     job = shared_job(ranks=(2, 1), helpers=1, transport="tcp")
-    assert all(map(all, job.run(interrupted, options, saved_after, 14)))
+    assert all(map(all, job.run(interrupted, options, saved_after, 14, timeout_s=120)))
 
 
 def refused():
@@ -246,7 +246,7 @@ def for_ever():
 
 def test_all_ranks_hear_of_the_end_of_an_owner(job):
     started = job(ranks=(2, 1), transport="tcp")
-    started.run(begin)
+    started.run(begin, timeout_s=120)
     started.begin(for_ever)
     started.kill_daemon("node 1")
     assert {outcome.error for outcome in started.outcomes(30)} == {"PeerLostError"}

@@ -31,8 +31,8 @@ PAGE_NBYTES = mmap.PAGESIZE
 MIN_SEGMENT_NBYTES = 2 << 20
 #: Lane entries carry the segment number in 16 bits.
 MAX_SEGMENTS = 1 << 16
-#: The kind of memory that no bytes of are sent or received.
-_UNSENT = "state"
+#: The kinds of memory that no bytes of are sent or received.
+_UNSENT = ("state", "store")
 
 
 class Place(NamedTuple):
@@ -182,7 +182,7 @@ class Regions:
     def register_with(self, registrar: Registrar) -> None:
         """Show *registrar* all segments, those there are and those to come; raises `CapacityError` as it does."""
         for chunk, kind in zip(self._chunks, self._kinds):
-            if kind != _UNSENT:
+            if kind not in _UNSENT:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
@@ -223,7 +223,7 @@ class Regions:
             free = min(limit.free_nbytes for limit in headroom.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
                                 f"are free: {exc}") from exc
-        if self._registrar is not None and kind != _UNSENT:
+        if self._registrar is not None and kind not in _UNSENT:
             try:
                 self._registrar.register(kind, segment)
             except BaseException:

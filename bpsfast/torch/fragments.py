@@ -73,12 +73,7 @@ class Fragment:
         self._write(0.0)
 
     def start_anew(self, state: dict[str, Any], root_rank: int) -> None:
-        """Begin to set everything to a saved *state*; the owners take it from rank *root_rank*'s.
-
-        Raises
-        ------
-        MismatchError
-            If *state* is of other parameters; nothing has changed.
+        """Begin to set everything to a saved *state* that passes `check`; the owners take it from rank *root_rank*'s.
         """
         self._stored.retire()
         self._stored = self._declare()

@@ -21,6 +21,8 @@ from .tensor_input import tensor_input
 class AsyncWeights:
     """Weights by name, kept by their owners and changed by all workers, each at its own pace. One thread at a time.
 
+    Who has closed it, or shut down, is waited for no longer.
+
     Waits until all ranks have made theirs, and begins with rank *root_rank*'s weights; of others' only shapes count.
 
     Parameters

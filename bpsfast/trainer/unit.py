@@ -52,6 +52,7 @@ class Unit:
         self.nbytes = plan.nbytes
         self.stride = plan.stride
         self.n_parts = len(plan.parts)
+        self.has_siblings = plan.n_workers > 1  # other workers' units, which may wait for this one's rounds
         self.first_part = plan.parts[0].part if plan.parts else 0
         self._parts = plan.parts
         self.dtype = TABLE[plan.dtype].numpy
