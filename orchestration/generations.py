@@ -5,6 +5,7 @@ from collections.abc import Container, Sequence
 
 import msgspec
 
+from . import codec_choice
 from .credit_queue import rank_parts
 from .errors import CapacityError
 from .layout import lay_out
@@ -29,6 +30,7 @@ class Generations:
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int) -> None:
         self._nodes = nodes
         self._machines = machines_of(nodes)
+        self._copy_rates = [node.copy_rate_bytes for node in nodes]
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
@@ -55,8 +57,9 @@ class Generations:
         """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
         one family of editions, or of none. No generation may be in flight.
 
-        What is not of all ranks is placed among the nodes of its ranks and the helpers. What owners keep state of is
-        never a helper's: only nodes with ranks can save it with the model.
+        What is not of all ranks is placed among the nodes of its ranks and the helpers. What is to be compressed only
+        where that pays is settled now. What owners keep state of is never a helper's: only nodes with ranks can save
+        it with the model.
 
         Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
         these ranks), and then nothing has begun.
@@ -64,6 +67,7 @@ class Generations:
         assert self.in_flight is None, f"generation {self.number} is in flight"
         family, ranks = specs[0].edition_of, specs[0].ranks
         owned = self._owned_beside(family)
+        specs, choice, remark = self._settled(specs)
         most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
         keeps_state = any(has_state(spec) for spec in specs)
         candidates = self._candidates(ranks, helpers=not keeps_state)
@@ -74,17 +78,23 @@ class Generations:
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
             first_unit=self._next_unit, first_part=MAX_PARTS - most)), most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
-        remark = ""
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)
-            remark = bound_remark(self._nodes, self._machines, machines, nbytes)
+            remark = bound_remark(self._nodes, self._machines, machines, nbytes) or remark
         self.number += 1
         self._next_unit += len(units)
         if family:
             self._edition_of |= {unit.unit: family for unit in units}
         self._ready = set()
-        self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark)
+        self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark, choice=choice)
         return self.in_flight
+
+    def _settled(self, specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], str, str]:
+        """Return *specs* with codecs that are used or gone, and the words for that (`codec_choice.settled`)."""
+        candidates = self._candidates(specs[0].ranks, helpers=True)
+        return codec_choice.settled(
+            specs, [machine for _, machine in candidates], [self._copy_rates[node] for node, _ in candidates],
+            self._policy, self._partition_nbytes, self._fusion_nbytes)
 
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""

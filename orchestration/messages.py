@@ -161,8 +161,8 @@ class Join(Message):
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
     `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough. `room_nbytes`: memory for
-    sums (-1: any).
+    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough; `copy_rate_bytes` of all
+    summing threads. `room_nbytes`: memory for sums (-1: any).
     """
 
     version: int
@@ -181,6 +181,7 @@ class Join(Message):
     sum_rate_bytes: float = 0.0
     probes: bool = False
     room_nbytes: int = -1
+    copy_rate_bytes: float = 0.0
 
 
 class Measured(Message):
@@ -337,8 +338,8 @@ class NodeInfo(Record):
     """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper.
 
     Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
-    `sum_rate_bytes` of input that it sums (0: no matter). `probes`: it measures its NIC before anything is planned.
-    `room_nbytes` of memory that it has for sums (-1: not bounded).
+    `sum_rate_bytes` of input that it sums (0: no matter), `copy_rate_bytes` that its summing threads copy. `probes`:
+    it measures its NIC before anything is planned. `room_nbytes` of memory that it has for sums (-1: not bounded).
     """
 
     index: int
@@ -353,6 +354,7 @@ class NodeInfo(Record):
     sum_rate_bytes: float = 0.0
     probes: bool = False
     room_nbytes: int = -1
+    copy_rate_bytes: float = 0.0
 
 
 class Welcome(Message):
@@ -377,11 +379,15 @@ class Refuse(Message):
 
 
 class Plan(Message):
-    """First phase of a commit: prepare these new units. `remark`: what whoever runs the job should know of it."""
+    """First phase of a commit: prepare these new units. `remark`: what whoever runs the job should know of it.
+
+    `choice`: what was compressed, if that was to be chosen, and why.
+    """
 
     generation: int
     units: tuple[UnitPlan, ...]
     remark: str = ""
+    choice: str = ""
 
 
 class Commit(Message):

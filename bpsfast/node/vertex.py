@@ -21,6 +21,7 @@ from ..trace import Origin, SendLog, limits, write
 from ..trace.records import RECORD
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
+from .copying import n_threads
 from .dispatch import Dispatcher
 from .generation import Generation
 from .local_rank import LocalRank
@@ -53,7 +54,7 @@ class Vertex:
         self._limits = limits(settings)
         self._sends = SendLog(self._limits) if self._limits.trace_capacity else None
         self._engine: Engine | None = Engine(
-            self._board, self._doorbell, n_threads=settings.engine_threads or min(len(os.sched_getaffinity(0)), 8),
+            self._board, self._doorbell, n_threads=n_threads(settings),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
             fifo=settings.scheduling == "fifo", **self._limits._asdict())
         self._wiring: Wiring | None = None
