@@ -12,6 +12,7 @@ import numpy as np
 
 import bpsfast
 from bpsfast.bench import pattern
+from bpsfast.bench.compressed import step
 from bpsfast.bench.contestant import Operation
 from bpsfast.bench.post import ping_pong
 from bpsfast.models import catalog
@@ -37,6 +38,8 @@ class Ranks:
         No communication: each rank streams its share of *nbytes* from one segment to another.
     ``ping-pong``
         A message from rank 0 to rank 1 and back.
+    ``step of [...]``
+        A training step of a built-in model with a codec (`compressed.step`).
     """
 
     def __init__(self) -> None:
@@ -50,6 +53,8 @@ class Ranks:
         if variant.startswith("gradients of "):
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
+        if variant.startswith(step.PREFIX):
+            return step.operation(variant, self.rank, self._size)
         make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
                 "one tensor": self._numpy, "memory": self._memory, ping_pong.VARIANT: self._ping_pong}[variant]
         return make(nbytes)

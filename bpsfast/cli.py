@@ -203,6 +203,37 @@ def bench_schedule(**options: Any) -> None:
     schedule.run(options)
 
 
+@bench.command("compressed")
+@click.option("--machines", help="How many, each with one rank.  [default: 2,4]", metavar="N[,N]")
+@click.option("--codecs", help="As of `bpsfast plan --compression`, between bars.  [default: six]",
+              metavar="CODEC[|CODEC]")
+@click.option("--model", help="A built-in model.  [default: resnet18]")
+@click.option("--rate-mbit", type=click.FloatRange(1), help="Of each link, each way.  [default: 100]")
+@click.option("--compute-s", type=click.FloatRange(0), help="Computing (slept) in a step.  [default: 0.1]")
+@bench_options.rounds("each codec", default=3)
+@bench_options.result(quick="Two codecs on two machines, one turn.")
+@errors_in_words
+def bench_compressed(**options: Any) -> None:
+    """Training steps on slow links with each codec and without: times, and bytes by the kernel's count. Needs root."""
+    from .bench import compressed
+
+    compressed.run(options)
+
+
+@bench.command("accuracy")
+@click.option("--codecs", help="As of `bpsfast plan --compression`, between bars.  [default: seven]",
+              metavar="CODEC[|CODEC]")
+@click.option("--seeds", "n_seeds", type=_COUNT, help="Trainings with each codec.  [default: 6]")
+@click.option("--epochs", "n_epochs", type=_COUNT, help="Of each training.  [default: 40]")
+@bench_options.result(quick="Fewer codecs and seeds.")
+@errors_in_words
+def bench_accuracy(**options: Any) -> None:
+    """Accuracy that two machines reach with each codec and without. Needs scikit-learn."""
+    from .bench import accuracy
+
+    accuracy.run(options)
+
+
 @bench.command("ddp")
 @click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
 @click.option("--sizes", help="Of the collectives.  [default: 1K,16K,256K,4M,64M]", metavar="N[,N]")

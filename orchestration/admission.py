@@ -116,7 +116,8 @@ class Admission:
             (sender, NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
                               ranks=ranks[index], nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes,
                               nic_limit_bytes=join.nic_limit_bytes, sum_rate_bytes=join.sum_rate_bytes,
-                              probes=join.probes, room_nbytes=join.room_nbytes))
+                              probes=join.probes, room_nbytes=join.room_nbytes,
+                              copy_rate_bytes=join.copy_rate_bytes))
             for index, (sender, join) in enumerate(ordered)
         ]
 

@@ -30,7 +30,8 @@ class CodecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     levels. `scaled`: "onebit" sends the mean magnitude, else every element counts 1. `natural`: the levels of
     "dithering" are powers of two; `l2`: they are relative to the Euclidean norm, else to the largest magnitude. `seed`
     of the draws of "randomk" and "dithering", for every partition and on every node alike. `error_feedback`: what was
-    not sent is added to the next gradient, on workers and owners. `momentum`: Nesterov's, on workers; 0: none.
+    not sent is added to the next gradient, on workers and owners. `momentum`: Nesterov's, on workers; 0: none. `auto`:
+    only if that is expected to pay on the job's machines (`codec_choice`), else not at all.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class CodecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int = 1
     error_feedback: bool = False
     momentum: float = 0.0
+    auto: bool = False
 
     @property
     def has_state(self) -> bool:

@@ -5,13 +5,16 @@ from collections.abc import Container, Sequence
 
 import msgspec
 
+from . import codec_choice
 from .credit_queue import rank_parts
+from .errors import CapacityError
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
 from .partition import MAX_PARTS, has_state
 from .placement import assign
 from .rates import bound_remark, bounded, machines_of, ownable
 from .shares import Machine
+from .store import workers_of
 
 
 class Generations:
@@ -27,6 +30,7 @@ class Generations:
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int) -> None:
         self._nodes = nodes
         self._machines = machines_of(nodes)
+        self._copy_rates = [node.copy_rate_bytes for node in nodes]
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
@@ -38,6 +42,7 @@ class Generations:
         self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
         self._edition_of: dict[int, str] = {}  # of units that take turns with others
         self._retiring: dict[int, set[int]] = {}
+        self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
         self.number = 0
         self.units: list[UnitPlan] = []
@@ -52,8 +57,9 @@ class Generations:
         """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
         one family of editions, or of none. No generation may be in flight.
 
-        What is not of all ranks is placed among the nodes of its ranks and the helpers. What owners keep state of is
-        never a helper's: only nodes with ranks can save it with the model.
+        What is not of all ranks is placed among the nodes of its ranks and the helpers. What is to be compressed only
+        where that pays is settled now. What owners keep state of is never a helper's: only nodes with ranks can save
+        it with the model.
 
         Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
         these ranks), and then nothing has begun.
@@ -61,27 +67,34 @@ class Generations:
         assert self.in_flight is None, f"generation {self.number} is in flight"
         family, ranks = specs[0].edition_of, specs[0].ranks
         owned = self._owned_beside(family)
+        specs, choice, remark = self._settled(specs)
         most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
         keeps_state = any(has_state(spec) for spec in specs)
         candidates = self._candidates(ranks, helpers=not keeps_state)
         policy = "colocated" if keeps_state and self._policy == "ps" else self._policy
-        units = self._numbered(_at(candidates, lay_out(
+        units = self._numbered(self._for_workers(_at(candidates, lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
-            first_unit=self._next_unit, first_part=MAX_PARTS - most)))
+            first_unit=self._next_unit, first_part=MAX_PARTS - most)), most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
-        remark = ""
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)
-            remark = bound_remark(self._nodes, self._machines, machines, nbytes)
+            remark = bound_remark(self._nodes, self._machines, machines, nbytes) or remark
         self.number += 1
         self._next_unit += len(units)
         if family:
             self._edition_of |= {unit.unit: family for unit in units}
         self._ready = set()
-        self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark)
+        self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark, choice=choice)
         return self.in_flight
+
+    def _settled(self, specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], str, str]:
+        """Return *specs* with codecs that are used or gone, and the words for that (`codec_choice.settled`)."""
+        candidates = self._candidates(specs[0].ranks, helpers=True)
+        return codec_choice.settled(
+            specs, [machine for _, machine in candidates], [self._copy_rates[node] for node, _ in candidates],
+            self._policy, self._partition_nbytes, self._fusion_nbytes)
 
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
@@ -92,6 +105,24 @@ class Generations:
         """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
                 if (helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks)))]
+
+    def _for_workers(self, units: Sequence[UnitPlan], most: int) -> list[UnitPlan]:
+        """Return *units*, of those with a store one for each worker, numbered anew; `CapacityError`: over *most* parts.
+        """
+        made: list[UnitPlan] = []
+        for unit in units:
+            if unit.store is None:
+                made.append(msgspec.structs.replace(unit, unit=self._next_unit + len(made)))
+                continue
+            workers = workers_of(unit.store, unit.ranks, [node.ranks for node in self._nodes])
+            first = self._next_unit + len(made)
+            made += [msgspec.structs.replace(unit, unit=first + i, ranks=theirs, store_unit=first,
+                                             n_workers=len(workers)) for i, theirs in enumerate(workers)]
+        n_parts = sum(len(unit.parts) for unit in made)
+        if n_parts > most:
+            raise CapacityError(f"stores for each worker bring these tensors to {n_parts} partitions, {most} are left "
+                                "in this job; raise partition_bytes, or let the ranks of a node push together")
+        return made
 
     def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
         """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
@@ -123,6 +154,8 @@ class Generations:
         over = [number for number in numbers if number in known
                 and len(self._retiring[number]) == (len(known[number].ranks) or size)]
         for number in over:
+            if known[number].store is not None:
+                self._gone_from.setdefault(known[number].store_unit, set()).update(self._retiring[number])
             del self._retiring[number]
             self._edition_of.pop(number, None)
             for part in known[number].parts:
@@ -130,12 +163,18 @@ class Generations:
             self._give_back([part.part for part in known[number].parts])
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
+        alive = {unit.store_unit for unit in self.units}
+        self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
         return [known[number] for number in over], [number for number in numbers if number not in known]
 
     def is_retiring(self, rank: int, names: Container[str]) -> bool:
-        """Whether *rank* has retired a unit with one of *names*, and others have not yet."""
-        return any(rank in self._retiring.get(unit.unit, ()) and any(member.name in names for member in unit.members)
-                   for unit in self.units)
+        """Whether *rank* has retired a unit with one of *names*, and others, or other workers, have not yet."""
+        return any((rank in self._retiring.get(unit.unit, ()) or rank in self._gone_from.get(unit.store_unit, ()))
+                   and any(member.name in names for member in unit.members) for unit in self.units)
+
+    def is_committed(self, name: str) -> bool:
+        """Whether a unit has a tensor *name*."""
+        return _has(self.units, name)
 
     def _give_back(self, parts: Sequence[int]) -> None:
         if not parts:

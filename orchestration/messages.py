@@ -16,9 +16,10 @@ import msgspec
 
 from .codec import CodecSpec
 from .errors import ProtocolError
+from .store import StoreSpec
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 7
+VERSION = 8
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -48,7 +49,7 @@ class TensorSpec(Record):
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
     ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
-    nodes, None: not at all; what has one is fused with nothing.
+    nodes, None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
 
     Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
     of them together; it is fused with nothing.
@@ -68,6 +69,7 @@ class TensorSpec(Record):
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
     max_rows: int = 0
+    store: StoreSpec | None = None
 
 
 class MemberPlan(Record):
@@ -100,8 +102,10 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op`, `ranks` and `codec`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows" the most
-    rows in a partition's frame; `nbytes` are then those of the frames' room.
+    `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
+    the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
+    unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
+    unit, `n_workers` how many there are.
     """
 
     unit: int
@@ -118,6 +122,9 @@ class UnitPlan(Record):
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
     frame_rows: int = 0
+    store: StoreSpec | None = None
+    store_unit: int = -1
+    n_workers: int = 1
 
 
 class LagRow(Record):
@@ -154,8 +161,8 @@ class Join(Message):
     `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
     scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
     `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough. `room_nbytes`: memory for
-    sums (-1: any).
+    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough; `copy_rate_bytes` of all
+    summing threads. `room_nbytes`: memory for sums (-1: any).
     """
 
     version: int
@@ -174,6 +181,7 @@ class Join(Message):
     sum_rate_bytes: float = 0.0
     probes: bool = False
     room_nbytes: int = -1
+    copy_rate_bytes: float = 0.0
 
 
 class Measured(Message):
@@ -330,8 +338,8 @@ class NodeInfo(Record):
     """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper.
 
     Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
-    `sum_rate_bytes` of input that it sums (0: no matter). `probes`: it measures its NIC before anything is planned.
-    `room_nbytes` of memory that it has for sums (-1: not bounded).
+    `sum_rate_bytes` of input that it sums (0: no matter), `copy_rate_bytes` that its summing threads copy. `probes`:
+    it measures its NIC before anything is planned. `room_nbytes` of memory that it has for sums (-1: not bounded).
     """
 
     index: int
@@ -346,6 +354,7 @@ class NodeInfo(Record):
     sum_rate_bytes: float = 0.0
     probes: bool = False
     room_nbytes: int = -1
+    copy_rate_bytes: float = 0.0
 
 
 class Welcome(Message):
@@ -370,11 +379,15 @@ class Refuse(Message):
 
 
 class Plan(Message):
-    """First phase of a commit: prepare these new units. `remark`: what whoever runs the job should know of it."""
+    """First phase of a commit: prepare these new units. `remark`: what whoever runs the job should know of it.
+
+    `choice`: what was compressed, if that was to be chosen, and why.
+    """
 
     generation: int
     units: tuple[UnitPlan, ...]
     remark: str = ""
+    choice: str = ""
 
 
 class Commit(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bpsfast.compression import where_it_pays
 from bpsfast.compression.reading import Job
 from bpsfast.dtypes import TABLE
 from bpsfast.orchestration.codec import CodecSpec
@@ -50,7 +51,7 @@ def rounds(name, dtype, codec, n_rounds, average=True, rates=None, empties=()):
         if rates is not None:
             unit.learning_rate = rates[round_ - 1]
         if (session.rank, round_) in empties:
-            session.port.submit_empty(unit.first_part, unit.n_parts, unit._begin())
+            unit.push_empty()
         else:
             unit.push(x.ctypes.data, x.nbytes)
         unit.wait(round_, 20)
@@ -147,3 +148,15 @@ def test_helpers_own_only_what_has_no_state(job):
     for name in ("onebit", "topk, error feedback"):
         results = with_helper.run(rounds, f"helper {name}", "float32", CODECS[name], 3)
         assert results[0] == results[1] == expected((1, 1), "float32", CODECS[name], 3)
+
+
+@pytest.mark.parametrize(("gbits", "pays"), [(0.05, True), (400.0, False), (0.0, False)])
+def test_where_it_does_not_pay_or_nobody_can_tell_sums_are_exact(job, gbits, pays):
+    codec = where_it_pays(CODECS["topk, error feedback"])
+    results = job(ranks=(1, 1), transport="tcp", nic_rate=gbits).run(rounds, "where it pays", "float32", codec, 3)
+    assert results[0] == results[1]
+    if pays:
+        assert results[0] == expected((1, 1), "float32", codec, 3)
+    else:
+        given = [[gradient(rank, round_, N["float32"], "float32") for rank in range(2)] for round_ in (1, 2, 3)]
+        assert results[0] == [reduce([[a], [b]], average=True).tobytes() for a, b in given]

@@ -28,6 +28,14 @@ def test_what_belongs_to_one_format():
     assert not compression.dithering(3).natural and not compression.dithering(3).l2
 
 
+def test_a_codec_may_be_left_out_where_it_does_not_pay():
+    codec = compression.topk(0.01, error_feedback=True)
+    assert not codec.auto
+    assert compression.where_it_pays(codec) == CodecSpec(kind="topk", k=0.01, error_feedback=True, auto=True)
+    with pytest.raises(ConfigError, match="k=0"):
+        compression.where_it_pays(CodecSpec(kind="topk"))
+
+
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: compression.topk(0), "topk of k=0"),
     (lambda: compression.topk(-3), "k=-3"),

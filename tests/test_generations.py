@@ -1,9 +1,11 @@
 """Generations: planned by the scheduler, committed when every node is ready; numbers, and what is retired."""
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import CapacityError, ConfigError
 from bpsfast.orchestration.generations import Generations
 from bpsfast.orchestration.messages import Commit, NodeInfo, TensorSpec
@@ -221,3 +223,27 @@ def test_what_is_of_some_ranks_is_retired_once_these_have():
     over, unknown = ours.retire(0, [numbers["a"], 99], 3)
     assert [unit.name for unit in over] == ["a"] and unknown == [99]
     assert [unit.name for unit in ours.units] == ["b"] and ours.is_retiring(2, ["a", "b"]) is False
+
+
+def choosing(rate, n=2, k=1):
+    nodes = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=(i,) if i < n else (),
+                      nic_rate_bytes=rate, copy_rate_bytes=5e9) for i in range(n + k)]
+    return Generations(nodes, policy="optimal", partition_nbytes=1 << 20, fusion_nbytes=4096)
+
+
+@pytest.mark.parametrize(("rate", "owners"), [(12.5e6, {0, 1}), (50e9, {0, 1, 2})])
+def test_a_codec_is_in_the_plan_only_where_it_pays_and_only_then_keeps_helpers_out(rate, owners):
+    codec = CodecSpec(kind="topk", k=0.01, error_feedback=True, auto=True)
+    ours = choosing(rate, n=2)
+    plan = ours.propose([TensorSpec(name="a", dtype="float32", shape=(3 << 20,), priority=0, codec=codec)])
+    (unit,) = plan.units
+    pays = rate < 1e9
+    assert unit.codec == (msgspec.structs.replace(codec, auto=False) if pays else None)
+    assert all(bool(part.frame_nbytes) is pays for part in unit.parts)
+    assert {part.owner for part in unit.parts} == owners
+    assert plan.choice.startswith(f"compression pays for {pays:d} of 1 tensors: ") and not plan.remark
+
+
+def test_where_nothing_can_be_weighed_the_plan_says_so():
+    plan = choosing(0.0).propose([spec("a", codec=CodecSpec(kind="onebit", auto=True), dtype="float32")])
+    assert plan.units[0].codec is None and not plan.choice and "BPSFAST_NIC_RATE" in plan.remark

@@ -11,6 +11,7 @@ from bpsfast.orchestration.errors import ConfigError
 
 
 @pytest.mark.parametrize(("name", "n_tensors", "n_parameters"), [
+    ("resnet18", 62, 11_689_512),        # torchvision
     ("resnet50", 161, 25_557_032),       # torchvision
     ("vgg16", 32, 138_357_544),          # torchvision
     ("vgg19", 38, 143_667_240),          # torchvision
@@ -78,5 +79,5 @@ def test_specs_are_one_group_in_forward_order():
 
 
 def test_an_unknown_model_is_an_error_that_lists_the_known():
-    with pytest.raises(ConfigError, match=r"'vgg-16' is not built in; there are resnet50, vgg16"):
+    with pytest.raises(ConfigError, match=r"'vgg-16' is not built in; there are resnet50, resnet18, vgg16"):
         catalog.load("vgg-16")

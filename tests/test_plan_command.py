@@ -25,6 +25,8 @@ def plan(*arguments: str) -> Result:
     ("slow_worker", ["--workers", "7x10,2.5", "--model", "bert-large"]),
     ("two_workers", ["--workers", "2", "--servers", "1x25/8", "--model", "gpt2", "--forward-ms", "30",
                      "--backward-ms", "60"]),
+    ("compression", ["--workers", "4", "--helpers", "2", "--nic", "10", "--model", "resnet50", "--compression",
+                     "onebit"]),
     ("table", ["--table", "models"])])
 def test_the_text_is_the_golden_one(name: str, arguments: list[str], golden: Callable[[str, str], None]) -> None:
     done = plan(*arguments)
@@ -76,7 +78,36 @@ def test_the_table_of_models_in_json_names_its_contradictions() -> None:
     assert {name for name, line in told.items() if line["contradictions"]} == {"vgg16", "bert-base", "bert-large"}
 
 
+def test_json_says_what_compressing_would_give_and_for_which_tensors() -> None:
+    arguments = ["--workers", "4", "--model", "resnet18", "--forward-ms", "10", "--backward-ms", "20", "--json"]
+    chosen = ["--compression", "topk:k=0.01,error_feedback"]
+    told = json.loads(plan(*arguments, *chosen, "--nic", "0.1").stdout)["compression"]
+    assert told["codec"] == "topk:k=0.01,error_feedback"
+    assert told["communication_without_s"] == pytest.approx(1.5 * told["nbytes_without"] / 12.5e6)
+    assert told["communication_s"] == told["wire_s"] == pytest.approx(1.5 * told["nbytes"] / 12.5e6)
+    assert told["nbytes"] == pytest.approx(0.02 * told["nbytes_without"], rel=0.02)
+    assert 0.01 < told["step_s"] < 0.25 and "layer4.0.conv2.weight" not in told["uncompressed"]
+    fast = json.loads(plan(*arguments, *chosen, "--nic", "200", "--copy-rate", "5").stdout)["compression"]
+    assert len(fast["uncompressed"]) == 62 and fast["communication_s"] == fast["communication_without_s"]
+    slow = json.loads(plan(*arguments, *chosen, "--nic", "200", "--copy-rate", "2000").stdout)["compression"]
+    assert slow["communication_s"] < fast["communication_s"], "kernels take less where copies do"
+    assert json.loads(plan(*arguments).stdout)["compression"] is None
+
+
+def test_one_worker_compresses_nothing() -> None:
+    arguments = ["--workers", "1", "--model", "resnet18", "--compression", "int8"]
+    assert "int8: does not pay, one worker has nobody to send to" in plan(*arguments).stdout
+    assert json.loads(plan(*arguments, "--json").stdout)["compression"]["communication_s"] is None
+
+
+def test_integers_are_not_compressed() -> None:
+    done = plan("--workers", "4", "--model", "vgg16", "--dtype", "int8", "--compression", "int8")
+    assert done.exit_code == 1 and "tensors of int8 are not compressed" in done.stderr
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
+    (["--workers", "4", "--model", "vgg16", "--compression", "zip"], "no kind 'zip'; there are onebit, topk"),
+    (["--workers", "4", "--model", "vgg16", "--compression", "topk:k=0"], "topk of k=0"),
     (["--model", "vgg16"], "--workers is missing"),
     (["--workers", "8"], "give --model or --from-torch"),
     (["--workers", "8", "--model", "vgg16", "--from-torch", "a:b"], "choose one"),

@@ -7,11 +7,12 @@ from bpsfast.settings import Settings
 
 def test_what_is_set_counts():
     found = strength.of(Settings(nic_rate=10.0, nic_limit=2.0, sum_rate=4.0, cores=1), "127.0.0.1")
-    assert found == strength.Strength(1.25e9, 0.25e9, 0.5e9)
+    assert found[:4] == (1.25e9, 0.25e9, 0.5e9, False)
+    assert 50e6 < found.copy_rate_bytes < 1e12
 
 
 def test_loopback_tells_nothing_and_a_whole_machine_is_not_measured():
-    assert strength.of(Settings(), "127.0.0.1") == strength.Strength(0.0, 0.0, 0.0)
+    assert strength.of(Settings(), "127.0.0.1")[:4] == (0.0, 0.0, 0.0, False)
 
 
 def test_few_cpus_are_measured():

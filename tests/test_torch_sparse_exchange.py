@@ -127,8 +127,8 @@ def rows_travel():
     before = 0
     for step in range(2):
         optimizer.zero_grad()
-        words(torch.arange(64) * 10_000 + step + bps.rank()).sum().backward()
         before = bpsfast.counters()[f"rank_{bps.rank()}_pushed_bytes"]
+        words(torch.arange(64) * 10_000 + step + bps.rank()).sum().backward()
         optimizer.step()
         assert words.weight.grad._nnz() == 64 * bps.size()
     memory = sum(value for name, value in bpsfast.counters().items() if name in ("memory_input", "memory_result"))

@@ -27,13 +27,18 @@ if TYPE_CHECKING:
 @click.option("--backward-ms", type=click.FloatRange(0), help="Time of one backward pass.")
 @click.option("--partition-bytes", "partition_nbytes", default=4_096_000, show_default=True,
               type=click.IntRange(4096), help="Largest partition of a tensor.")
+@click.option("--compression", metavar="KIND[:OPTIONS]", help="What a codec would give, and for which tensors it pays, "
+              "such as topk:k=0.01,error_feedback.")
+@click.option("--copy-rate", "copy_gbytes", default=50.0, show_default=True, metavar="RATE",
+              type=click.FloatRange(0, min_open=True), help="GB/s that the summing threads of a machine copy together, "
+              "for --compression: kernels take so many times as long as a copy.")
 @click.option("--table", type=click.Choice(["models"]), help="Instead: the authors' table of models, recomputed.")
 @output.options(tabular=True)
 @exits.errors_in_words
 def command(workers: str | None, helpers: str, nic_gbps: float, model: str | None, torch_place: str | None,
             dtype: str | None, batch: int | None, forward_ms: float | None, backward_ms: float | None,
-            partition_nbytes: int, table: str | None, as_json: bool, as_csv: bool, path: str | None,
-            no_color: bool) -> None:
+            partition_nbytes: int, compression: str | None, copy_gbytes: float,
+            table: str | None, as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
     """Predict communication and step time for a ring, servers only, colocated servers and the optimal placement.
 
     "formula" is the closed form, "placed" the time of whole partitions with the owners a job would give them. Nothing
@@ -43,6 +48,7 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
     bpsfast plan --workers 8 --helpers 4 --nic 25 --model vgg16
     bpsfast plan --workers 7x10,2.5 --model bert-large
     bpsfast plan --workers 4 --helpers 2x25/8 --from-torch mynet:build --forward-ms 30 --backward-ms 60
+    bpsfast plan --workers 4 --nic 1 --model resnet18 --compression topk:k=0.01,error_feedback
     bpsfast plan --table models
     """
     chosen = output.form(as_json, path, no_color, as_csv)
@@ -50,14 +56,16 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
         from ..planner import talk
 
         return output.show(chosen, talk.text, talk.data() if as_json else None, talk.rows(talk.lines()))
-    from ..planner import fleet, plan as plans, report
+    from ..planner import compression as compressing, fleet, plan as plans, report
 
     if workers is None:
         raise ConfigError("--workers is missing: how many machines have ranks?")
+    codec = None if compression is None else compressing.parse(compression)
     machines = [*fleet.parse(workers, True, nic_gbps), *fleet.parse(helpers, False, nic_gbps)]
     network = _model(model, torch_place, dtype)
     compute = _compute(network, batch, forward_ms, backward_ms)
-    made = plans.make(network, machines, compute=compute, partition_nbytes=partition_nbytes)
+    made = plans.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
+                      copy_rate=copy_gbytes * 1e9)
     output.show(chosen, lambda: report.text(made), report.data(made), report.rows(made))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..orchestration.codec import CodecSpec
 from .byteps_keywords import from_byteps
 from .choice import Choice, check_choice, chosen
-from .formats import bfloat16, dithering, float16, int8, onebit, randomk, topk
+from .formats import bfloat16, dithering, float16, int8, onebit, randomk, topk, where_it_pays
 
 __all__ = [
     "Choice",
@@ -25,4 +25,5 @@ __all__ = [
     "onebit",
     "randomk",
     "topk",
+    "where_it_pays",
 ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import msgspec
+
 from ..orchestration.codec import CodecSpec, check
 from ..orchestration.errors import ConfigError
 
@@ -60,6 +62,14 @@ def int8(*, error_feedback: bool = False, momentum: float = 0.0) -> CodecSpec:
     return _checked(CodecSpec(kind="int8", error_feedback=error_feedback, momentum=momentum))
 
 
+def where_it_pays(codec: CodecSpec) -> CodecSpec:
+    """Return *codec*, for tensors only with which steps get shorter (`orchestration.codec_choice`), the others exact.
+
+    The job decides when tensors are declared, by its NICs' rates, which must all be known, and says what at INFO.
+    """
+    return _checked(msgspec.structs.replace(codec, auto=True))
+
+
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise ConfigError(f"dithering with {what}={value!r}: it is {' or '.join(map(repr, known))}")
@@ -85,4 +95,4 @@ def check_types(codec: CodecSpec) -> None:
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "kind": (str,), "k": (float, int), "scaled": (bool,), "natural": (bool,), "l2": (bool,), "seed": (int,),
-    "error_feedback": (bool,), "momentum": (float, int)}
+    "error_feedback": (bool,), "momentum": (float, int), "auto": (bool,)}

@@ -27,6 +27,7 @@ class _Entry(NamedTuple):
 # The authors train BERT with half-precision gradients (their ideal times say so), all others in float32.
 _ENTRIES: Mapping[str, _Entry] = {
     "resnet50": _Entry("ResNet-50", resnet.resnet50, "float32", (32, 64, 32, "images")),
+    "resnet18": _Entry("ResNet-18", resnet.resnet18),
     "vgg16": _Entry("VGG-16", vgg.vgg16, "float32", (49, 100, 32, "images")),
     "vgg19": _Entry("VGG-19", vgg.vgg19),
     "inception-bn": _Entry("Inception-BN", inception.inception_bn),

@@ -140,7 +140,8 @@ class Node:
             shm_name=self._reception.name.lstrip(b"\0").decode(), settings=self._fingerprint,
             page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._strength.nic_rate_bytes,
             nic_limit_bytes=self._strength.nic_limit_bytes, sum_rate_bytes=self._strength.sum_rate_bytes,
-            probes=self._strength.probes, room_nbytes=-1 if ranks else self._vertex.regions.room_nbytes))
+            probes=self._strength.probes, copy_rate_bytes=self._strength.copy_rate_bytes,
+            room_nbytes=-1 if ranks else self._vertex.regions.room_nbytes))
 
     @property
     def admitted(self) -> bool:

@@ -74,6 +74,8 @@ class Plans:
         if remark and not self._remarked and self._node.name == "node 0" and self._vertex.wiring.uses_wires:
             self._remarked = True  # one voice, and once
             log.warning("%s", remark)
+        if generation.plan.choice and self._node.name == "node 0":
+            log.info("%s", generation.plan.choice)
         self._home.declare(generation, self._vertex.wiring)
 
     def retired(self, message: messages.Retired) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..nic import speed
 from ..nic.host import Host
 from ..settings import Settings
+from . import copying
 
 log = logging.getLogger("bpsfast.node")
 
@@ -14,12 +15,16 @@ _BYTES = 1e9 / 8  # of one Gbit
 
 
 class Strength(NamedTuple):
-    """Rates in bytes/s; 0: not known, not limited, no matter. `probes`: the first is to be measured with others."""
+    """Rates in bytes/s; 0: not known, not limited, no matter. `probes`: the first is to be measured with others.
+
+    `copy_rate_bytes`: of all summing threads together.
+    """
 
     nic_rate_bytes: float
     nic_limit_bytes: float
     sum_rate_bytes: float
     probes: bool = False
+    copy_rate_bytes: float = 0.0
 
 
 def of(settings: Settings, address: str) -> Strength:
@@ -45,4 +50,5 @@ def of(settings: Settings, address: str) -> Strength:
         log.info("%d CPUs %s %.3g Gbit/s", settings.cores, "sum" if by_rdma else "receive, sum and send on",
                  sum_rate / _BYTES)
     probes = settings.nic_probe and not gbps and not settings.nic_limit
-    return Strength(gbps * _BYTES, settings.nic_limit * _BYTES, sum_rate, probes)
+    return Strength(gbps * _BYTES, settings.nic_limit * _BYTES, sum_rate, probes,
+                    copying.measure(copying.n_threads(settings)))

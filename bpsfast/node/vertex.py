@@ -21,6 +21,7 @@ from ..trace import Origin, SendLog, limits, write
 from ..trace.records import RECORD
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
+from .copying import n_threads
 from .dispatch import Dispatcher
 from .generation import Generation
 from .local_rank import LocalRank
@@ -53,7 +54,7 @@ class Vertex:
         self._limits = limits(settings)
         self._sends = SendLog(self._limits) if self._limits.trace_capacity else None
         self._engine: Engine | None = Engine(
-            self._board, self._doorbell, n_threads=settings.engine_threads or min(len(os.sched_getaffinity(0)), 8),
+            self._board, self._doorbell, n_threads=n_threads(settings),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
             fifo=settings.scheduling == "fifo", **self._limits._asdict())
         self._wiring: Wiring | None = None
@@ -238,6 +239,9 @@ class Vertex:
         waited_for, sources, owned = found
         if waited_for > round_:
             return "done", (), ()
+        if owned and not sources:  # all there: an answer of a store may wait for other workers
+            behind = self.wiring.ranks_of(self.engine.behind(part))
+            return ("push", behind, ()) if behind else ("sum", (), ())
         ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
         nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
         return "push" if ranks else "sum" if not nodes else "partial" if owned else "result", ranks, nodes

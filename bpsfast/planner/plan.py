@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..models.model import Compute, Model
 from ..orchestration import forecast
+from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError
 from ..orchestration.layout import lay_out
 from ..orchestration.partition import ITEM_NBYTES
@@ -19,6 +20,7 @@ from ..orchestration.placement import machine_times_s, owned_by, step_time_s
 from ..orchestration.reassignment import reassign
 from ..orchestration.shares import Machine, capacities, least_time_s
 from . import fleet
+from .compression import Compression, predict
 
 #: Layouts in the order they are shown; the last three are placements of the same name.
 LAYOUTS = ("ring", "ps", "colocated", "optimal")
@@ -71,6 +73,7 @@ class Plan(NamedTuple):
     loss: Loss | None
     helpers: HelperCurve
     warnings: tuple[str, ...]
+    compression: Compression | None = None
 
     @property
     def n_workers(self) -> int:
@@ -79,13 +82,18 @@ class Plan(NamedTuple):
 
 
 def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None = None, partition_nbytes: int = 4096000,
-         fusion_nbytes: int = 4096000) -> Plan:
+         fusion_nbytes: int = 4096000, codec: CodecSpec | None = None, copy_rate: float = 0.0) -> Plan:
     """Predict a step of *model* on *machines*, those with ranks first, whose rates are all known.
+
+    With *codec* also which tensors it pays for, with the optimal placement, where each machine's summing threads copy
+    *copy_rate* bytes/s together.
 
     Raises
     ------
     ConfigError
         If there are more machines than partitions, or a helper is too slow to sum one partition within the step.
+    UnsupportedError
+        If the model's tensors cannot be compressed.
     """
     k = sum(not machine.has_ranks for machine in machines)
     n = len(machines) - k
@@ -110,8 +118,10 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
     warnings = forecast.warnings(machines, "optimal")
     if k:
         warnings += forecast.warnings(machines, "ps")
+    compression = None if codec is None else predict(
+        model, machines, codec, copy_rate, partition_nbytes=partition_nbytes, fusion_nbytes=fusion_nbytes)
     return Plan(model, compute, tuple(machines), tuple(found), bottleneck, loss, _curve(model, machines, compute),
-                tuple(warnings))
+                tuple(warnings), compression)
 
 
 def step_s(model: Model, compute: Compute | None, comm_s: float) -> float | None:

@@ -1,12 +1,16 @@
 """A plan as text for people, and as data."""
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ..commands import output
 from . import fleet
-from .plan import Plan
+from .compression import describe
+from .plan import Plan, step_s
 
+#: Of the uncompressed tensors, the largest.
+_MOST_NAMES = 4
 _HEAD = ("layout", "formula", "placed", "above", "step", "gain")
 
 
@@ -32,6 +36,7 @@ def text(plan: Plan) -> str:
         loss = plan.loss
         lines.append(f"without {loss.machine}: communication {_ms(loss.placed_s)}; {loss.moved_nbytes / 1e6:.1f} MB of "
                      f"sums would have another owner, {loss.moved_nbytes / max(1, model.nbytes):.0%} of all")
+    lines += _compression(plan)
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 
@@ -60,6 +65,29 @@ def _helpers(plan: Plan) -> str:
     return f"{words}; communication by their number: {times}"
 
 
+def _compression(plan: Plan) -> list[str]:
+    if plan.compression is None:
+        return []
+    codec, choice, left = plan.compression
+    if choice is None:
+        return [f"{describe(codec)}: does not pay, one worker has nobody to send to"]
+    if not choice.names:
+        return [f"{describe(codec)}: does not pay; communication {_ms(choice.plain_s)} without, {_ms(choice.all_s)} "
+                "with all compressed"]
+    lines = [f"{describe(codec)}: pays for {len(choice.names)} of {choice.n_tensors} tensors; "
+             f"{choice.wire_nbytes / 1e6:.2f} MB travel instead of {choice.plain_nbytes / 1e6:.1f} MB; communication "
+             f"{_ms(choice.time_s)} instead of {_ms(choice.plain_s)} (wire {_ms(choice.wire_s)}, kernels "
+             f"{_ms(choice.kernels_s)}; {_ms(choice.all_s)} with all compressed)"]
+    if plan.compute is not None:
+        steps = [step_s(plan.model, plan.compute, time_s) or 0.0 for time_s in (choice.time_s, choice.plain_s)]
+        lines[0] += f"; step {_ms(steps[0])} instead of {_ms(steps[1])}"
+    some = sorted(left, key=lambda name: -prod(plan.model.shapes[name]))[:_MOST_NAMES]
+    if some:
+        more = f" and {len(left) - len(some)} more" if len(left) > len(some) else ""
+        lines.append(f"uncompressed: {', '.join(some)}{more}")
+    return lines
+
+
 def _last(number: int) -> str:
     return f"{number}{'th' if 10 <= number % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
@@ -81,8 +109,23 @@ def data(plan: Plan) -> dict[str, Any]:
         "helpers": {"there": len(plan.machines) - plan.n_workers, "last_that_pays": plan.helpers.last,
                     "last_that_shortens_the_step": plan.helpers.last_for_step,
                     "communication": [{"n": k, "time_s": time_s} for k, time_s in plan.helpers.times_s.items()]},
+        "compression": _compression_data(plan),
         "warnings": list(plan.warnings),
     }
+
+
+def _compression_data(plan: Plan) -> dict[str, Any] | None:
+    if plan.compression is None:
+        return None
+    codec, choice, left = plan.compression
+    found: dict[str, Any] = {"codec": describe(codec), "uncompressed": list(left), "communication_s": None}
+    if choice is not None:
+        found |= {
+            "communication_s": choice.time_s, "wire_s": choice.wire_s, "kernels_s": choice.kernels_s,
+            "communication_without_s": choice.plain_s, "communication_with_all_s": choice.all_s,
+            "nbytes": choice.wire_nbytes, "nbytes_without": choice.plain_nbytes,
+            "step_s": step_s(plan.model, plan.compute, choice.time_s)}
+    return found
 
 
 def _ms(time_s: float) -> str:

@@ -92,6 +92,7 @@ class Compression:
     float16 = staticmethod(formats.float16)
     bfloat16 = staticmethod(formats.bfloat16)
     int8 = staticmethod(formats.int8)
+    where_it_pays = staticmethod(formats.where_it_pays)
     from_byteps = staticmethod(from_byteps)
 
 

@@ -28,16 +28,19 @@ class SparseExchange(Exchange):
                  sparse_as_dense: bool) -> None:
         super().__init__(named, compression, n_passes)
         self._sparse_as_dense = sparse_as_dense
+        self._sparse: list[str] = []  # on some rank, in the first step
         self._tables: dict[str, Table] = {}
 
     def declare(self) -> Gradients:
         """Tell the job of the gradients; the first time, wait for all ranks to say which are sparse."""
         if self._gradients is None:
-            sparse = [] if self._sparse_as_dense else self._sparse_anywhere()
-            self._order = [name for name in self.order() if name not in sparse]
-            kinds = {name: kind for name, kind in self.kinds.items() if name not in sparse}
+            self._sparse = self._sparse_anywhere()
+            by_rows = [] if self._sparse_as_dense else self._sparse
+            self._refuse_compressed(by_rows)
+            self._order = [name for name in self.order() if name not in by_rows]
+            kinds = {name: kind for name, kind in self.kinds.items() if name not in by_rows}
             self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice)
-            for name in sparse:
+            for name in by_rows:
                 shape, dtype = self.kinds[name]
                 self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)
         return self._gradients
@@ -49,8 +52,10 @@ class SparseExchange(Exchange):
         mine = torch.tensor([gradient is not None and gradient.is_sparse for gradient in gradients], dtype=torch.int32)
         title = f"sparse of {self.prefix}{names[0]} to {names[-1]}, {len(names)} tensors"
         n_ranks = ops.push_pull(mine, average=False, name=title).tolist()
-        sparse = [name for name, n in zip(names, n_ranks) if n]
-        for name in sparse:
+        return [name for name, n in zip(names, n_ranks) if n]
+
+    def _refuse_compressed(self, names: list[str]) -> None:
+        for name in names:
             if name in self._contexts:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, which a compressor of your own cannot "
                                        "compress: use sparse_as_dense=True, or Compression.none, .fp16, .bf16")
@@ -58,7 +63,6 @@ class SparseExchange(Exchange):
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, to which no codec's momentum applies: "
                                        "use sparse_as_dense=True, or no codec for it")
             self.codecs.pop(name, None)  # rows that nobody has used are not sent as it is
-        return sparse
 
     @property
     def busy(self) -> bool:
@@ -119,9 +123,10 @@ class SparseExchange(Exchange):
         parameter.grad = total.to_dense() if is_dense else total
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
-        sparse = parameter.grad if parameter.grad is not None and parameter.grad.is_sparse else None
-        if sparse is not None:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        gradient = parameter.grad
+        if not (name in self._sparse if gradient is None else gradient.is_sparse):
+            super()._receive(name, parameter)
+            return
+        total = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         super()._receive(name, parameter)
-        if sparse is not None and parameter.grad is not None:
-            parameter.grad = parameter.grad.to_sparse(sparse.sparse_dim())
+        parameter.grad = total.to_sparse(1 if gradient is None else gradient.sparse_dim())

@@ -1,0 +1,56 @@
+"""One rank that trains the task with each codec and seed, one after another, in one job.
+
+    python -m bpsfast.bench.accuracy.program JSON       {"codecs": ["", "onebit"], "n_seeds": 2, "n_epochs": 20}
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import bpsfast
+from bpsfast.bench.accuracy import MARK, task
+from bpsfast.planner.compression import parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one rank from `init` to `shutdown`; print what came out."""
+    options = json.loads(arguments[0])
+    bpsfast.init()
+    digits = task.load()
+    runs = [_run(digits, codec, seed, options["n_epochs"])
+            for seed in range(options["n_seeds"]) for codec in options["codecs"]]
+    print(f"{MARK}{json.dumps({'rank': bpsfast.rank(), 'runs': runs})}", flush=True)
+    bpsfast.shutdown()
+    return 0
+
+
+def _run(digits: task.Digits, codec: str, seed: int, n_epochs: int) -> dict[str, Any]:
+    """Train once, under names of its own: nothing is left over from another training."""
+    shapes = {name: weight.shape for name, weight in task.weights(seed).items()}
+    gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()},
+                                  prefix=f"{codec or 'uncompressed'} {seed} ",
+                                  compression=parse(codec) if codec else None)
+
+    def mean(found: dict[str, task.Array], rate: float) -> Mapping[str, task.Array]:
+        gradients.learning_rate = rate
+        for name, gradient in found.items():
+            gradients[name][...] = gradient
+            gradients.ready(name)
+        means = {name: gradients.wait(name) for name in gradients}
+        gradients.step()
+        return means
+
+    before = bpsfast.stats().sent_bytes
+    net = task.train(digits, seed, n_epochs, bpsfast.rank(), bpsfast.size(), mean)
+    weights = hashlib.sha256(b"".join(net[name].tobytes() for name in sorted(net))).hexdigest()
+    return {"codec": codec, "seed": seed, "accuracy": task.accuracy(net, digits), "weights": weights,
+            "sent_nbytes": bpsfast.stats().sent_bytes - before}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
