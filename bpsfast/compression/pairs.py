@@ -142,7 +142,7 @@ def _asks_samples(n_sent, n):  # type: ignore[no-untyped-def]
 
 @helper
 def _capacity(n_sent, n):  # type: ignore[no-untyped-def]
-    """Return the most candidates; of the sample's noise about half as many are expected."""
+    """Return the most candidates that there is room for; about half as many are expected."""
     return 2 * n_sent + n // 256
 
 
