@@ -84,7 +84,7 @@ def test_a_job_that_goes_on_has_the_bits_of_one_that_never_stopped(jobs, crossin
 
 
 def refused(files):
-    model, optimizer = made("net")
+    model, optimizer = made("other")
     train(model, optimizer, range(1))
     other = torch.load(io.BytesIO(files[(bps.rank() + 2) % 3]), weights_only=True)["optimizer"]
     with pytest.raises(MismatchError, match="each node saves and loads its own"):
