@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StallError as StallError,
         UnsupportedError as UnsupportedError,
     )
+    from .trainer.async_weights import AsyncWeights as AsyncWeights
     from .trainer.broadcaster import broadcast as broadcast
     from .trainer.current import (
         barrier as barrier,
@@ -60,6 +61,7 @@ _HOME = {
     "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
     "trainer.stats": ("counters", "get_pushpull_speed", "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
+    "trainer.async_weights": ("AsyncWeights",),
     "trainer.broadcaster": ("broadcast",),
     "trainer.table": ("push_pull_rows",),
     "trainer.gradients": ("Gradients",),

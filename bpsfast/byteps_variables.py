@@ -109,6 +109,7 @@ ALIASES: dict[str, Alias] = {
     "BYTEPS_TRACE_ON": Alias("trace_dir", _trace),
     "BYTEPS_TRACE_START_STEP": Alias("trace_first_step", _step),
     "BYTEPS_TRACE_END_STEP": Alias("trace_last_step", _step),
+    "BYTEPS_ENABLE_ASYNC": Alias("async_training", _same),
     "BYTEPS_LOG_LEVEL": Alias("log_level", _level),
     "PS_VERBOSE": Alias("log_level", _verbose),
     "PS_HEARTBEAT_INTERVAL": Alias("heartbeat_s", _positive),
@@ -127,7 +128,6 @@ ROLE_VARIABLES = frozenset({
 
 #: asks for something bpsfast would do differently: worth a warning
 NOT_OBEYED = {
-    "BYTEPS_ENABLE_ASYNC": "sums stay synchronous",
     "PS_DROP_MSG": "no message is dropped",
     "DMLC_ENABLE_UCX": "there is no UCX transport",
 }

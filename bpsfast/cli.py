@@ -132,6 +132,17 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
     kernels.run(json_path=json_path, quick=quick)
 
 
+@bench.command("codecs")
+@bench_options.rounds("each contestant", default=8)
+@bench_options.result(quick="Three codecs, two turns.")
+@errors_in_words
+def bench_codecs(**options: Any) -> None:
+    """Bytes per second of each codec of compression, beside memcpy's."""
+    from .bench import codecs
+
+    codecs.run(options)
+
+
 @bench.command("push_pull")
 @click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 2; of hosts, all slots]")
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")

@@ -111,6 +111,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
                                            "(read by `import torch`)")] = False
 
+    async_training: Annotated[bool, _about("does DistributedOptimizer let each machine step by itself, and push "
+                                           "changes of weights instead of gradients", agree=True)] = False
+    async_staleness: Annotated[int, _about("steps that the slowest machine may then be behind the others; -1: any",
+                                           "steps", agree=True, ge=-1)] = -1
+
     # tuning while the job trains
     autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "
                                      "and tcp streams while it trains", agree=True)] = False

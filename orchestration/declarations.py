@@ -13,11 +13,11 @@ import msgspec
 
 from .errors import BpsError, ConfigError, MismatchError, UnsupportedError
 from .messages import TensorSpec
-from .partition import check_codec, has_state, nbytes_of
+from .partition import check_codec, check_store, has_state, nbytes_of
 
 #: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
 _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of", "op",
-           "ranks", "codec", "max_rows")
+           "ranks", "codec", "max_rows", "store")
 
 #: What bundles have in common that are planned together: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]
@@ -231,6 +231,7 @@ def _invalid(members: tuple[TensorSpec, ...], size: int) -> BpsError | None:
         for spec in members:
             nbytes_of(spec)
             check_codec(spec)
+            check_store(spec)
     except (ConfigError, UnsupportedError) as exc:
         return exc
     return None

@@ -6,12 +6,14 @@ from collections.abc import Container, Sequence
 import msgspec
 
 from .credit_queue import rank_parts
+from .errors import CapacityError
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
 from .partition import MAX_PARTS, has_state
 from .placement import assign
 from .rates import bound_remark, bounded, machines_of, ownable
 from .shares import Machine
+from .store import workers_of
 
 
 class Generations:
@@ -38,6 +40,7 @@ class Generations:
         self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
         self._edition_of: dict[int, str] = {}  # of units that take turns with others
         self._retiring: dict[int, set[int]] = {}
+        self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
         self.number = 0
         self.units: list[UnitPlan] = []
@@ -65,11 +68,11 @@ class Generations:
         keeps_state = any(has_state(spec) for spec in specs)
         candidates = self._candidates(ranks, helpers=not keeps_state)
         policy = "colocated" if keeps_state and self._policy == "ps" else self._policy
-        units = self._numbered(_at(candidates, lay_out(
+        units = self._numbered(self._for_workers(_at(candidates, lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
-            first_unit=self._next_unit, first_part=MAX_PARTS - most)))
+            first_unit=self._next_unit, first_part=MAX_PARTS - most)), most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
         remark = ""
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
@@ -92,6 +95,24 @@ class Generations:
         """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
                 if (helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks)))]
+
+    def _for_workers(self, units: Sequence[UnitPlan], most: int) -> list[UnitPlan]:
+        """Return *units*, of those with a store one for each worker, numbered anew; `CapacityError`: over *most* parts.
+        """
+        made: list[UnitPlan] = []
+        for unit in units:
+            if unit.store is None:
+                made.append(msgspec.structs.replace(unit, unit=self._next_unit + len(made)))
+                continue
+            workers = workers_of(unit.store, unit.ranks, [node.ranks for node in self._nodes])
+            first = self._next_unit + len(made)
+            made += [msgspec.structs.replace(unit, unit=first + i, ranks=theirs, store_unit=first,
+                                             n_workers=len(workers)) for i, theirs in enumerate(workers)]
+        n_parts = sum(len(unit.parts) for unit in made)
+        if n_parts > most:
+            raise CapacityError(f"stores for each worker bring these tensors to {n_parts} partitions, {most} are left "
+                                "in this job; raise partition_bytes, or let the ranks of a node push together")
+        return made
 
     def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
         """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
@@ -123,6 +144,8 @@ class Generations:
         over = [number for number in numbers if number in known
                 and len(self._retiring[number]) == (len(known[number].ranks) or size)]
         for number in over:
+            if known[number].store is not None:
+                self._gone_from.setdefault(known[number].store_unit, set()).update(self._retiring[number])
             del self._retiring[number]
             self._edition_of.pop(number, None)
             for part in known[number].parts:
@@ -130,12 +153,18 @@ class Generations:
             self._give_back([part.part for part in known[number].parts])
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
+        alive = {unit.store_unit for unit in self.units}
+        self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
         return [known[number] for number in over], [number for number in numbers if number not in known]
 
     def is_retiring(self, rank: int, names: Container[str]) -> bool:
-        """Whether *rank* has retired a unit with one of *names*, and others have not yet."""
-        return any(rank in self._retiring.get(unit.unit, ()) and any(member.name in names for member in unit.members)
-                   for unit in self.units)
+        """Whether *rank* has retired a unit with one of *names*, and others, or other workers, have not yet."""
+        return any((rank in self._retiring.get(unit.unit, ()) or rank in self._gone_from.get(unit.store_unit, ()))
+                   and any(member.name in names for member in unit.members) for unit in self.units)
+
+    def is_committed(self, name: str) -> bool:
+        """Whether a unit has a tensor *name*."""
+        return _has(self.units, name)
 
     def _give_back(self, parts: Sequence[int]) -> None:
         if not parts:

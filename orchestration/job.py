@@ -278,7 +278,8 @@ class Job:
                                             "which are not committed, or were retired before"))
         if not over:
             return []
-        self._declarations.forget([member.name for unit in over for member in unit.members])
+        names = dict.fromkeys(member.name for unit in over for member in unit.members)
+        self._declarations.forget([name for name in names if not self._generations.is_committed(name)])
         out = self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
         held, self._held = self._held, []
         for declarer, declaration in held:

@@ -16,9 +16,10 @@ import msgspec
 
 from .codec import CodecSpec
 from .errors import ProtocolError
+from .store import StoreSpec
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 7
+VERSION = 8
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -48,7 +49,7 @@ class TensorSpec(Record):
     take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
     `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
     ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
-    nodes, None: not at all; what has one is fused with nothing.
+    nodes, None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
 
     Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
     of them together; it is fused with nothing.
@@ -68,6 +69,7 @@ class TensorSpec(Record):
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
     max_rows: int = 0
+    store: StoreSpec | None = None
 
 
 class MemberPlan(Record):
@@ -100,8 +102,10 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op`, `ranks` and `codec`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows" the most
-    rows in a partition's frame; `nbytes` are then those of the frames' room.
+    `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
+    the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
+    unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
+    unit, `n_workers` how many there are.
     """
 
     unit: int
@@ -118,6 +122,9 @@ class UnitPlan(Record):
     ranks: tuple[int, ...] = ()
     codec: CodecSpec | None = None
     frame_rows: int = 0
+    store: StoreSpec | None = None
+    store_unit: int = -1
+    n_workers: int = 1
 
 
 class LagRow(Record):

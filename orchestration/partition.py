@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from . import codec, rows
+from . import codec, rows, store
 from .errors import CapacityError, UnsupportedError
 from .messages import MemberPlan, PartPlan, TensorSpec, UnitPlan
 
@@ -68,9 +68,28 @@ def check_codec(spec: TensorSpec) -> None:
                                "what one of them has not sent would be lost")
 
 
+def check_store(spec: TensorSpec) -> None:
+    """Raise `ConfigError` or `UnsupportedError` if owners cannot keep *spec* as it says."""
+    if spec.store is None:
+        return
+    store.check(spec.store)
+    if store.width_of(spec.dtype) is None:
+        raise UnsupportedError(f"tensor {spec.name!r} is to be kept by its owners, so it is of floats, not of "
+                               f"{spec.dtype}")
+    if spec.op != "sum":
+        raise UnsupportedError(f"tensor {spec.name!r} is kept by its owners, so it can only be summed, not reduced by "
+                               f"{spec.op!r}")
+    if spec.codec is not None:
+        raise UnsupportedError(f"tensor {spec.name!r} is kept by its owners, so it cannot be compressed "
+                               f"({spec.codec.kind}): answers are weights, not gradients")
+    if spec.edition_of:
+        raise UnsupportedError(f"tensor {spec.name!r} is kept by its owners, so it cannot have editions: each would "
+                               "keep weights of its own")
+
+
 def has_state(spec: TensorSpec) -> bool:
     """Return whether owners of *spec* keep more than a sum: then they are machines with ranks of it."""
-    return spec.codec is not None and spec.codec.has_state
+    return spec.store is not None or (spec.codec is not None and spec.codec.has_state)
 
 
 #: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
@@ -89,8 +108,9 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
 
     Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
     called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes,
-    `average` and `op` never mix in a unit. What a tensor says itself of partitions and fusion counts before the two
-    arguments. A unit's priority is its most urgent member's; a priority of None means minus the position in *specs*.
+    `average`, `op` and `store` never mix in a unit. What a tensor says itself of partitions and fusion counts before
+    the two arguments. A unit's priority is its most urgent member's; a priority of None means minus the position in
+    *specs*.
     Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
@@ -121,7 +141,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
 def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], int]]:
     """Yield (unit name, members, priority), the most urgent first, both units and members."""
     bundles: list[tuple[str, list[TensorSpec], int]] = []
-    filling: dict[tuple[str, str, bool, str, int, int, int], tuple[list[TensorSpec], int]] = {}
+    filling: dict[tuple[object, ...], tuple[list[TensorSpec], int]] = {}
     n_units: dict[str, int] = {}
     urgency = [-position if spec.priority is None else spec.priority for position, spec in enumerate(specs)]
     for position in sorted(range(len(specs)), key=lambda position: (-urgency[position], position)):
@@ -131,7 +151,7 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         if spec.group is None or nbytes >= most or spec.codec is not None or spec.op == rows.ROWS:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
-        kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most)
+        kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most, spec.store)
         members, filled = filling.get(kind, ([], 0))
         if not members or filled + nbytes > most:
             members, filled = [], 0
@@ -165,7 +185,8 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     )
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
-                    n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec)
+                    n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
+                    store=members[0].store)
 
 
 def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, partition_nbytes: int,

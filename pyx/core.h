@@ -393,11 +393,16 @@ static inline uint32_t bps_source_of(const struct bps_part *part, int64_t wanted
         i++;
     return part->inputs[i].source;
 }
+static inline void bps_run_store(struct bps_core *core, struct bps_worker *worker, uint32_t index);
 
 /* Sum one complete part and pass it on. Called with the lock held; drops it around the kernel. */
 static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker, uint32_t index)
 {
     struct bps_part *part = &core->parts[index];
+    if (part->store != NULL) {
+        bps_run_store(core, worker, index);
+        return;
+    }
     if (part->codec != NULL)
         part->codec->queued = 0;
     if (part->codec != NULL && part->codec->has_result) {
@@ -508,5 +513,7 @@ static void bps_on_notify(void *engine, uint32_t kind, uint32_t source, uint32_t
 {
     bps_event_out(engine, kind, source, part, round, code, 0, nbytes);
 }
+
+#include "store.h"
 
 #endif

@@ -1,4 +1,4 @@
-"""Extern declarations of the engine's core: part.h, events.h, core.h, lifecycle.h, table.h."""
+"""Extern declarations of the engine's core: part.h, events.h, core.h, store.h, lifecycle.h, table.h."""
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
@@ -15,6 +15,7 @@ cdef extern from "rows.h" nogil:
     uint64_t bps_rows_nbytes(const bps_rows *, uint64_t)
 
 cdef extern from "part.h" nogil:
+    struct bps_weight_store
     ctypedef void (*bps_kernel)(void *, void **, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) noexcept nogil
     struct bps_input:
         uint32_t source
@@ -35,6 +36,7 @@ cdef extern from "part.h" nogil:
         uint16_t partial_segment
         uint8_t owned, to_wire
         uint32_t generation, order, round, n_missing
+        bps_weight_store *store
     void bps_part_free(bps_part *)
 
 cdef extern from "codec.h" nogil:
@@ -100,6 +102,18 @@ cdef extern from "core.h" nogil:
     void bps_abort(bps_core *, const char *, size_t)
     void bps_on_arrived(void *, uint32_t, uint32_t, uint32_t, uint32_t)
     void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
+
+cdef extern from "store.h" nogil:
+    ctypedef void (*bps_store_kernel)(void *, void *, void *, int64_t, int64_t, double, double) noexcept nogil
+    struct bps_weight_store:
+        bps_store_kernel kernel
+        void *weights
+        double learning_rate, mu
+        int64_t staleness
+        uint32_t n_parts
+    bps_weight_store *bps_store_make(uint32_t, void *, uint64_t)
+    void bps_store_free(bps_weight_store *)
+    uint32_t bps_store_behind(const bps_core *, uint32_t, uint32_t *, uint32_t)
 
 cdef extern from "lifecycle.h" nogil:
     bps_core *bps_core_make(int, uint64_t, uint32_t, uint32_t)

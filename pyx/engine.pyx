@@ -25,8 +25,9 @@ from pyx.core cimport (
     BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
     bps_codec, bps_decode_fn, bps_divide_fn, bps_encode_fn, bps_feed_fn, bps_narrow_fn, bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
     bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
-    bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_table_commit,
-    bps_table_missing, bps_table_put, bps_table_remove, bps_table_report, bps_table_retire,
+    bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind,
+    bps_store_free, bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing, bps_table_put,
+    bps_table_remove, bps_table_report, bps_table_retire, bps_weight_store,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
@@ -177,27 +178,60 @@ cdef class Engine:
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                   uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
-                  codec=None, rows=None):
+                  codec=None, rows=None, uintptr_t store=0):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
         (slot 0: the source announces where it lies), *local* the source ids of this machine's ranks in
         local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
         lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. *codec*: how it is
-        compressed (a `bpsfast.node.coding.PartCodec`); what comes from *before* and *after* are then frames. Active
-        from the next `commit` on; what arrives before that waits for it.
+        compressed (a `bpsfast.node.coding.PartCodec`); what comes from *before* and *after* are then frames. *store*,
+        if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives before that waits
+        for it.
 
         *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
         frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
+        fresh.store = <bps_weight_store *>store
         fresh.owned, fresh.to_wire, fresh.divisor = True, to_wire, divisor
         fresh.outputs[0], fresh.outputs[1] = outputs
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
         self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers, codec,
                       rows)
+
+    @staticmethod
+    def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
+                   uint64_t momentum_nbytes=0, double learning_rate=1.0, double mu=0.0, int64_t staleness=-1):
+        """Return what *n_parts* parts, one of each worker, are to be added with: pushes are applied to a store (`store.h`).
+
+        *kernel* is that of `store_kernels`; *weights* and *momentum* (0: pushes are added) are the store's memory,
+        which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`.
+        """
+        cdef bps_weight_store *store = bps_store_make(n_parts, <void *>momentum, momentum_nbytes)
+        if store == NULL:
+            raise MemoryError(f"a store for {n_parts} workers")
+        store.kernel, store.weights = <bps_store_kernel>kernel, <void *>weights
+        store.learning_rate, store.mu, store.staleness = learning_rate, mu, staleness
+        return <uintptr_t>store
+
+    @staticmethod
+    def drop_store(uintptr_t store):
+        """Forget a store that no part was added with."""
+        bps_store_free(<bps_weight_store *>store)
+
+    def behind(self, uint32_t part):
+        """Return the parts of other workers whose pushes the answer to *part* waits for."""
+        cdef bps_core *core = self._open()
+        cdef uint32_t found[BPS_MAX_SOURCES]
+        cdef uint32_t i, n = 0
+        pthread_mutex_lock(&core.lock)
+        if part < core.n_parts and core.parts[part].inputs != NULL:
+            n = bps_store_behind(core, part, found, BPS_MAX_SOURCES)
+        pthread_mutex_unlock(&core.lock)
+        return [found[i] for i in range(n)]
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                    uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None):

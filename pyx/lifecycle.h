@@ -38,8 +38,10 @@ static inline void bps_stop(struct bps_core *core)
 
 static inline void bps_core_free(struct bps_core *core)
 {
-    for (uint32_t i = 0; core->parts != NULL && i < core->n_parts; i++)
+    for (uint32_t i = 0; core->parts != NULL && i < core->n_parts; i++) {
+        bps_store_leave(core, i);
         bps_part_free(&core->parts[i]);
+    }
     for (uint32_t i = 0; core->sources != NULL && i < core->n_sources; i++) {
         free(core->sources[i].addresses);
         free(core->sources[i].nbytes);

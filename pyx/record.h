@@ -6,7 +6,8 @@
  * allocates on the data path. Only rounds from first_round to last_round are kept: the middle of a long job fits, too.
  *
  * `thread` is the engine's thread; of WIRE and RECEIVE the source id of the peer. Of PUSH `nbytes` is the number of
- * partitions, from `part` on, that were announced together; RECEIVE over RDMA, whose beginning nobody sees, is a moment.
+ * partitions, from `part` on, that were announced together; APPLY and ANSWER are made under their store's lock, so their
+ * beginnings show in which order; RECEIVE over RDMA, whose beginning nobody sees, is a moment.
  */
 #ifndef BPS_RECORD_H
 #define BPS_RECORD_H
@@ -15,7 +16,7 @@
 #include <stdlib.h>
 
 enum { BPS_COPY_IN = 1, BPS_QUEUE = 2, BPS_SUM = 3, BPS_WIRE = 4, BPS_WAIT = 5, BPS_DELIVER = 6, BPS_GATHER = 7,
-       BPS_RECEIVE = 8, BPS_PUSH = 9 };
+       BPS_RECEIVE = 8, BPS_PUSH = 9, BPS_APPLY = 10, BPS_ANSWER = 11 };
 
 struct bps_record {
     uint64_t begin_ns, end_ns;

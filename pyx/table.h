@@ -23,6 +23,8 @@ static inline int bps_table_put(struct bps_core *core, uint32_t index, struct bp
     pthread_mutex_lock(&core->lock);
     int is_free = core->parts[index].inputs == NULL;
     if (is_free) {
+        if (fresh->store != NULL)
+            bps_store_join(fresh->store, index);
         fresh->generation = core->generation + 1;
         core->parts[index] = *fresh;
         core->n_parts = core->n_parts > index + 1 ? core->n_parts : index + 1;
@@ -43,8 +45,10 @@ static inline void bps_table_trim(struct bps_core *core)
 static inline void bps_table_remove(struct bps_core *core, uint32_t index)
 {
     pthread_mutex_lock(&core->lock);
-    if (index < core->n_parts && core->parts[index].generation > core->generation)
+    if (index < core->n_parts && core->parts[index].generation > core->generation) {
+        bps_store_leave(core, index);
         bps_part_free(&core->parts[index]);
+    }
     bps_table_trim(core);
     pthread_mutex_unlock(&core->lock);
 }
@@ -71,6 +75,7 @@ static inline int bps_table_retire(struct bps_core *core, const uint32_t *index,
         status = bps_table_retirable(core, index[i]);
     }
     for (uint32_t i = 0; i < n && status == BPS_RETIRED; i++) {
+        bps_store_leave(core, index[i]);
         bps_part_free(&core->parts[index[i]]);
         bps_store(bps_board_word(core->board, index[i]), 0);
     }
@@ -135,7 +140,7 @@ static inline int bps_table_commit(struct bps_core *core, uint32_t generation, c
                 codec->queued = 0;
             if (codec != NULL && codec->has_result)
                 bps_queue(core, i);
-            if (core->parts[i].inputs != NULL && core->parts[i].n_missing == 0)
+            if (core->parts[i].inputs != NULL && core->parts[i].n_missing == 0 && !core->parts[i].held)
                 bps_ready(core, i);
         }
         core->frozen = 0;

@@ -23,6 +23,7 @@ from bpsfast.settings import Settings, load, load_with_origins
         ({"BYTEPS_LOCAL_RANK": "1"}, "local_rank", 1),
         ({"BYTEPS_LOCAL_SIZE": "4"}, "local_size", 4),
         ({"BYTEPS_PARTITION_BYTES": "8192"}, "partition_bytes", 8192),
+        ({"BYTEPS_MIN_COMPRESS_BYTES": "1024000"}, "min_compress_bytes", 1_024_000),
         ({"BYTEPS_SCHEDULING_CREDIT": "4"}, "credit_bytes", 4 * 4_096_000),
         ({"BYTEPS_SCHEDULING_CREDIT": "4", "BPSFAST_PARTITION_BYTES": "8192"}, "credit_bytes", 4 * 8192),
         ({"BYTEPS_SCHEDULING_CREDIT": "0"}, "credit_bytes", Settings().credit_bytes),
@@ -74,14 +75,14 @@ def test_the_log_names_the_new_variables_once(caplog, monkeypatch):
     environ = {
         "BYTEPS_PARTITION_BYTES": "8192",
         "BYTEPS_ENABLE_MIXED_MODE": "1",
-        "BYTEPS_ENABLE_ASYNC": "1",
+        "DMLC_ENABLE_UCX": "1",
         "BPSFAST_LOG_LEVEL": "INFO",
     }
     load({}, environ)
     load({}, environ)
     (read,) = (record for record in caplog.records if "BPSFAST_PARTITION_BYTES" in record.getMessage())
     assert read.levelno == logging.WARNING and "BYTEPS_PARTITION_BYTES" in read.getMessage()
-    (not_obeyed,) = (record for record in caplog.records if "synchronous" in record.getMessage())
+    (not_obeyed,) = (record for record in caplog.records if "UCX" in record.getMessage())
     assert not_obeyed.levelno == logging.WARNING
     (without_effect,) = (record for record in caplog.records if "BYTEPS_ENABLE_MIXED_MODE" in record.getMessage())
     assert without_effect.levelno == logging.INFO

@@ -50,7 +50,7 @@ def rounds(name, dtype, codec, n_rounds, average=True, rates=None, empties=()):
         if rates is not None:
             unit.learning_rate = rates[round_ - 1]
         if (session.rank, round_) in empties:
-            session.port.submit_empty(unit.first_part, unit.n_parts, unit._begin())
+            unit.push_empty()
         else:
             unit.push(x.ctypes.data, x.nbytes)
         unit.wait(round_, 20)

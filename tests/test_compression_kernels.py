@@ -24,7 +24,8 @@ wides = st.sampled_from(["float32", "float64"])
 dtypes = st.sampled_from(list(DTYPES))
 sizes = st.sampled_from(SIZES) | st.integers(0, 3000)
 seeds = st.integers(0, 2**32)
-patterns = st.sampled_from(["moderate", "mixed", "bits", "equal", "zeros", "tiny", "few", "infinite"])
+PATTERNS = ["moderate", "mixed", "bits", "equal", "zeros", "tiny", "few", "infinite"]
+patterns = st.sampled_from(PATTERNS)
 
 _GUARD = 0xA5
 
@@ -112,6 +113,27 @@ def test_every_kind_at_every_edge(codec: CodecSpec, wide: str) -> None:
 @given(codec=codecs, wide=wides, n=sizes, pattern=patterns, seed=seeds)
 def test_any_values_as_the_reading_has_them(codec, wide, n, pattern, seed) -> None:
     _check_round_trip(codec, wide, n, pattern, seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(k=st.sampled_from([1, 7, 200, 0.01, 0.05, 0.07, 0.5]), wide=wides, n=st.integers(16384, 40000),
+       pattern=patterns | st.sampled_from(["misleading", "hidden", "steps"]), seed=seeds)
+def test_topk_of_many_is_exact_whatever_a_sample_says(k, wide, n, pattern, seed) -> None:
+    """The kernel looks at a sample first, which may be like nothing else there."""
+    x = draw_values(pattern if pattern in PATTERNS else "moderate", n, reading.wide_dtype(wide), seed)
+    sampled = np.arange(4096) * n // 4096
+    if pattern == "misleading":  # all large ones are in the sample: fewer reach what it suggests than are wanted
+        x[:] = 1e-3 * x
+        x[sampled] = 100
+    elif pattern == "hidden":  # none is: more candidates than there is room for
+        x[:] = 100 + np.abs(x)
+        x[sampled] = 1e-3
+    elif pattern == "steps":
+        x[:] = np.random.default_rng(seed).integers(-3, 4, n)
+    codec = CodecSpec(kind="topk", k=k)
+    want = reading.encode(codec, x, reading.Generator(1))
+    assert Kernels(codec, wide, n).encode(x) == want
+    assert Kernels(codec, wide, n).encode(x, x) == want
 
 
 @settings(max_examples=150, deadline=None)

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from bpsfast.trainer import current
+from tests.compressed_rounds import Replay, values
 from tests.hvd_ranks import begun, of_shapes
+
+SHAPE = (300, 100)
+TOP = hvd.Compression.topk(0.05, error_feedback=True)
 
 ranks = of_shapes((1,), (2,), (3,), (2, 2))
 
@@ -256,3 +261,71 @@ def by_closure():
 
 def test_a_closure(pair):
     assert pair.run(by_closure) == [([4.0, 3.625], 3.25), ([8.0, 7.25], 3.25)]
+
+
+def compressed(names, steps=3):
+    """Step with halving learning rates; return the gradients, and how their partitions are cut."""
+    big, small = torch.nn.Parameter(torch.zeros(SHAPE)), torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([big, small], lr=1.0),
+                                         [(f"{names} big", big), (f"{names} small", small)], TOP,
+                                         gradient_predivide_factor=2.0)
+    found = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.5 ** step
+        optimizer.zero_grad()
+        ((big * torch.from_numpy(values(0, hvd.rank(), step, SHAPE, "float32"))).sum() + small.sum()).backward()
+        optimizer.synchronize()
+        found.append(big.grad.numpy().copy())
+        assert small.grad.tolist() == [1.0] * 3
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    unit = next(unit for unit in current.current().tensors.units() if unit.name.endswith(f"{names} big"))
+    return found, unit.codec, unit.stride
+
+
+def test_gradients_are_compressed_between_nodes(shared_job):
+    ranks = begun(shared_job(ranks=(2, 1), transport="tcp"))
+    for found, codec, stride in ranks.run(compressed, "compressed"):
+        assert codec == TOP
+        replay = Replay(TOP, SHAPE[0] * SHAPE[1], "float32", stride, (2, 1))
+        for step in range(3):
+            halves = [values(0, rank, step, SHAPE, "float32") / 2 for rank in range(3)]
+            want = replay.round(halves, ratio=2.0 if step else 1.0) * 2
+            assert found[step].tobytes() == want.tobytes(), f"step {step}"
+
+
+def joined_early():
+    """Rank 0 joins after a step; the last one's gradients are still summed, and compressed."""
+    p = torch.nn.Parameter(torch.zeros(SHAPE))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("joined early", p)], hvd.Compression.onebit())
+    for _ in range(1 if hvd.rank() == 0 else 2):
+        optimizer.zero_grad()
+        p.sum().backward()
+        optimizer.step()
+    hvd.join()
+    return p.grad.unique().tolist()
+
+
+def test_a_rank_that_has_joined_sends_zeros_by_the_codec(shared_job):
+    ranks = begun(shared_job(ranks=(2, 1), transport="tcp"))
+    first, second, third = ranks.run(joined_early)
+    assert first == [1.0] and second == third and len(second) == 1 and second[0] == pytest.approx(2 / 3)
+
+
+def refused_codec(kind):
+    p = torch.nn.Parameter(torch.zeros(SHAPE))
+    if kind == "minimum":
+        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("refused", p)], TOP, op=hvd.Min)
+    if kind == "momentum":
+        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("refused", p)], hvd.Compression.onebit(momentum=0.9))
+    if kind == "call":
+        hvd.allreduce(torch.zeros(SHAPE), name="refused", compression=TOP)
+
+
+@pytest.mark.parametrize(("kind", "error", "text"), [
+    ("minimum", "UnsupportedError", "reduced by Min over ProcessSet"),
+    ("momentum", "UnsupportedError", "are for bpsfast.torch.DistributedOptimizer"),
+    ("call", "ConfigError", "no functions compress and decompress")])
+def test_where_codecs_do_not_go(pair, kind, error, text):
+    for outcome in pair.attempt(refused_codec, kind):
+        assert outcome.error == error and text in outcome.text

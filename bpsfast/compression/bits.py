@@ -57,8 +57,12 @@ def window(units, n_units, swap, position):  # type: ignore[no-untyped-def]
     """Return the 64 bits from bit *position* on, zeros beyond the *n_units*."""
     at = position >> 5
     skipped = np.uint64(position & (_UNIT - 1))
-    bits = (_unit(units, n_units, swap, at) << np.uint64(_UNIT)) | _unit(units, n_units, swap, at + 1)
-    return (bits << skipped) | (_unit(units, n_units, swap, at + 2) >> (np.uint64(_UNIT) - skipped))
+    if at + 2 < n_units:
+        first, second, third = units[at ^ swap], units[(at + 1) ^ swap], np.uint64(units[(at + 2) ^ swap])
+    else:
+        first, second, third = _unit(units, n_units, swap, at), _unit(units, n_units, swap, at + 1), np.uint64(0)
+    bits = (np.uint64(first) << np.uint64(_UNIT)) | np.uint64(second)
+    return (bits << skipped) | (third >> (np.uint64(_UNIT) - skipped))
 
 
 @helper

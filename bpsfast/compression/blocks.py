@@ -2,12 +2,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
+from bpsfast.compression.elements import Elements, wide_name
 from bpsfast.compression.helper import helper
-from bpsfast.compression.pointers import floats_at, is_null
+from bpsfast.compression.magnitudes import largest
+from bpsfast.compression.pointers import bytes_at, floats_at, is_null, nbytes_of, values_at
 from bpsfast.compression.state import finite, quiet
+from bpsfast.element import constant, nbytes_of as width_of, shape
 from bpsfast.orchestration.codec import INT8_BLOCK
 
 
@@ -19,14 +27,19 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
     scales = floats_at(wire, 0)
     for block in range(n_blocks):
         start = block * INT8_BLOCK
-        end = min(n, start + INT8_BLOCK)
-        scale = _scale(x, start, end)
+        here = values_at(x, start * nbytes_of(x), x)
+        n_here = min(INT8_BLOCK, n - start)
+        lost = error if is_null(error) else values_at(error, start * nbytes_of(x), x)
+        numbers = bytes_at(wire, 4 * n_blocks + start)
+        scale = _scale(here, n_here)
         scales[block] = scale
-        for i in range(start, end):
-            wire[4 * n_blocks + i] = np.uint8(_number(x[i], scale) & 0xFF)
-        if not is_null(error):
-            for i in range(start, end):
-                error[i] = finite(x[i] - type(x[i])(_number(x[i], scale)) * scale)
+        if scale > 0:
+            _quantise(numbers, here, n_here, lost, scale)
+        else:
+            for i in range(n_here):
+                numbers[i] = 0
+                if not is_null(error):
+                    lost[i] = finite(here[i] - scale)
     return 4 * n_blocks + n
 
 
@@ -45,19 +58,61 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 
 
 @helper
-def _scale(x, start, end):  # type: ignore[no-untyped-def]
+def _scale(x, n):  # type: ignore[no-untyped-def]
     """Return the float32 that is worth 1; NaN if an element is NaN or infinite, or too large for a float32."""
-    most = abs(x[start])
-    for i in range(start, end):
-        size = abs(x[i])
-        most = size if size > most or size != size else most
+    most = largest(x, n)
     scale = np.float32(most / type(most)(127))
     return scale if scale < np.float32(math.inf) else np.float32(math.nan)
 
 
-@helper
-def _number(value, scale):  # type: ignore[no-untyped-def]
-    """Return *value* as a whole number of scales, -127 to 127; 0 if the scale is 0 or NaN."""
-    if not scale > 0:
-        return np.int32(0)
-    return np.int32(min(max(np.rint(value / type(value)(scale)), -127.0), 127.0))
+@intrinsic
+def _quantise(typing, numbers, x, n, error, scale):  # type: ignore[no-untyped-def]
+    """Write each of *n* elements as a whole number of *scale*, -127 to 127, and what that leaves, if it is kept."""
+    wide = wide_name(x)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        Block(builder, wide, *args).write()
+        return context.get_dummy_value()
+
+    return types.void(numbers, x, n, error, scale), codegen
+
+
+class Block:
+    """Emit what runs through the elements of a block; *scale* is above 0 and all elements are finite."""
+
+    def __init__(self, builder: ir.IRBuilder, wide: str, numbers: ir.Value, x: ir.Value, n: ir.Value, error: ir.Value,
+                 scale: ir.Value) -> None:
+        self.b = builder
+        self.wide = wide
+        self.elements = Elements(builder, wide)
+        self.numbers, self.x, self.n, self.error = numbers, x, n, error
+        self.scale = builder.fpext(scale, self.elements.wide) if wide == "float64" else scale
+
+    def write(self) -> None:
+        """Emit both loops: with and without what is left."""
+        with self.b.if_else(self.elements.is_given(self.error)) as (then, otherwise):
+            with then:
+                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=True))
+            with otherwise:
+                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=False))
+
+    def _emit(self, index: Any, n_lanes: int, keeps: bool) -> None:
+        b, elements = self.b, self.elements
+        value = elements.load(self.x, self.wide, index, n_lanes)
+        scale = elements.splat(self.scale, n_lanes)
+        number = b.fptosi(self._nearest(b.fdiv(value, scale), n_lanes), shape(ir.IntType(32), n_lanes))
+        for sign, limit in ((">", 127), ("<", -127)):
+            most = constant(ir.IntType(32), limit, n_lanes)
+            number = b.select(b.icmp_signed(sign, number, most), most, number)
+        narrow = b.trunc(number, shape(ir.IntType(8), n_lanes))
+        stored = b.store(narrow, b.bitcast(b.gep(self.numbers, [index]), narrow.type.as_pointer()))
+        stored.align = 1
+        if keeps:
+            decoded = b.fmul(b.sitofp(number, value.type), scale)
+            elements.store(elements.finite(b.fsub(value, decoded), n_lanes), self.error, self.wide, index, n_lanes)
+
+    def _nearest(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Round to whole numbers, halves to even ones."""
+        name = "llvm.rint." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * width_of(self.elements.wide)}"
+        signature = ir.FunctionType(value.type, [value.type])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [value])

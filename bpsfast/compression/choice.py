@@ -19,7 +19,8 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from ..orchestration.partition import ITEM_NBYTES
 from .formats import check_types
 
-#: What users give as *compression*; a function is called with name, shape and the dtype's name, such as "float32".
+#: What users give as *compression*. A function is called with name, shape and the dtype's name, such as "float32", more
+#: than once for a tensor, and must always say the same, on all ranks.
 Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
 
@@ -60,6 +61,22 @@ def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str,
         If *choice* is for this tensor alone, and tensors of *dtype* are not compressed.
     """
     check_choice(choice)
+    return _chosen(choice, name, shape, dtype, least_nbytes, is_alone)
+
+
+def chosen_among(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]],
+                 least_nbytes: int) -> dict[str, CodecSpec]:
+    """Return the codecs of those tensors that *choice* wants compressed; *kinds* are shapes and dtypes by name.
+
+    Raises as `chosen`.
+    """
+    check_choice(choice)
+    return {name: codec for name, (shape, dtype) in kinds.items()
+            if (codec := _chosen(choice, name, shape, dtype, least_nbytes, is_alone=False)) is not None}
+
+
+def _chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str, least_nbytes: int,
+            is_alone: bool) -> CodecSpec | None:
     codec, is_meant = _found(choice, name, shape, dtype)
     if codec is None:
         return None
@@ -70,16 +87,6 @@ def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str,
             raise UnsupportedError(f"compression {codec.kind!r} was chosen for tensor {name!r}: {exc}") from None
     nbytes = prod(shape) * ITEM_NBYTES.get(dtype, 0)
     return codec if "float" in dtype and nbytes >= max(least_nbytes, 1) else None
-
-
-def chosen_among(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]],
-                 least_nbytes: int) -> dict[str, CodecSpec]:
-    """Return the codecs of those tensors that *choice* wants compressed; *kinds* are shapes and dtypes by name.
-
-    Raises as `chosen`.
-    """
-    return {name: codec for name, (shape, dtype) in kinds.items()
-            if (codec := chosen(choice, name, shape, dtype, least_nbytes)) is not None}
 
 
 def _found(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str) -> tuple[CodecSpec | None, bool]:

@@ -87,9 +87,9 @@ def scratch_nbytes(codec: CodecSpec, n: int, dtype: str) -> int:
 
         return pairs.scratch_nbytes(codecs.count(codec, n), n, codecs.width_of(dtype))
     if codec.kind == "dithering":
-        from bpsfast.compression import dithering
+        from bpsfast.compression import levels
 
-        return 2 * 8 * dithering.CHUNK
+        return 2 * 8 * levels.CHUNK
     return 8 * -(-n // 64) if codec.kind == "randomk" else 0
 
 

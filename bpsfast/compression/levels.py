@@ -9,8 +9,16 @@ from bpsfast.compression.bits import elias, finish, put, take_elias, window
 from bpsfast.compression.flags import L2, NATURAL
 from bpsfast.compression.helper import helper
 from bpsfast.compression.lanes import sum_of_squares
+from bpsfast.compression.magnitudes import largest
 from bpsfast.compression.pointers import (
-    counters_at, floats_at, is_null, leading_zeros, nbytes_of, units_at, values_at, words_at
+    counters_at,
+    floats_at,
+    is_null,
+    leading_zeros,
+    nbytes_of,
+    units_at,
+    values_at,
+    words_at,
 )  # fmt: skip
 from bpsfast.compression.random_draws import following, is_below
 from bpsfast.compression.state import finite, quiet
@@ -87,15 +95,19 @@ def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm, sc
             if q > 0:
                 code, n_bits = elias(np.uint64(start + i - last))
                 code = (code << np.uint64(1)) | np.uint64(here[i] < 0)
-                begun = put(units, n_units, swap, position, begun, code, n_bits + 1)
-                position += n_bits + 1
-                code, n_bits = elias(q)
-                begun = put(units, n_units, swap, position, begun, code, n_bits)
-                position += n_bits
+                level, n_level_bits = elias(q)
+                if n_bits + n_level_bits < 32:  # mostly
+                    code = (code << np.uint64(n_level_bits)) | level
+                else:
+                    begun = put(units, n_units, swap, position, begun, code, n_bits + 1)
+                    position += n_bits + 1
+                    code, n_bits = level, -1
+                begun = put(units, n_units, swap, position, begun, code, n_bits + 1 + n_level_bits)
+                position += n_bits + 1 + n_level_bits
                 last = start + i
         if not is_null(error):
             for i in range(n_here):
-                decoded = type(here[i])(_decoded(here[i] < 0, np.float64(chosen[i]), norm, levels))
+                decoded = type(here[i])(_decoded(here[i] < 0, chosen[i], norm, levels))
                 error[start + i] = finite(here[i] - decoded)
     finish(units, n_units, swap, position, begun)
     generator[0], generator[1] = a, b
@@ -125,14 +137,15 @@ def _read_levels(out, n, wire, n_units, n_bits, levels, norm, add):  # type: ign
     position = 0
     last = -1
     while position < n_bits:
-        gap, n_gap_bits = take_elias(window(units, n_units, swap, position))
-        bits = window(units, n_units, swap, position + n_gap_bits)
+        bits = window(units, n_units, swap, position)
+        gap, n_gap_bits = take_elias(bits)
+        bits = bits << np.uint64(n_gap_bits) if n_gap_bits < 8 else window(units, n_units, swap, position + n_gap_bits)
         q, n_level_bits = take_elias(bits << np.uint64(1))
         position += n_gap_bits + 1 + n_level_bits
         if position > n_bits or gap == 0 or gap > np.uint64(n - 1 - last) or q == 0 or q > np.uint64(levels):
             return -1
         last += np.int64(gap)
-        value = type(out[last])(_decoded(bits >> np.uint64(63) != 0, np.float64(q), norm, levels))
+        value = type(out[last])(_decoded(bits >> np.uint64(63), q, norm, levels))
         out[last] = quiet(out[last] + value) if add else value
     return 0
 
@@ -153,20 +166,14 @@ def _power_below(y):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _decoded(is_negative, q, norm, levels):  # type: ignore[no-untyped-def]
-    size = q * np.float64(norm) / np.float64(levels)
-    return -size if is_negative else size
+def _decoded(sign, q, norm, levels):  # type: ignore[no-untyped-def]
+    """Return what level *q* stands for, as a double; negative if *sign* is 1."""
+    return np.float64(np.int64(q) * (1 - 2 * np.int64(sign))) * np.float64(norm) / np.float64(levels)
 
 
 @helper
 def _norm(x, n, flags):  # type: ignore[no-untyped-def]
     """Return the norm as a float32, NaN for one that is not finite."""
-    if flags & L2:
-        norm = math.sqrt(sum_of_squares(x, n))
-    else:
-        norm = 0.0
-        for i in range(n):
-            size = np.float64(abs(x[i]))
-            norm = size if size > norm or size != size else norm
+    norm = math.sqrt(sum_of_squares(x, n)) if flags & L2 else np.float64(largest(x, n))
     rounded = np.float32(norm)
     return rounded if rounded < np.float32(math.inf) else np.float32(math.nan)

@@ -6,21 +6,21 @@ import math
 import numpy as np
 
 from bpsfast.compression.helper import helper
-from bpsfast.compression.pointers import counters_at, is_null, nbytes_of, values_at, words_at
+from bpsfast.compression.magnitudes import N_TOGETHER, magnitude, reaching
+from bpsfast.compression.pointers import counters_at, is_null, nbytes_of, trailing_zeros, values_at, words_at
 from bpsfast.compression.random_draws import following
 from bpsfast.compression.state import finite, quiet
 
 #: Bits of a magnitude that one pass over the elements tells apart, and the counters this takes.
 DIGIT_BITS = 11
 N_DIGITS = 1 << DIGIT_BITS
-#: Elements that say about how large the k-th largest is, and from how many on it pays to ask them.
+#: Elements that say about how large the k-th largest is.
 _N_SAMPLES = 4096
-_FEWEST_SAMPLED = 4 * _N_SAMPLES
 
 
-def scratch_nbytes(k, n, width):  # type: ignore[no-untyped-def]
+def scratch_nbytes(k: int, n: int, width: int) -> int:
     """Return the bytes of scratch of `encode_largest`: the counters, and the candidates' magnitudes and indices."""
-    return 8 * N_DIGITS + 2 * width * (4 * k + n // 256)
+    return 8 * N_DIGITS + 2 * width * (_capacity.py_func(k, n) if _asks_samples.py_func(k, n) else 0)
 
 
 def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
@@ -38,9 +38,9 @@ def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
     indices = words_at(wire, 0, x)
     values = values_at(wire, width, x)
     n_candidates = 0
-    if n >= _FEWEST_SAMPLED and 16 * n_sent <= n:
+    if _asks_samples(n_sent, n):
         bound = _sampled_bound(bits, n, n_sent, counters)
-        n_candidates = _collect(sizes, places, 4 * n_sent + n // 256, bits, n, bound)
+        n_candidates = _collect(sizes, places, _capacity(n_sent, n), x, bits, n, bound)
     if n_candidates >= n_sent:
         above, n_equal = _threshold(sizes, 2, n_candidates, n_sent, counters)
     else:
@@ -52,7 +52,7 @@ def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
             i = np.int64(places[2 * candidate])
         else:
             i = candidate
-        size = _magnitude(bits, i)
+        size = magnitude(bits, i)
         if size >= above and position < n_sent:
             if size == above:
                 if n_equal == 0:
@@ -136,11 +136,14 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
 
 
 @helper
-def _magnitude(bits, i):  # type: ignore[no-untyped-def]
-    """Return |x| of element *i* as a number that orders as magnitudes do, all NaN alike the largest."""
-    if nbytes_of(bits) == 4:
-        return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFF), np.uint64(0x7F800001))
-    return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFFFFFFFFFF), np.uint64(0x7FF0000000000001))
+def _asks_samples(n_sent, n):  # type: ignore[no-untyped-def]
+    return n >= 4 * _N_SAMPLES and 16 * n_sent <= n
+
+
+@helper
+def _capacity(n_sent, n):  # type: ignore[no-untyped-def]
+    """Return the most candidates, of which a few times *n_sent* are expected."""
+    return 4 * n_sent + n // 256
 
 
 @helper
@@ -150,7 +153,7 @@ def _sampled_bound(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
     for digit in range(N_DIGITS):
         counters[digit] = 0
     for sample in range(_N_SAMPLES):
-        counters[_magnitude(bits, sample * n // _N_SAMPLES) >> shift] += np.uint64(1)
+        counters[magnitude(bits, sample * n // _N_SAMPLES) >> shift] += np.uint64(1)
     mean = np.float64(_N_SAMPLES) * np.float64(n_sent) / np.float64(n)
     wanted = np.int64(mean + 3.0 * math.sqrt(mean)) + 3
     digit = N_DIGITS - 1
@@ -162,15 +165,22 @@ def _sampled_bound(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _collect(sizes, places, capacity, bits, n, bound):  # type: ignore[no-untyped-def]
+def _collect(sizes, places, capacity, x, bits, n, bound):  # type: ignore[no-untyped-def]
     """Write magnitude and index of all elements from *bound* on; return how many, or 0 if they are too many."""
     n_found = 0
-    for i in range(n):
-        size = _magnitude(bits, i)
-        if size >= bound:
+    for start in range(0, n, N_TOGETHER):
+        if start + N_TOGETHER <= n:
+            found = reaching(x, start, bound)
+        else:
+            found = np.uint64(0)
+            for i in range(start, n):
+                found |= np.uint64(magnitude(bits, i) >= bound) << np.uint64(i - start)
+        while found:
             if n_found == capacity:
                 return 0
-            sizes[2 * n_found] = size
+            i = start + trailing_zeros(found)
+            found &= found - np.uint64(1)
+            sizes[2 * n_found] = magnitude(bits, i)
             places[2 * n_found] = i
             n_found += 1
     return n_found
@@ -192,7 +202,7 @@ def _threshold(bits, stride, n, n_sent, counters):  # type: ignore[no-untyped-de
         for digit in range(N_DIGITS):
             counters[digit] = 0
         for i in range(n):
-            size = _magnitude(bits, i * stride)
+            size = magnitude(bits, i * stride)
             if size >> np.uint64(left) == prefix:
                 counters[(size >> np.uint64(shift)) & mask] += np.uint64(1)
         digit = np.int64(mask)

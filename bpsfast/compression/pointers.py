@@ -54,6 +54,12 @@ def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]
 
 
 @intrinsic
+def bytes_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+    """Point to the bytes that lie *nbytes* after *pointer*."""
+    return _view(types.CPointer(types.uint8), pointer, nbytes)
+
+
+@intrinsic
 def units_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
     """Point to the words of 32 bits that lie *nbytes* after *pointer*."""
     return _view(types.CPointer(types.uint32), pointer, nbytes)

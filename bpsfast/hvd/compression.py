@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
-from ..torch.compression import Compression as Compression
+from ..torch.compression import Compression as Compression, check_compressor
 
 
 def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
-    """Return what travels of *tensors*, and for each what makes the result of it. NumPy arrays travel as they are."""
+    """Return what travels of *tensors*, and for each what makes the result of it. NumPy arrays travel as they are.
+
+    Raises `ConfigError` if *compression* is no compressor; codecs are `DistributedOptimizer`'s.
+    """
+    check_compressor(compression)
     narrow: list[Any] = list(tensors)
     back: list[Callable[[Any], Any]] = [_same] * len(tensors)
     for i, tensor in enumerate(tensors):

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BusyError
-from ..torch.compression import CompressorLike
+from ..torch.compression import CompressionLike
 from ..torch.exchange import Exchange
 from ..trainer.gradients import Gradients
 from . import runtime
@@ -38,13 +39,16 @@ class TooManyPassesError(BusyError, AssertionError):
 class StandIn:
     """What takes part in the steps of one optimizer on a rank that has joined. Outlives it: that of others may live.
 
-    *title* is the same on all ranks; *kinds* are shapes and dtypes by name, *average*: of the sums.
+    *title* is the same on all ranks; *kinds* are shapes and dtypes by name, *codecs* how some of them are compressed
+    between nodes, *average*: of the sums.
     """
 
-    def __init__(self, title: str, kinds: dict[str, tuple[tuple[int, ...], str]], average: bool, prefix: str) -> None:
+    def __init__(self, title: str, kinds: dict[str, tuple[tuple[int, ...], str]], codecs: dict[str, CodecSpec],
+                 average: bool, prefix: str) -> None:
         self._title = title
         self._names = sorted(kinds)
         self._kinds = {**kinds, _JOINED: ((1,), "float32")}
+        self._choice = {name: codecs.get(name) for name in self._kinds}
         self._average = average
         self._prefix = prefix
         self._question: Handle | None = None
@@ -68,7 +72,8 @@ class StandIn:
             self.sparse = {name for name, is_sparse in zip(self._names, self._question.wait()) if is_sparse}
             kinds = {name: kind for name, kind in self._kinds.items() if name not in self.sparse}
             dense = [name for name in order if name not in self.sparse]
-            self.gradients = Gradients(kinds, prefix=self._prefix, order=[*dense, _JOINED], average=self._average)
+            self.gradients = Gradients(kinds, prefix=self._prefix, order=[*dense, _JOINED], average=self._average,
+                                       compression=self._choice)
         return self.gradients
 
     def begin(self) -> None:
@@ -122,7 +127,7 @@ class DenseExchange(Exchange):
         Sparse gradients travel as dense ones, and come back sparse.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressorLike, n_passes: int, op: ReduceOp,
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int, op: ReduceOp,
                  predivide: float, sparse_as_dense: bool) -> None:
         super().__init__(named, compression, n_passes)
         self._op = op
@@ -132,7 +137,8 @@ class DenseExchange(Exchange):
         found = runtime.current()
         number = len(found.stand_ins)
         self.prefix = f"Gradient{number or ''}."  # two models may have the same names
-        self._stand_in = StandIn(f"DistributedOptimizer.{number}", self.kinds, op is Average, self.prefix)
+        self._stand_in = StandIn(f"DistributedOptimizer.{number}", self.kinds, self.codecs, op is Average,
+                                 self.prefix)
         found.stand_ins.append(self._stand_in)
         me = weakref.ref(self)
         self._stand_in.forget = lambda: _forget(me)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import ConfigError
-from ..torch.compression import check_compressor
+from ..orchestration.errors import ConfigError, UnsupportedError
+from ..torch.compression import parted
+from ..torch.local_momentum import has_momentum
 from ..torch.wrapped import Wrapped, check_passes, members_of, trained, wrap
 from . import runtime
 from .compression import Compression
@@ -101,7 +102,8 @@ def DistributedOptimizer(
     named_parameters
         (name, tensor) of at least all parameters of the optimizer; None: they are numbered.
     compression
-        `Compression.fp16` lets gradients travel in half the bytes; or a class of your own.
+        `Compression.fp16` lets gradients travel in half the bytes; or a class of your own; or codecs for what travels
+        between nodes, as of `bpsfast.torch.DistributedOptimizer`, without momentum.
     backward_passes_per_step
         Gradients travel after this many backward passes; the sum over passes is not divided.
     op
@@ -129,16 +131,24 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     check_passes(backward_passes_per_step)
     _check_groups(groups)
-    check_compressor(compression)
+    _, codecs = parted(compression)
     reduction = chosen(op)
     named = _named(optimizer, named_parameters)
+    travels_densely = process_set.process_set_id == 0 and reduction in (Average, Sum)
+    if codecs is not None and not travels_densely:
+        raise UnsupportedError(f"codecs compress averages and sums over all ranks; this optimizer's gradients are "
+                               f"reduced by {reduction.name} over {process_set}: use Compression.none or .fp16")
+    if has_momentum(compression, named):
+        raise UnsupportedError("codecs with momentum are for bpsfast.torch.DistributedOptimizer: use momentum=0 in the "
+                               "codec, and the optimizer's own")
     wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
     wrapped._synchronized, wrapped.op, wrapped.process_set = False, reduction, process_set
     if runtime.current().size == 1 or not named or not process_set.included():
         return wrapped
-    if process_set.process_set_id == 0 and reduction in (Average, Sum):
+    if travels_densely:
         wrapped._exchange = DenseExchange(named, compression, backward_passes_per_step, reduction,
                                           gradient_predivide_factor, sparse_as_dense)
+        wrapped._exchange.follow(wrapped)
     else:
         wrapped._exchange = NegotiatedExchange(
             named, compression, backward_passes_per_step, reduction, gradient_predivide_factor,

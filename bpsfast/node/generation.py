@@ -8,6 +8,7 @@ from ..orchestration.codec import CodecSpec
 from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
 from .coded_state import CodedPart
 from .regions import Arena, Place
+from .vaults import Vault
 
 
 def is_of(unit: UnitPlan, ranks: Sequence[int]) -> bool:
@@ -26,12 +27,13 @@ class Holding:
     codec: CodecSpec | None = None  # if it is compressed here
     dtype: str = ""
     coded: list[CodedPart] = field(default_factory=list)
+    vaults: list[Vault] = field(default_factory=list)  # that its parts use
 
 
 @dataclass
 class Generation:
     """A prepared plan: where results of its parts appear, and which peers have not said where theirs do, or where this
-    node writes to. All its units are of the same ranks."""
+    node writes to. All its units are of the same ranks, or of workers of the same store."""
 
     plan: Plan
     holdings: dict[int, Holding] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Generation:
         """Whether one of *ranks* pushes what is in it."""
         return any(is_of(unit, ranks) for unit in self.plan.units)
 
-    def ready_units(self) -> tuple[UnitReady, ...]:
-        """Return what ranks are told once it is committed."""
+    def ready_units(self, rank: int) -> tuple[UnitReady, ...]:
+        """Return what *rank* is told once it is committed."""
         return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts))
-                     for unit in self.plan.units)
+                     for unit in self.plan.units if is_of(unit, [rank]))

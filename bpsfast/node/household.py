@@ -249,11 +249,11 @@ class Household:
         if not concerned:
             return
         segments = list(wiring.result_segments(generation))
-        declared = messages.Declared(generation=generation.plan.generation, units=generation.ready_units())
         for rank in concerned:
             for node, number, segment in segments:
                 rank.share_result(node, number, segment)
-            rank.tell(declared)
+            rank.tell(messages.Declared(generation=generation.plan.generation,
+                                        units=generation.ready_units(rank.rank)))
 
     def abort(self, error: BpsError) -> None:
         """Tell who cannot read it on the board: ranks that wait to be attached, and server processes."""

@@ -6,6 +6,7 @@
     results    both parities of every part that appears here: owned, or sent back to us (tcp, rdma)
     frames     of compressed results, both parities, of parts that this node owns
     states     of compressed parts: what stays from round to round; nobody else's
+    stores     weights and momentum that this node keeps, of parts that it owns
 
 An arena is a list of segments, filled first fit. What retired units used is given back to its segment, which stays
 until the job ends: whoever mapped or registered it is never asked, and the next units need no new one. Segment
@@ -30,8 +31,8 @@ PAGE_NBYTES = mmap.PAGESIZE
 MIN_SEGMENT_NBYTES = 2 << 20
 #: Lane entries carry the segment number in 16 bits.
 MAX_SEGMENTS = 1 << 16
-#: The kind of memory that no bytes of are sent or received.
-_UNSENT = "state"
+#: The kinds of memory that no bytes of are sent or received.
+_UNSENT = ("state", "store")
 
 
 class Place(NamedTuple):
@@ -145,6 +146,7 @@ class Regions:
         self.results = self.arena("result", pool=False)
         self.frames = self.arena("frame")
         self.states = self.arena("state")
+        self.stores = self.arena("store")
 
     def arena(self, kind: str, pool: bool = True) -> Arena:
         """Return a new arena of *kind*; *pool*: its huge pages may be those of the pool."""
@@ -180,12 +182,12 @@ class Regions:
     def register_with(self, registrar: Registrar) -> None:
         """Show *registrar* all segments, those there are and those to come; raises `CapacityError` as it does."""
         for chunk, kind in zip(self._chunks, self._kinds):
-            if kind != _UNSENT:
+            if kind not in _UNSENT:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of segments per kind: input, partial, slot, result, frame, state."""
+        """Return the bytes of segments per kind: input, partial, slot, result, frame, state, store."""
         return dict(self._nbytes)
 
     def chunk(self, index: int) -> Chunk:
@@ -221,7 +223,7 @@ class Regions:
             free = min(limit.free_nbytes for limit in headroom.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
                                 f"are free: {exc}") from exc
-        if self._registrar is not None and kind != _UNSENT:
+        if self._registrar is not None and kind not in _UNSENT:
             try:
                 self._registrar.register(kind, segment)
             except BaseException:

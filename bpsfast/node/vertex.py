@@ -238,6 +238,9 @@ class Vertex:
         waited_for, sources, owned = found
         if waited_for > round_:
             return "done", (), ()
+        if owned and not sources:  # all there: an answer of a store may wait for other workers
+            behind = self.wiring.ranks_of(self.engine.behind(part))
+            return ("push", behind, ()) if behind else ("sum", (), ())
         ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
         nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
         return "push" if ranks else "sum" if not nodes else "partial" if owned else "result", ranks, nodes

@@ -1,6 +1,7 @@
 """From a plan to memory and engine calls: what this node does for each partition of a generation.
 
-    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order
+    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order;
+                     weights and momentum, if it keeps them: once for the units of all workers
     member           partial here if several of its ranks are local; the owner's result arrives here (a wire: tcp, rdma)
                      or is read where the owner keeps it (shm)
     neither          a node without a rank that pushes it, and which does not own it: nothing
@@ -31,6 +32,7 @@ from .coding import PartCodec, part_codec
 from .generation import Generation, Holding
 from .members import Members, members_of
 from .regions import Arena, Chunk, Place, Regions, page_round
+from .vaults import Vault, Vaults, kept_nbytes
 
 
 class Wiring:
@@ -64,6 +66,7 @@ class Wiring:
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
+        self._vaults = Vaults(engine, regions.stores)
         self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
@@ -159,6 +162,12 @@ class Wiring:
             self._give_back(holding)
         return retired
 
+    def ranks_of(self, parts: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that push the committed *parts*."""
+        wanted = set(parts)
+        return tuple(sorted({rank for holding in self._holdings.values()
+                             if any(part.part in wanted for part in holding.parts) for rank in holding.ranks}))
+
     def coded_state(self, number: int) -> CodedState | None:
         """Return the state that committed unit *number* has here; None if it is not compressed between these nodes."""
         holding = self._holdings.get(number)
@@ -192,6 +201,8 @@ class Wiring:
             link.unbind(part)
         for arena, place, nbytes in holding.places:
             arena.release(place, nbytes)
+        for vault in holding.vaults:
+            self._vaults.give_back(vault)
 
     def _shm_links(self) -> list[ShmLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
@@ -240,7 +251,7 @@ class Wiring:
         return part.nbytes if len(local) > 1 else 0
 
     def _check_room(self, plan: Plan) -> None:
-        room = dict.fromkeys(("result", "partial", "slot", "frame", "state"), 0)
+        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
         for unit in plan.units:
             coded, members = self._is_coded(unit), self._members_of(unit.ranks)
             for part in unit.parts:
@@ -253,11 +264,13 @@ class Wiring:
                     room["frame"] += 2 * wire_nbytes
                 elif coded and self._appears_here(unit, part):
                     room["slot"] += 2 * wire_nbytes
+                if is_owner and unit.unit == unit.store_unit:  # the first worker's, for all of them
+                    room["store"] += page_round(kept_nbytes(unit, part))
                 room["state"] += sum(page_round(nbytes) for nbytes in self._states_of(unit, part).values())
         self._room = room
         regions = self._regions
         wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
-                                                          regions.frames, regions.states)]
+                                                          regions.frames, regions.states, regions.stores)]
         shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
         regions.require(wanted, f"generation {plan.generation} on node {self._me.index} ({shown} bytes)")
 
@@ -343,13 +356,19 @@ class Wiring:
                 slot = self._allocate(holding, self._regions.slots, nbytes).address
                 self._bind(holding, link, unit, part, slot, slot, codec is not None)
             (before if index < self._me.index else after).append((self._sources[index], slot))
+        vault: Vault | None = None
+        if unit.store is not None:
+            vault = self._vaults.take(unit, part, self._room["store"])
+            holding.vaults.append(vault)
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
             after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in members.nodes],
-            codec=codec, rows=_rows(unit, part),
+            codec=codec, rows=_rows(unit, part), store=vault.handle if vault is not None else 0,
         )
+        if vault is not None:
+            vault.is_engaged = True
 
     def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
                  codec: PartCodec | None) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from ..trainer.stats import get_pushpull_speed
+from .async_optimizer import AsyncOptimizer
 from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression, Compressor
@@ -23,6 +24,7 @@ from .ops import (
     synchronize,
 )
 from .optimizer import CrossBarrier, DistributedOptimizer
+from .outer import OuterOptimizer
 from .parallel import DistributedDataParallel
 from .scheduling import schedule
 
@@ -30,11 +32,13 @@ from .scheduling import schedule
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
+    "AsyncOptimizer",
     "Compression",
     "Compressor",
     "CrossBarrier",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "OuterOptimizer",
     "barrier",
     "broadcast_object",
     "broadcast_optimizer_state",

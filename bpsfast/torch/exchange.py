@@ -177,7 +177,7 @@ class Exchange:
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
         if name in self._contexts:
-            sums = _tensor_over(self.gradients.wait(name), self._wire[name])
+            sums = tensor_over(self.gradients.wait(name), self._wire[name])
             own = self._compression.decompress(sums.clone(), self._contexts[name])  # it may write into what it gets
             if own.shape != target.shape:
                 raise MismatchError(f"{_title(self._compression)}.decompress has made a tensor of shape "
@@ -191,7 +191,7 @@ class Exchange:
             self.gradients.deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
             target.copy_(dense)
         else:
-            target.copy_(_tensor_over(self.gradients.wait(name), self._wire[name]))
+            target.copy_(tensor_over(self.gradients.wait(name), self._wire[name]))
         self._momentum.add(name, target)
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -285,7 +285,7 @@ def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor],
     return accumulated
 
 
-def _tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+def tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over a read-only result, only to be read from at once: torch knows no read-only tensors."""
     if view.nbytes == 0:
         return torch.empty(view.shape, dtype=dtype)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..compression import formats
 from ..orchestration.codec import CodecSpec
-from .compression_state import CompressionState
+from .compression_state import CompressionState as CompressionState
 
 
 def onebit_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

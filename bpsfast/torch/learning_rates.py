@@ -1,6 +1,7 @@
 """The learning rates of an optimizer's parameters, as its groups have them when they are asked for."""
 from __future__ import annotations
 
+import math
 import weakref
 
 import torch
@@ -15,9 +16,9 @@ class LearningRates:
                           for parameter in group["params"]}
 
     def of(self, parameter: torch.Tensor) -> float | None:
-        """Return with which rate the next step will use the gradient of *parameter*; None: nobody knows."""
+        """Return the rate with which the next step will use the gradient of *parameter*; None: nobody knows, or 0."""
         optimizer, number = self._optimizer(), self._group_of.get(id(parameter))
         if optimizer is None or number is None:
             return None
-        rate = optimizer.param_groups[number].get("lr")
-        return None if rate is None else float(rate)
+        rate = float(optimizer.param_groups[number].get("lr") or 0)
+        return rate if 0 < rate < math.inf else None

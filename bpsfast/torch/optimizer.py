@@ -12,6 +12,7 @@ import torch
 
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
+from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
@@ -141,7 +142,8 @@ def DistributedOptimizer(
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the
     original must not be used any more. Gradients that the next forward pass needs first travel first, in the order that
-    the first backward pass shows; if torch has compiled anything, in that of *named_parameters*.
+    the first backward pass shows; if torch has compiled anything, in that of *named_parameters*. With the setting
+    async_training (BytePS's BYTEPS_ENABLE_ASYNC) it is an `AsyncOptimizer`: no gradients travel.
 
     Parameters
     ----------
@@ -178,6 +180,13 @@ def DistributedOptimizer(
                                "sparse=False in the embedding")
     base = type(optimizer)
     named = _named(optimizer, named_parameters)
+    settings = process.current().settings
+    if settings.async_training and process.size() > 1 and named:
+        if cross_barrier or compression is not Compression.none:
+            raise UnsupportedError("BPSFAST_ASYNC_TRAINING (BYTEPS_ENABLE_ASYNC) goes with neither cross_barrier nor "
+                                   "compression: no gradients travel")
+        staleness = None if settings.async_staleness < 0 else settings.async_staleness
+        return AsyncOptimizer(optimizer, named, staleness=staleness)
     exchanges = bool(named) and (process.size() > 1 or has_momentum(compression, named))
     wrapped = wrap(optimizer, _CROSSING if exchanges and cross_barrier else _STEPPING, backward_passes_per_step)
     if exchanges and cross_barrier:

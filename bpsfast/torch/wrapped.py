@@ -84,14 +84,24 @@ def wrap(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., A
     ConfigError
         If it was wrapped before.
     """
+    wrapped = derive(optimizer, {**members_of(Wrapped, *_MIXED_IN), **members})
+    wrapped._skips, wrapped._exchange, wrapped.backward_passes_per_step = False, None, passes
+    return wrapped
+
+
+def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return *optimizer* as of a class derived from its own, with *members* and `_base`, its own class.
+
+    It takes over groups, options and state; the original must not be used any more. Raises `ConfigError` if it is
+    such a one already.
+    """
     base = type(optimizer)
-    if hasattr(base, "skip_synchronize"):
-        raise ConfigError("the optimizer is a DistributedOptimizer already")
-    derived: Any = type(base.__name__, (base,), {**members_of(Wrapped, *_MIXED_IN), **members, "_base": base})
+    if hasattr(base, "_base"):
+        raise ConfigError("the optimizer is a DistributedOptimizer, or an OuterOptimizer, already")
+    derived: Any = type(base.__name__, (base,), {**members, "_base": base})
     wrapped = derived.__new__(derived)
     # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    wrapped._skips, wrapped._exchange, wrapped.backward_passes_per_step = False, None, passes
     return wrapped
 
 

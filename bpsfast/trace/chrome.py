@@ -58,7 +58,7 @@ def place(spans: Iterable[Span], pid: int) -> tuple[list[Slice], dict[int, str]]
 
 
 def _title(span: Span) -> str:
-    if span.kind == "sum":
+    if span.kind in ("sum", "apply", "answer"):
         return f"sum {span.args.get('thread', 0)}"
     if span.kind == "receive":
         return f"from node {span.args.get('peer', -1)}"

@@ -27,16 +27,19 @@ KINDS: dict[int, tuple[str, bool]] = {
     7: ("gather", True),  # from the first input to the last
     8: ("receive", False),  # from the header to the last byte
     9: ("push", False),  # a rank announces inputs that need no copy
+    10: ("apply", False),  # a push is applied to the weights that its owner keeps: under their lock, as the next
+    11: ("answer", False),  # they are copied for a worker
 }
 #: From when a write could leave until it was handed to the link: it waited for more urgent ones and for credit.
 CREDIT = "credit"
 #: What the `args` of a span have besides part and round.
 DETAILS: dict[str, tuple[str, ...]] = {
     CREDIT: ("peer", "nbytes", "pass", "order"), "wire": ("peer", "nbytes"), "receive": ("peer", "nbytes"),
-    "push": ("partitions",), "sum": ("thread", "nbytes"),
+    "push": ("partitions",), "sum": ("thread", "nbytes"), "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes"),
 }
 _OVERLAPPING = {name for name, overlaps in KINDS.values() if overlaps} | {CREDIT}
-_WIRE, _RECEIVE, _SUM, _PUSH = 4, 8, 3, 9
+_WIRE, _RECEIVE, _PUSH = 4, 8, 9
+_OF_THREADS = (3, 10, 11)
 
 
 class Limits(NamedTuple):
@@ -113,6 +116,6 @@ def spans(records: bytes, peers: Mapping[int, int]) -> Iterator[Span]:
         args = {"part": part, "round": round_, "partitions" if kind == _PUSH else "nbytes": nbytes}
         if kind in (_WIRE, _RECEIVE):
             args["peer"] = peers.get(thread, -1)
-        elif kind == _SUM:
+        elif kind in _OF_THREADS:
             args["thread"] = thread
         yield Span(begin_ns, end_ns, KINDS[kind][0] if kind in KINDS else f"kind {kind}", args)

@@ -282,6 +282,9 @@ class Session:
         if self._post is not None:
             self._post.close()
         with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent
+            held_up = tuple(unit.number for unit in self.tensors.units() if unit.has_siblings and not unit.in_flight)
+            if clean and held_up:  # other workers shall not wait for pushes that never come
+                self._mailbox.send(Retire(rank=self.rank, units=held_up))
             self._mailbox.send(Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
         self.closed = True

@@ -52,6 +52,7 @@ class Unit:
         self.nbytes = plan.nbytes
         self.stride = plan.stride
         self.n_parts = len(plan.parts)
+        self.has_siblings = plan.n_workers > 1  # other workers' units, which may wait for this one's rounds
         self.first_part = plan.parts[0].part if plan.parts else 0
         self._parts = plan.parts
         self.dtype = TABLE[plan.dtype].numpy
@@ -180,6 +181,13 @@ class Unit:
         round = self._begin(self.nbytes if nbytes is None else nbytes)
         if self.n_parts:
             self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
+        return round
+
+    def push_empty(self) -> int:
+        """Take part in a round without contributing and return the round."""
+        round = self._begin(0)
+        if self.n_parts:
+            self.session.port.submit_empty(self.first_part, self.n_parts, round)
         return round
 
     def _begin(self, nbytes: int) -> int:

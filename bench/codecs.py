@@ -1,0 +1,198 @@
+"""How fast are the codecs, on one thread, beside memcpy of the tensor's bytes?
+
+A tensor is a partition of 4 MB of normal numbers. Its operands come from DRAM: calls walk round a pool several times
+the last-level cache. Contestants (memcpy, encode with and without error feedback, decode, decode and add) take turns,
+so that a neighbour's load hits all of them; figures are medians. A ratio is memcpy's time by the contestant's: 1 is a
+codec that takes a tensor's bytes as fast as they can be copied. #wrong counts what differs from the NumPy reading in a
+smaller tensor's frame, and in what is decoded from it.
+"""
+from __future__ import annotations
+
+import ctypes
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bpsfast.bench import machine, table
+from bpsfast.compression import flags, kernels, reading
+from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
+
+Array = np.ndarray[Any, Any]
+
+CODECS = {
+    "onebit": CodecSpec(kind="onebit"),
+    "topk 1%": CodecSpec(kind="topk", k=0.01),
+    "topk 10%": CodecSpec(kind="topk", k=0.1),
+    "randomk 1%": CodecSpec(kind="randomk", k=0.01),
+    "dithering 4": CodecSpec(kind="dithering", k=4),
+    "dithering 4 l2": CodecSpec(kind="dithering", k=4, l2=True),
+    "dithering 4 natural": CodecSpec(kind="dithering", k=4, natural=True),
+    "float16": CodecSpec(kind="float16"),
+    "bfloat16": CodecSpec(kind="bfloat16"),
+    "int8": CodecSpec(kind="int8"),
+}
+CONTESTANTS = ("memcpy", "encode", "encode, error feedback", "decode", "decode, add")
+TENSOR_NBYTES = 4 << 20
+_CHECKED_NBYTES = 256 << 10  # the reading is slow
+_LAST_LEVEL_SHARE = 3  # how many times the last-level cache a pool is
+_ROUNDS, _QUICK_ROUNDS = 8, 2
+_QUICK = ("onebit", "topk 1%", "float16")
+
+_ENCODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+                           ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+_DECODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4,
+                           ctypes.c_void_p)
+
+
+@dataclass
+class Row:
+    """One contestant of one codec; seconds per tensor, and the bytes of its frame."""
+
+    codec: str
+    dtype: str
+    contestant: str
+    wire_nbytes: int
+    n_wrong: int = 0
+    samples_s: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+
+class Tensors:
+    """A pool of tensors with room for what is made of each, and the kernels of one codec on them."""
+
+    def __init__(self, codec: CodecSpec, dtype: str, n_tensors: int, tensor_nbytes: int = TENSOR_NBYTES) -> None:
+        self.codec, self.dtype = codec, dtype
+        wide = reading.wide_dtype(dtype)
+        self.n = tensor_nbytes // wide.itemsize
+        values = np.random.default_rng(1).standard_normal(self.n).astype(wide)
+        self.sources = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
+        self.targets = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
+        for source, target in zip(self.sources, self.targets):
+            source[:], target[:] = values, 0
+        self.room = frame_nbytes(codec, self.n, dtype) - FRAME_NBYTES
+        self.wires = [_page_aligned(self.room) for _ in range(n_tensors)]
+        self.nbytes = [0] * n_tensors
+        self.scratch = _page_aligned(kernels.scratch_nbytes(codec, self.n, dtype))
+        self.generator = np.full(2, codec.seed, np.uint64)
+        at = kernels.addresses(codec, dtype)
+        self._encode, self._decode = _ENCODE(at.encode), _DECODE(at.decode)
+        self._k, self._flags = count(codec, self.n), flags.flags_of(codec)
+        for i in range(n_tensors):
+            self.encode(i, False)
+
+    def contestants(self) -> dict[str, Callable[[int], None]]:
+        """Return what is timed, by name; each takes the number of a tensor."""
+        return {
+            "memcpy": self.copy,
+            "encode": lambda i: self.encode(i, False),
+            "encode, error feedback": lambda i: self.encode(i, True),
+            "decode": lambda i: self.decode(i, False),
+            "decode, add": lambda i: self.decode(i, True),
+        }
+
+    def copy(self, i: int) -> None:
+        """Copy a tensor."""
+        ctypes.memmove(self.targets[i].ctypes.data, self.sources[i].ctypes.data, self.sources[i].nbytes)
+
+    def encode(self, i: int, keeps_error: bool) -> None:
+        """Write a tensor's frame, and what it leaves if *keeps_error*."""
+        self.nbytes[i] = self._encode(self.wires[i].ctypes.data, self.room, self.sources[i].ctypes.data, self.n,
+                                      self.targets[i].ctypes.data if keeps_error else None, self.generator.ctypes.data,
+                                      self._k, self._flags, self.scratch.ctypes.data)
+
+    def decode(self, i: int, adds: bool) -> None:
+        """Read a tensor's frame."""
+        self._decode(self.targets[i].ctypes.data, self.n, self.wires[i].ctypes.data, self.nbytes[i], self._k,
+                     self._flags, int(adds), self.scratch.ctypes.data)
+
+    def n_wrong(self) -> int:
+        """Count elements of one decoded tensor, and bytes of its frame, that are not those of the reading."""
+        want = reading.Generator(self.codec.seed)
+        self.generator[:] = want.words
+        self.encode(0, False)
+        self.decode(0, False)
+        frame = reading.encode(self.codec, self.sources[0], want)
+        decoded = reading.decode(self.codec, frame, self.n, self.dtype)
+        found = self.wires[0][: self.nbytes[0]]
+        if found.size != len(frame):
+            return self.n
+        return int((found != np.frombuffer(frame, np.uint8)).sum() + (decoded != self.targets[0]).sum())
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say (quick, n_rounds, json_path; all may be None), print a table, return what is written."""
+    began = time.time()
+    given = {name: value for name, value in options.items() if value is not None}
+    quick = bool(given.get("quick"))
+    names = _QUICK if quick else tuple(CODECS)
+    rows: list[Row] = []
+    for dtype in ("float32",) if quick else ("float32", "float64"):
+        for name in names:
+            rows += measure(name, dtype, given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS), _n_tensors())
+    print(report(rows))
+    return table.finish("codecs", given, began, [_record(row, _ratio(row, rows)) for row in rows])
+
+
+def measure(name: str, dtype: str, n_rounds: int, n_tensors: int) -> list[Row]:
+    """Time one codec's contestants in *n_rounds* turns over a pool of *n_tensors*."""
+    tensors = Tensors(CODECS[name], dtype, n_tensors)
+    n_wrong = Tensors(CODECS[name], dtype, 1, _CHECKED_NBYTES).n_wrong()
+    rows = {each: Row(name, dtype, each, tensors.nbytes[0], n_wrong) for each in CONTESTANTS}
+    order = list(tensors.contestants().items())
+    for turn in range(-1, n_rounds):  # turn -1 warms code and page tables
+        random.shuffle(order)
+        for contestant, call in order:
+            for i in range(n_tensors):
+                begin = time.perf_counter()
+                call(i)
+                elapsed_s = time.perf_counter() - begin
+                if turn >= 0:
+                    rows[contestant].samples_s.append(elapsed_s)
+    return list(rows.values())
+
+
+def report(rows: list[Row]) -> str:
+    """Return the table: a line for each codec and dtype."""
+    lines = [("codec", "dtype", "bytes of 100", "memcpy us", *CONTESTANTS[1:], "#wrong")]
+    for row in rows:
+        if row.contestant == "memcpy":
+            ours = [each for each in rows if (each.codec, each.dtype) == (row.codec, row.dtype)]
+            ratios = [f"{_ratio(each, rows):.2f}" for each in ours if each.contestant != "memcpy"]
+            lines.append((row.codec, row.dtype, f"{100 * row.wire_nbytes / TENSOR_NBYTES:.2f}",
+                          f"{row.median_s * 1e6:.0f}", *ratios, str(row.n_wrong)))
+    return f"{table.plain(lines)}\n(times of memcpy's speed, in bytes of the tensor)"
+
+
+def _record(row: Row, ratio: float) -> dict[str, Any]:
+    return {
+        "section": "codecs",
+        "chosen": {"codec": row.codec, "dtype": row.dtype, "contestant": row.contestant, "nbytes": TENSOR_NBYTES},
+        "measured": {"median_s": row.median_s, "of_memcpy": ratio, "wire_nbytes": row.wire_nbytes,
+                     "n_wrong": row.n_wrong, "samples_s": row.samples_s},
+    }
+
+
+def _ratio(row: Row, rows: list[Row]) -> float:
+    """Return memcpy's time of the same codec by this one's."""
+    copy = next(each for each in rows if (each.codec, each.dtype, each.contestant) == (row.codec, row.dtype, "memcpy"))
+    return copy.median_s / row.median_s
+
+
+def _n_tensors() -> int:
+    """Return how many tensors no cache holds."""
+    last_level = max(machine.caches().values(), default=64 << 20)
+    return max(4, _LAST_LEVEL_SHARE * last_level // (2 * TENSOR_NBYTES))
+
+
+def _page_aligned(nbytes: int) -> Array:
+    raw = np.zeros(nbytes + 4096, np.uint8)
+    start = -raw.ctypes.data % 4096
+    return raw[start : start + nbytes]

@@ -1,0 +1,163 @@
+"""Asynchronous training (BytePS, OSDI'20, section 4.4): owners keep the weights, workers push what they have added.
+
+    weights = bpsfast.AsyncWeights({"layer 1": w1, "layer 2": w2}, staleness=3)
+    w1 = weights["layer 1"].copy()
+    each step:  w1[...] = weights.push_pull("layer 1", change)        the newest: this change and the others' are in it
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..orchestration.errors import ConfigError, MismatchError
+from ..orchestration.store import StoreSpec, Worker, check
+from . import current as process
+from .stored_tensor import StoredTensor
+from .tensor_input import tensor_input
+
+
+class AsyncWeights:
+    """Weights by name, kept by their owners and changed by all workers, each at its own pace. One thread at a time.
+
+    Who has closed it, or shut down, is waited for no longer.
+
+    Waits until all ranks have made theirs, and begins with rank *root_rank*'s weights; of others' only shapes count.
+
+    Parameters
+    ----------
+    weights
+        Name -> array (or what `push_pull` takes) of floats, the same names and shapes on all ranks, in forward order.
+        Halves are kept as float32.
+    worker
+        Who pushes together: each "node" for all its ranks, whose changes are added up first, or each "rank".
+    staleness
+        An answer waits until the changes of all other workers up to so many rounds before are in it; 0: all workers
+        make their steps together. None: it never waits.
+    prefix
+        Put before each name on the wire, where names are the job's.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not possible.
+    StallError
+        If a rank does not come.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], *, worker: Worker = "node", staleness: int | None = None,
+                 root_rank: int = 0, prefix: str = "AsyncParam.") -> None:
+        if staleness is not None and staleness < 0:
+            raise ConfigError(f"staleness={staleness}: it is a number of rounds, or None for any")
+        self._session = process.current()
+        self._spec = StoreSpec(worker=worker, staleness=-1 if staleness is None else staleness)
+        check(self._spec)
+        self._root = root_rank
+        self._prefix = prefix
+        self._kinds = _kinds_of(weights)
+        self._stored = self._declare()
+        self._views: dict[str, np.ndarray[Any, Any]] = {}
+        self._seed(weights)
+
+    def _declare(self) -> dict[str, StoredTensor]:
+        return {name: StoredTensor(self._prefix + name, shape, dtype, self._spec, priority=-place)
+                for place, (name, (shape, dtype)) in enumerate(self._kinds.items())}
+
+    def _seed(self, weights: Mapping[str, Any]) -> None:
+        for name, stored in self._stored.items():
+            stored.start_seed(weights[name], self._root)
+        for name, stored in self._stored.items():
+            self._views[name] = stored.seed(None, self._root)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the last answer for *name*: a read-only array, valid until the second next push of *name*."""
+        self._of(name)
+        return self._views[name]
+
+    def push(self, name: str, change: Any) -> None:
+        """Begin to add *change* to the weights; it must not be written before `pull`. Each rank of a worker must push.
+
+        Raises
+        ------
+        MismatchError
+            If there is no such name, or the change is of another dtype or size.
+        BusyError
+            If the last push of *name* was not pulled.
+        """
+        self._of(name).push(change)
+
+    def pull(self, name: str, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
+        """Return the newest weights, once the last push of *name* is in them; without one, ask for them. As `[name]`.
+
+        Raises
+        ------
+        StallError
+            In time, naming the workers that are too far behind.
+        PeerLostError
+            As `push_pull`.
+        """
+        stored = self._of(name)
+        if not stored.in_flight:
+            stored.push_nothing()
+        self._views[name] = stored.wait(timeout_s)
+        return self._views[name]
+
+    def push_pull(self, name: str, change: Any, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
+        """Add *change* to the weights and return the newest ones. As `push` and `pull`."""
+        self.push(name, change)
+        return self.pull(name, timeout_s)
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return copies of all weights, the same on all ranks, which call this together after as many pushes.
+
+        What was kept of halves beyond their own precision is not in it.
+        """
+        for name, stored in self._stored.items():
+            if stored.in_flight:
+                self.pull(name)
+        self._session.barrier()
+        for stored in self._stored.values():
+            stored.push_nothing()
+        found = {name: self.pull(name).copy() for name in self._stored}
+        self._session.barrier()  # before anybody goes on pushing
+        return found
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set the weights to those of *state* on the root, on all ranks together.
+
+        Raises
+        ------
+        MismatchError
+            If *state* is of other weights; nothing has changed.
+        """
+        kinds = _kinds_of(state)
+        if kinds != self._kinds:
+            raise MismatchError(f"the saved state has weights {kinds}, here are {self._kinds}")
+        self.close()
+        self._stored = self._declare()
+        self._seed(state)
+
+    def close(self) -> None:
+        """Give the weights up: others no longer wait for this rank. They are kept until all have. Idempotent."""
+        for stored in self._stored.values():
+            stored.retire()
+        self._views.clear()
+
+    def _of(self, name: str) -> StoredTensor:
+        if name not in self._stored:
+            shown = ", ".join(list(self._stored)[:8])
+            raise MismatchError(f"there are no weights {name!r}; the names are {shown}, ...")
+        return self._stored[name]
+
+
+def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of each."""
+    inputs = {name: tensor_input(each) for name, each in weights.items()}
+    return {name: (each.shape, each.dtype) for name, each in inputs.items()}
