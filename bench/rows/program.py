@@ -64,7 +64,9 @@ def _dense(nbytes: int, n_steps: int) -> dict[str, Any]:
 def _timed(operation: Any) -> tuple[float, int, Any]:
     """Return seconds, bytes this machine sent, and the result of an operation that all ranks begin together."""
     bpsfast.barrier()
-    before, began = _sent_nbytes(), time.perf_counter()
+    before = _sent_nbytes()
+    bpsfast.barrier()  # on loopback nobody sends before all have looked
+    began = time.perf_counter()
     result = operation()
     took_s = time.perf_counter() - began
     bpsfast.barrier()  # what others wait for has left, too
