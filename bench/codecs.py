@@ -161,7 +161,7 @@ def measure(name: str, dtype: str, n_rounds: int, n_tensors: int) -> list[Row]:
 
 def report(rows: list[Row]) -> str:
     """Return the table: a line for each codec and dtype."""
-    lines = [("codec", "dtype", "bytes of 100", "memcpy us", *CONTESTANTS[1:], "#wrong")]
+    lines: list[tuple[str, ...]] = [("codec", "dtype", "bytes of 100", "memcpy us", *CONTESTANTS[1:], "#wrong")]
     for row in rows:
         if row.contestant == "memcpy":
             ours = [each for each in rows if (each.codec, each.dtype) == (row.codec, row.dtype)]

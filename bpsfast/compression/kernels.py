@@ -25,7 +25,7 @@ k is `codec.count`, flags are `flags.flags_of`, scratch holds `scratch_nbytes`, 
 arguments overlap. All arithmetic is that of `reading`, bit for bit. The code takes no lock, allocates nothing, raises
 nothing, needs no GIL, and may run on any number of threads.
 
-Compiling takes some 0.3 s each; numba's disk cache is used as by `bpsfast.kernels`. Importing this imports no numba.
+Compiling takes 0.1 to 1 s each; numba's disk cache is used as by `bpsfast.kernels`. Importing this imports no numba.
 """
 from __future__ import annotations
 

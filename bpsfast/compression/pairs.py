@@ -20,7 +20,7 @@ _N_SAMPLES = 4096
 
 def scratch_nbytes(k: int, n: int, width: int) -> int:
     """Return the bytes of scratch of `encode_largest`: the counters, and the candidates' magnitudes and indices."""
-    return 8 * N_DIGITS + 2 * width * (_capacity.py_func(k, n) if _asks_samples.py_func(k, n) else 0)
+    return 8 * N_DIGITS + 2 * width * (max(_N_SAMPLES, _capacity.py_func(k, n)) if _asks_samples.py_func(k, n) else 0)
 
 
 def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
     values = values_at(wire, width, x)
     n_candidates = 0
     if _asks_samples(n_sent, n):
-        bound = _sampled_bound(bits, n, n_sent, counters)
+        bound = _sampled_bound(sizes, bits, n, n_sent, counters)
         n_candidates = _collect(sizes, places, _capacity(n_sent, n), x, bits, n, bound)
     if n_candidates >= n_sent:
         above, n_equal = _threshold(sizes, 2, n_candidates, n_sent, counters)
@@ -137,31 +137,22 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
 
 @helper
 def _asks_samples(n_sent, n):  # type: ignore[no-untyped-def]
-    return n >= 4 * _N_SAMPLES and 16 * n_sent <= n
+    return n >= 4 * _N_SAMPLES and 8 * n_sent <= n
 
 
 @helper
 def _capacity(n_sent, n):  # type: ignore[no-untyped-def]
-    """Return the most candidates, of which a few times *n_sent* are expected."""
-    return 4 * n_sent + n // 256
+    """Return the most candidates that there is room for; about half as many are expected."""
+    return 2 * n_sent + n // 256
 
 
 @helper
-def _sampled_bound(bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
-    """Return a magnitude that more than *n_sent* elements have or exceed, if the sample is like the whole."""
-    shift = np.uint64(8 * nbytes_of(bits) - 1 - DIGIT_BITS)
-    for digit in range(N_DIGITS):
-        counters[digit] = 0
+def _sampled_bound(sizes, bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
+    """Return a magnitude that more than *n_sent* elements reach, if the sample, put into *sizes*, is like the whole."""
     for sample in range(_N_SAMPLES):
-        counters[magnitude(bits, sample * n // _N_SAMPLES) >> shift] += np.uint64(1)
+        sizes[2 * sample] = magnitude(bits, sample * n // _N_SAMPLES)
     mean = np.float64(_N_SAMPLES) * np.float64(n_sent) / np.float64(n)
-    wanted = np.int64(mean + 3.0 * math.sqrt(mean)) + 3
-    digit = N_DIGITS - 1
-    n_found = np.int64(counters[digit])
-    while n_found < wanted:
-        digit -= 1
-        n_found += np.int64(counters[digit])
-    return np.uint64(digit) << shift
+    return _threshold(sizes, 2, _N_SAMPLES, np.int64(mean + 3.0 * math.sqrt(mean)) + 3, counters)[0]
 
 
 @helper

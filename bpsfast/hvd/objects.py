@@ -8,6 +8,7 @@ import torch
 
 from ..orchestration.errors import ConfigError
 from ..torch.broadcast import dump, load_state, take_tensors
+from ..torch.kept import own_state
 from . import runtime
 from .allgather_ops import grouped_allgather
 from .broadcast_ops import broadcast_bytes, broadcast_group_
@@ -83,7 +84,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise ConfigError("cannot broadcast torch.optim.LBFGS state: make it after broadcast_parameters")
     is_root = runtime.current().rank == root_rank
     tensors: list[torch.Tensor] = []
-    skeleton = take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    skeleton = take_tensors(own_state(optimizer), tensors) if is_root else None
     kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     title = _title(None, "broadcast_optimizer_state", global_process_set)
     skeleton, kinds = broadcast_object((skeleton, kinds), root_rank, f"{title}.options")

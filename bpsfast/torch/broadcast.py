@@ -12,6 +12,7 @@ import torch
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.broadcaster import broadcast_bytes, check_root
+from .kept import load_own_state, own_state
 
 #: (name, dtype, shape) of each tensor, in order.
 _Manifest = list[tuple[str, str, tuple[int, ...]]]
@@ -80,7 +81,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     check_root(session, root_rank)
     tensors: list[torch.Tensor] = []
     is_root = session.rank == root_rank
-    skeleton = take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    skeleton = take_tensors(own_state(optimizer), tensors) if is_root else None
     manifest = [(f"{prefix}{i}", str(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors)]
     title = f"{prefix}optimizer {type(optimizer).__name__}"
     skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, title)
@@ -99,7 +100,7 @@ def load_state(optimizer: torch.optim.Optimizer, skeleton: Any, tensors: list[to
     Raises `MismatchError` if it has other parameter groups.
     """
     try:
-        optimizer.load_state_dict(put_tensors(skeleton, tensors))
+        load_own_state(optimizer, put_tensors(skeleton, tensors))
     except ValueError as exc:
         raise MismatchError(f"the optimizer of rank {rank} has other parameter groups than that of rank {root_rank}: "
                             f"{exc}") from exc

@@ -25,6 +25,7 @@ from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
 from .compression import CompressionLike, cast_dtype, parted
+from .kept import Kept
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
 from .ops import wire_dtype_name
@@ -53,6 +54,7 @@ class Exchange:
         self.codecs = chosen_among(self._choice, self.kinds, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
         self._momentum = LocalMomentum(self.momenta)
+        self.kept = Kept(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
@@ -66,6 +68,7 @@ class Exchange:
     def gradients(self) -> Gradients:
         """The gradients as the job knows them. The first use declares them, and waits for all ranks if any was kept."""
         gradients = self.declare()
+        self.kept.settle(gradients)
         copies, self._copies = self._copies, {}
         for name, gradient in copies.items():
             self._fill(name, gradient)
@@ -81,6 +84,14 @@ class Exchange:
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the learning rates for error feedback from the groups of *optimizer*, as they are at each backward."""
         self._rates = LearningRates(optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is kept of compressed gradients (`kept`), {} if nothing is. Between steps."""
+        return self.kept.save(self._gradients)
+
+    def load(self, parts: dict[str, Any]) -> None:
+        """Go on from what `state` returned on this node; raises as `Kept.load`."""
+        self.kept.load(parts, self._gradients)
 
     def order(self) -> list[str]:
         """Return the names as the next forward pass uses them, as far as the last backward pass has shown it."""

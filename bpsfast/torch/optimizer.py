@@ -16,6 +16,7 @@ from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
+from .kept import KEY
 from .local_momentum import has_momentum, warn_of_momentum
 from .sparse_exchange import SparseExchange
 from .wrapped import Wrapped, check_idle, check_passes, members_of, trained, wrap
@@ -63,6 +64,25 @@ class _DistributedOptimizer(Wrapped):
         """
         if self._exchange is not None:
             self._exchange.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's own state and, under "compression", what this node keeps of compressed gradients.
+
+        Each node has its own of the latter: for identical bits after a restart save one for each (`kept`). Between
+        steps.
+        """
+        return _with_kept(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this node.
+
+        Raises
+        ------
+        MismatchError
+            If what was kept is of another node, or of other gradients or codecs: remove "compression" from the state to
+            begin with nothing kept. Before the first step that is raised by the first step.
+        """
+        _load_with_kept(self, state_dict)
 
 
 class _CrossBarrierOptimizer(Wrapped):
@@ -118,17 +138,31 @@ class _CrossBarrierOptimizer(Wrapped):
         self._exchange.forget_passes()
 
     def state_dict(self) -> dict[str, Any]:
-        """Make the updates that are due, then as the optimizer's own."""
+        """Make the updates that are due, then as without cross_barrier."""
         self._exchange.settle_all()
-        return self._base.state_dict(self)
+        return _with_kept(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the updates that are due, then as the optimizer's own."""
+        """Make the updates that are due, then as without cross_barrier."""
         self._exchange.settle_all()
-        self._base.load_state_dict(self, state_dict)
+        _load_with_kept(self, state_dict)
 
 
-_STEPPING = members_of(_DistributedOptimizer, "step", "synchronize")
+def _with_kept(optimizer: Wrapped) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer._base.state_dict(optimizer)
+    parts = optimizer._exchange.state() if optimizer._exchange is not None else {}
+    return {**state, KEY: parts} if parts else state
+
+
+def _load_with_kept(optimizer: Wrapped, state_dict: dict[str, Any]) -> None:
+    state = dict(state_dict)
+    parts = state.pop(KEY, None)
+    if parts and optimizer._exchange is not None:
+        optimizer._exchange.load(parts)
+    optimizer._base.load_state_dict(optimizer, state)
+
+
+_STEPPING = members_of(_DistributedOptimizer, "step", "synchronize", "state_dict", "load_state_dict")
 _CROSSING = members_of(_CrossBarrierOptimizer, "step", "synchronize", "settle", "zero_grad", "state_dict",
                        "load_state_dict")
 

@@ -215,6 +215,35 @@ class Gradients:
             raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {nbytes} are wanted")
         unit.deliver(round, address, member.offset, nbytes, self._timeout(timeout_s))
 
+    def states(self) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
+        """Return what this rank's node keeps of compressed gradients, by name, to be saved with the model.
+
+        Between steps. Every node has its own (`trainer.states`). Nothing is kept of what is not compressed.
+        """
+        return {name: self._session.states.save(unit) for name, unit in self._coded_units().items()}
+
+    def load_states(self, states: Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
+        """Go on from what `states` returned on this node, on all its ranks, before any of them pushes again.
+
+        Raises
+        ------
+        MismatchError
+            If *states* are of other gradients, of another node or of another compression.
+        """
+        units = self._coded_units()
+        for name in states:
+            if name not in units:
+                raise MismatchError(f"there is a state of gradient {name!r}, which is not compressed here: "
+                                    f"{', '.join(units) or 'none'} is")
+        for name, state in states.items():
+            self._session.states.load(units[name], state)
+
+    def _coded_units(self) -> dict[str, Unit]:
+        for name in self.codecs:
+            self._prepare(name)
+        return {name: self._edition.units[name] for name in self.codecs
+                if self._edition.units[name].codec is not None}
+
     def finish(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""
         _, unit, round = self._awaited(name)

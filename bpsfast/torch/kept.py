@@ -1,0 +1,83 @@
+"""What is kept of compressed gradients from step to step, as part of an optimizer's state_dict.
+
+Every node has its own: what its ranks' gradients left unsent, and what it owns of the job's. So one rank of each node
+saves it (each rank may), and it is loaded on that node of a job of the same shape. Before the first step there is none;
+what is loaded by then waits for the gradients to be declared.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..orchestration.errors import MismatchError
+from ..trainer.gradients import Gradients
+from .local_momentum import LocalMomentum
+
+#: Its name in a state_dict, beside "state" and "param_groups".
+KEY = "compression"
+
+
+class Kept:
+    """The states of one exchange's gradients. One thread at a time."""
+
+    def __init__(self, momentum: LocalMomentum) -> None:
+        self._momentum = momentum
+        self._loaded: dict[str, torch.Tensor] = {}  # and not taken over yet
+
+    def save(self, gradients: Gradients | None) -> dict[str, Any]:
+        """Return it, {} if nothing is kept; *gradients* None: none was declared yet."""
+        nodes = dict(self._loaded)
+        if gradients is not None:
+            self.settle(gradients)
+            nodes = {name: torch.from_numpy(state) for name, state in gradients.states().items() if state.nbytes}
+        parts = {"nodes": nodes, "momentum": {name: each.clone() for name, each in self._momentum.sums.items()}}
+        return parts if any(parts.values()) else {}
+
+    def load(self, parts: dict[str, Any], gradients: Gradients | None) -> None:
+        """Go on from what `save` returned on this node.
+
+        Raises
+        ------
+        MismatchError
+            If it is of other gradients, of another node or of another compression. Of gradients that are not declared
+            yet that is found out in the first step.
+        """
+        if set(parts) != {"nodes", "momentum"}:
+            raise MismatchError(f"state_dict[{KEY!r}] has {sorted(parts)}, not what DistributedOptimizer saves: "
+                                "remove it to begin with nothing kept")
+        self._momentum.sums.clear()
+        self._momentum.sums.update({name: each.clone() for name, each in parts["momentum"].items()})
+        self._loaded = dict(parts["nodes"])
+        if gradients is not None:
+            self.settle(gradients)
+
+    def settle(self, gradients: Gradients) -> None:
+        """Hand over to the nodes what was loaded before *gradients* were declared. Before they are pushed again."""
+        loaded, self._loaded = self._loaded, {}
+        if loaded:
+            gradients.load_states({name: state.numpy() for name, state in loaded.items()})
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of the user's optimizer alone, which all ranks have alike: nothing that nodes or owners keep."""
+    base: Any = getattr(optimizer, "_base", None)
+    if base is None:
+        return optimizer.state_dict()
+    _settle(optimizer)
+    state: dict[str, Any] = base.state_dict(optimizer)
+    return state
+
+
+def load_own_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the user's optimizer what `own_state` returned."""
+    base: Any = getattr(optimizer, "_base", type(optimizer))
+    _settle(optimizer)
+    base.load_state_dict(optimizer, state)
+
+
+def _settle(optimizer: Any) -> None:
+    """Let a crossing optimizer make the updates that are due."""
+    settle_all = getattr(getattr(optimizer, "_exchange", None), "settle_all", None)
+    if settle_all is not None:
+        settle_all()
