@@ -163,11 +163,11 @@ def test_backward_of_a_call_keeps_its_own_error(nodes):
 MOMENTUM = 0.9
 
 
-def with_momentum(label, n_steps=4):
+def with_momentum(label, codec, n_steps=4):
     """A codec with momentum and an optimizer without, where nothing is coded; torch's own, on sums made by hand."""
     found = []
     for make in (lambda ps: bps.DistributedOptimizer(
-            torch.optim.SGD(ps.parameters(), lr=0.1), named(ps, label), Compression.onebit(momentum=MOMENTUM)), None):
+            torch.optim.SGD(ps.parameters(), lr=0.1), named(ps, label), codec), None):
         model = Net()
         optimizer = make(model) if make else torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM,
                                                              nesterov=True)
@@ -184,11 +184,18 @@ def with_momentum(label, n_steps=4):
     return found
 
 
-@pytest.mark.parametrize(("shape", "alike"), [((1,), (True, True, True)), ((2,), (True, True, True)),
-                                              ((2, 1), (False, False, True))], ids=["1", "2", "2+1"])
-def test_what_is_not_coded_has_its_momentum_nevertheless(shared_job, shape, alike):
-    """In a job of one node nothing is coded; of one of two nodes only what is large, which is sent as signs."""
-    for ours, own in shared_job(ranks=shape, transport="tcp").run(with_momentum, "momentum"):
+SIGNS = Compression.onebit(momentum=MOMENTUM)
+
+
+@pytest.mark.parametrize(("shape", "codec", "alike"), [
+    ((1,), SIGNS, (True, True, True)), ((2,), SIGNS, (True, True, True)), ((2, 1), SIGNS, (False, False, True)),
+    ((2, 1), Compression.where_it_pays(SIGNS), (True, True, True))], ids=["1", "2", "2+1", "2+1-auto"])
+def test_what_is_not_coded_has_its_momentum_nevertheless(shared_job, shape, codec, alike):
+    """In a job of one node nothing is coded; of one of two nodes what is large is sent as signs, if not only where it
+    pays: nobody knows the rates of the NICs.
+    """
+    job = shared_job(ranks=shape, transport="tcp")
+    for ours, own in job.run(with_momentum, f"momentum {codec.auto}", codec):
         assert tuple(np.allclose(a, b, atol=1e-5) for a, b in zip(ours, own)) == alike
 
 

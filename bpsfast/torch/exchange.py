@@ -51,11 +51,9 @@ class Exchange:
                 sample, self._contexts[name] = self._compress(name, _zeros(p))
             self._wire[name] = sample.dtype if cast is None else cast
             self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
-        session = process.current()
-        self.codecs = chosen_among(self._choice, self.kinds, session.settings.min_compress_bytes)
-        coded = self.codecs if session.n_nodes > 1 else {}
+        self.codecs = chosen_among(self._choice, self.kinds, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
-        self._momentum = LocalMomentum({name: mu for name, mu in self.momenta.items() if name not in coded})
+        self._momentum = LocalMomentum(self.momenta)
         self.kept = Kept(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
@@ -203,7 +201,8 @@ class Exchange:
             target.copy_(dense)
         else:
             target.copy_(tensor_over(self.gradients.wait(name), self._wire[name]))
-        self._momentum.add(name, target)
+        if name in self.momenta and self.gradients.codec(name) is None:
+            self._momentum.add(name, target)
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what travels of *gradient* by the user's compressor, and what decompressing it needs."""

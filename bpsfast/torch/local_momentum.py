@@ -1,8 +1,8 @@
 """Nesterov's momentum of gradients whose codec has one, where no node makes it: it is made of their averages here.
 
-Nodes make it of what they compress. Gradients that are too small for that, and all of a job of one node, need it as
-well, for the optimizer has none. It is linear: the averages' momentum is the average of the momenta. BytePS adds it in
-its trainer, for small tensors only.
+Nodes make it of what they compress. Gradients that are too small for that, or whose compression does not pay, and all
+of a job of one node, need it as well, for the optimizer has none. It is linear: the averages' momentum is the average
+of the momenta. BytePS adds it in its trainer, for small tensors only.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compression import CompressionLike, parted
 
 
 class LocalMomentum:
-    """Adds to each of some gradients *factors*, by name, times what it remembers of it. One thread at a time."""
+    """Adds to a gradient its factor, of *factors* by name, times what it remembers of it. One thread at a time."""
 
     def __init__(self, factors: Mapping[str, float]) -> None:
         self._factors = factors
@@ -24,11 +24,8 @@ class LocalMomentum:
         self.sums: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add the momentum to the new *gradient*, in place, if *name* has one. Call it once a step, without grad mode.
-        """
-        factor = self._factors.get(name)
-        if factor is None:
-            return
+        """Add its momentum to the new *gradient* of *name*, in place. Call it once a step, without grad mode."""
+        factor = self._factors[name]
         wide = torch.promote_types(gradient.dtype, torch.float32)
         if name not in self.sums:
             self.sums[name] = torch.zeros_like(gradient, dtype=wide)

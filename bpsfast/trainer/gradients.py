@@ -19,6 +19,7 @@ import numpy as np
 
 from ..compression.choice import Choice, chosen_among
 from ..dtypes import wire_name
+from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BusyError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
@@ -104,6 +105,11 @@ class Gradients:
         """Return where the bytes of *name* lie."""
         self._prepare(name)
         return self._homes[name]
+
+    def codec(self, name: str) -> CodecSpec | None:
+        """Return how *name* is compressed between the nodes of this job; None: it is summed exactly."""
+        self._prepare(name)
+        return self._edition.units[name].codec if self._session.n_nodes > 1 else None
 
     def ready(self, name: str) -> None:
         """Announce that the gradient of *name* is complete for this step; it must not be written until the step ends.
