@@ -204,7 +204,8 @@ def refused():
             errors.append(f"{type(exc).__name__}: {exc}")
     weights = bpsfast.AsyncWeights(ones, prefix="c.")
     for call in (lambda: weights.push("r", np.ones(5, np.float32)), lambda: weights.push("r", np.ones(4, np.float64)),
-                 lambda: weights.push("s", ones["r"]), lambda: weights.load({"r": np.ones(5, np.float32)})):
+                 lambda: weights.push("s", ones["r"]), lambda: weights.load({"r": np.ones(5, np.float32)}),
+                 lambda: bpsfast.AsyncWeights(ones, prefix="c.")):
         try:
             call()
         except bpsfast.BpsError as exc:
@@ -215,7 +216,8 @@ def refused():
 
 def test_what_cannot_be_is_refused_in_words(shared_job):
     for errors in shared_job(ranks=(2, 1), transport="tcp").run(refused):
-        words = ["staleness=-2", "'machine'", "root_rank=9", "int32", "(5,) of float32", "float64", "'s'", "(5,)"]
+        words = ["staleness=-2", "'machine'", "root_rank=9", "int32", "(5,) of float32", "float64", "'s'", "(5,)",
+                 "'c.r' is kept already"]
         assert len(errors) == len(words) and all(word in error for word, error in zip(words, errors)), errors
 
 

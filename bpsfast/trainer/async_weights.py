@@ -42,6 +42,8 @@ class AsyncWeights:
     ------
     ConfigError
         If an argument is not possible.
+    BusyError
+        If weights of these names are in use.
     StallError
         If a rank does not come.
     """

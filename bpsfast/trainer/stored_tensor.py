@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import TABLE, wire_name
-from ..orchestration.errors import ConfigError, MismatchError
+from ..orchestration.errors import BusyError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..orchestration.store import StoreSpec, check, has_momentum
 from . import current as process
@@ -31,6 +31,8 @@ class StoredTensor:
     ------
     ConfigError
         If *spec* is not possible.
+    BusyError
+        If the name is in use.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: Any, spec: StoreSpec, *, average: bool = False,
@@ -41,8 +43,12 @@ class StoredTensor:
         self._has_momentum = has_momentum(spec)
         self._found: Unit | None = None
         self._source: object = None  # what was pushed from shared memory must live until the answer
-        self._session.tensors.declare([TensorSpec(
-            name=name, dtype=wire_name(dtype), shape=self.shape, average=average, priority=priority, store=spec)])
+        declared = TensorSpec(name=name, dtype=wire_name(dtype), shape=self.shape, average=average, priority=priority,
+                              store=spec)
+        if self._session.tensors.knows(declared):
+            raise BusyError(f"{name!r} is kept already, and would be set a second time: close what uses it first, or "
+                            "take another name or prefix")
+        self._session.tensors.declare([declared])
 
     @property
     def _unit(self) -> Unit:
