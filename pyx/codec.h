@@ -31,7 +31,8 @@ struct bps_codec {
     bps_narrow_fn narrow; /* NULL: D is T */
     uint64_t width, room_nbytes, scratch_nbytes; /* of T; of a frame; of what encode and decode need */
     int64_t k, flags;
-    double mu, rate, last_rate; /* learning rates: that of the coming round, that of the last one; 0: not told */
+    double mu, rate; /* the learning rate of the coming round; 0: not told */
+    double last_rate, last_rate_back; /* those for which `error` and `error_back` were computed */
     void *error, *momentum, *error_back; /* n of T, or NULL */
     uint64_t generator[2], generator_back[2];
     char *frame;      /* member: where its partial is encoded */
@@ -102,9 +103,9 @@ static inline int bps_pack(struct bps_codec *codec, char *frame, const void *val
 }
 
 /* What is left from before counts as much as it did when it was computed, whatever the learning rate is now. */
-static inline double bps_codec_ratio(const struct bps_codec *codec)
+static inline double bps_codec_ratio(const struct bps_codec *codec, double last_rate)
 {
-    return codec->rate > 0 && codec->last_rate > 0 ? codec->last_rate / codec->rate : 1.0;
+    return codec->rate > 0 && last_rate > 0 ? last_rate / codec->rate : 1.0;
 }
 
 /* Encode this node's partial, the sum of `n_local` inputs, into a frame. */
@@ -120,9 +121,11 @@ static inline int bps_pack_partial(const struct bps_part *part, char *frame, voi
     }
     if (codec->narrow != NULL || codec->error != NULL || codec->momentum != NULL) {
         void *values = codec->error != NULL ? codec->error : desk->values;
-        codec->feed(values, x, codec->error, codec->momentum, n, codec->mu, bps_codec_ratio(codec));
+        codec->feed(values, x, codec->error, codec->momentum, n, codec->mu,
+                    bps_codec_ratio(codec, codec->last_rate));
         x = values;
     }
+    codec->last_rate = codec->rate; /* a round without input changes nothing */
     return bps_pack(codec, frame, x, part->n_elements, codec->error, codec->generator, desk);
 }
 
@@ -153,9 +156,11 @@ static inline int bps_code_owned(const struct bps_part *part, uint32_t round, vo
         codec->divide(desk->total, (int64_t)n, (double)part->divisor);
     const void *values = desk->total;
     if (codec->error_back != NULL) {
-        codec->feed_back(codec->error_back, desk->total, codec->error_back, NULL, (int64_t)n, 0.0, bps_codec_ratio(codec));
+        codec->feed_back(codec->error_back, desk->total, codec->error_back, NULL, (int64_t)n, 0.0,
+                         bps_codec_ratio(codec, codec->last_rate_back));
         values = codec->error_back;
     }
+    codec->last_rate_back = codec->rate;
     if (!bps_pack(codec, frame, values, n, codec->error_back, codec->generator_back, desk))
         return BPS_CODE_ROOM;
     void *result = codec->narrow != NULL ? desk->total : output;
@@ -174,13 +179,9 @@ static inline int bps_code(const struct bps_part *part, uint32_t round, void *ou
     struct bps_desk desk;
     if (bps_desk_lay(&desk, space, codec, part->n_elements) != 0)
         return BPS_CODE_MEMORY;
-    int status;
     if (part->owned)
-        status = bps_code_owned(part, round, output, in, before, local, after, &desk, nontemporal);
-    else
-        status = bps_pack_partial(part, codec->frame, in, local, &desk, nontemporal) ? BPS_CODED : BPS_CODE_ROOM;
-    codec->last_rate = codec->rate;
-    return status;
+        return bps_code_owned(part, round, output, in, before, local, after, &desk, nontemporal);
+    return bps_pack_partial(part, codec->frame, in, local, &desk, nontemporal) ? BPS_CODED : BPS_CODE_ROOM;
 }
 
 /* Member: decode the result of `round`, which the owner has written. */

@@ -55,7 +55,7 @@ cdef extern from "codec.h" nogil:
         bps_narrow_fn narrow
         uint64_t width, room_nbytes, scratch_nbytes
         int64_t k, flags
-        double mu, rate, last_rate
+        double mu, rate, last_rate, last_rate_back
         void *error
         void *momentum
         void *error_back

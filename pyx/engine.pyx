@@ -306,16 +306,17 @@ cdef class Engine:
             raise ValueError(f"part {culprit} is to be retired while something of it is under way")
 
     def codec_words(self, uint32_t part, words=None):
-        """Return what codec and owner's codec of *part* draw from next, and the last learning rate's bits: five words.
+        """Return what codec and owner's codec of *part* draw from next, and the bits of the learning rates
+        that what they have not sent was computed for: six words.
 
         With *words* they become these. Nothing of the part may be under way.
         """
         cdef bps_core *core = self._open()
         cdef bps_codec *codec = NULL
-        cdef uint64_t found[5]
+        cdef uint64_t found[6]
         cdef int i
         if words is not None:
-            for i in range(5):
+            for i in range(6):
                 found[i] = words[i]
         pthread_mutex_lock(&core.lock)
         if part < core.n_parts:
@@ -324,14 +325,16 @@ cdef class Engine:
             memcpy(codec.generator, found, 16)
             memcpy(codec.generator_back, found + 2, 16)
             memcpy(&codec.last_rate, found + 4, 8)
+            memcpy(&codec.last_rate_back, found + 5, 8)
         if codec != NULL:
             memcpy(found, codec.generator, 16)
             memcpy(found + 2, codec.generator_back, 16)
             memcpy(found + 4, &codec.last_rate, 8)
+            memcpy(found + 5, &codec.last_rate_back, 8)
         pthread_mutex_unlock(&core.lock)
         if codec == NULL:
             raise ValueError(f"part {part} has no codec")
-        return [found[i] for i in range(5)]
+        return [found[i] for i in range(6)]
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.

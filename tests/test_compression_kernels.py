@@ -259,6 +259,13 @@ def test_no_frame_makes_a_decoder_touch_what_is_not_its_own(seed: int) -> None:
     assert n_taken > 600 and n_refused > 600
 
 
+def test_elements_that_change_meanwhile_spoil_nothing_but_their_values() -> None:
+    """In a process of its own, too: they may be a rank's memory, and the node is everybody's."""
+    child = subprocess.run([sys.executable, "-m", "tests.changing_values", "500"], capture_output=True, text=True,
+                           timeout=120, check=False)
+    assert child.returncode == 0, (child.returncode, child.stderr[-3000:])
+
+
 def test_the_guard_page_is_one() -> None:
     """Else the test above would say nothing."""
     code = ("from tests.guarded_memory import GuardedMemory; import ctypes; "

@@ -61,6 +61,10 @@ def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
             indices[2 * position] = i
             values[2 * position] = quiet(x[i])
             position += 1
+    if position < n_sent:  # somebody writes into x meanwhile, so any will do
+        for position in range(n_sent):
+            indices[2 * position] = position
+            values[2 * position] = quiet(x[position])
     _keep_rest(error, x, n, indices, n_sent)
     return 2 * width * n_sent
 
@@ -182,7 +186,7 @@ def _threshold(bits, stride, n, n_sent, counters):  # type: ignore[no-untyped-de
     """Find the magnitude of the last of the *n_sent* largest; return it, and how many as large are among them.
 
     A digit of the magnitude after the other, the highest first: each pass counts the elements whose digits before are
-    those of the threshold.
+    those of the threshold. If somebody writes into them meanwhile, what is found is any magnitude.
     """
     left = 8 * nbytes_of(bits) - 1
     prefix = np.uint64(0)
@@ -197,7 +201,7 @@ def _threshold(bits, stride, n, n_sent, counters):  # type: ignore[no-untyped-de
             if size >> np.uint64(left) == prefix:
                 counters[(size >> np.uint64(shift)) & mask] += np.uint64(1)
         digit = np.int64(mask)
-        while counters[digit] < wanted:
+        while digit > 0 and counters[digit] < wanted:
             wanted -= counters[digit]
             digit -= 1
         prefix = (prefix << np.uint64(left - shift)) | np.uint64(digit)

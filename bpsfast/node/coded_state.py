@@ -1,6 +1,6 @@
 """What compressed units keep from round to round on this node: to be saved with a model, and loaded again.
 
-A saved state: a mark of what it is of (node, cut, codec), then for each partition the five words of
+A saved state: a mark of what it is of (node, cut, codec), then for each partition the six words of
 `Engine.codec_words` and the arrays of `CodedPart`.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..pyx.engine import Engine
 
 _MARK = struct.Struct("<8sQ")
 _MAGIC = b"BPSCODE1"
-_WORDS = struct.Struct("<5Q")
+_WORDS = struct.Struct("<6Q")
 
 
 class CodedPart(NamedTuple):

@@ -360,6 +360,8 @@ class Wiring:
         if unit.store is not None:
             vault = self._vaults.take(unit, part, self._room["store"])
             holding.vaults.append(vault)
+            if vault.n_users == 1:  # made just now
+                self._room["store"] -= page_round(vault.nbytes)
         self._engine.add_owned(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
