@@ -59,3 +59,9 @@ def test_what_the_keywords_mean(keywords, codec):
 def test_what_cannot_be_is_named(keywords, words):
     with pytest.raises(ConfigError, match=words):
         from_byteps(keywords)
+
+
+def test_what_is_no_mapping_is_named():
+    for given in (None, "topk"):
+        with pytest.raises(ConfigError, match=r"from_byteps\(.*\): expected a mapping of BytePS's keywords"):
+            from_byteps(given)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.compression import CodecSpec, bfloat16, chosen, onebit, topk
+from bpsfast.compression import CodecSpec, bfloat16, chosen, from_byteps, onebit, topk
 from bpsfast.compression.choice import check_choice
 from bpsfast.orchestration.errors import BpsError, ConfigError, UnsupportedError
 
@@ -54,6 +54,10 @@ def test_integers_are_left_alone_by_a_choice_for_all_and_refused_by_one_for_them
     (5, "5 is no choice"),
     ({"*": "onebit"}, r"compression\['\*'\] is 'onebit'"),
     ({5: TOP}, "has the key 5"),
+    (onebit, r"the function onebit itself: call it, as in bpsfast.compression.onebit\(\.\.\.\)"),
+    (topk, "the function topk itself"),
+    (from_byteps, "the function from_byteps itself"),
+    ({"*": topk}, r"compression\['\*'\] is <function topk"),
     ({"never": CodecSpec(kind="topk", k=-1.0)}, "k=-1"),
     (CodecSpec(kind="topk", k=0.5, momentum="fast"), "momentum='fast': expected float or int, got str"),
     (CodecSpec(kind="zip"), "'zip' is unknown; there are onebit"),

@@ -34,6 +34,10 @@ def test_a_codec_may_be_left_out_where_it_does_not_pay():
     assert compression.where_it_pays(codec) == CodecSpec(kind="topk", k=0.01, error_feedback=True, auto=True)
     with pytest.raises(ConfigError, match="k=0"):
         compression.where_it_pays(CodecSpec(kind="topk"))
+    with pytest.raises(ConfigError, match=r"momentum=0\.9: tensors that stay exact would have none"):
+        compression.where_it_pays(compression.topk(0.01, momentum=0.9))
+    with pytest.raises(ConfigError, match=r"where_it_pays\('topk'\): expected a codec"):
+        compression.where_it_pays("topk")
 
 
 @pytest.mark.parametrize(("make", "words"), [

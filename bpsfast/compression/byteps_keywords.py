@@ -39,6 +39,9 @@ def from_byteps(keywords: Mapping[str, Any]) -> CodecSpec | None:
     ConfigError
         For an unknown key or value, a missing one, or two that contradict each other; the text lists what there is.
     """
+    if not isinstance(keywords, Mapping):
+        raise ConfigError(f"from_byteps({keywords!r}): expected a mapping of BytePS's keywords, such as "
+                          "{'compressor': 'topk', 'k': 0.01}")
     given = _renamed(keywords)
     kind = _word(given, "compressor", _COMPRESSORS)
     halves = "fp16" in given and _value(given, "fp16", _FLAGS)

@@ -17,12 +17,17 @@ from typing import Any, TypeAlias
 from ..orchestration.codec import CodecSpec, check, width_of
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..orchestration.partition import ITEM_NBYTES
+from . import formats
+from .byteps_keywords import from_byteps
 from .formats import check_types
 
 #: What users give as *compression*. A function is called with name, shape and the dtype's name, such as "float32", more
 #: than once for a tensor, and must always say the same, on all ranks.
 Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
+
+_MAKERS = (formats.onebit, formats.topk, formats.randomk, formats.dithering, formats.float16, formats.bfloat16,
+           formats.int8, formats.where_it_pays, from_byteps)
 
 
 def check_choice(choice: Choice | None) -> None:
@@ -38,6 +43,9 @@ def check_choice(choice: Choice | None) -> None:
         raise ConfigError(f"compression={choice!r} is no choice: expected a codec such as "
                           "bpsfast.compression.onebit(), a mapping of names to codecs, or a function of name, shape "
                           "and dtype that returns one")
+    elif choice in _MAKERS:  # beside Compression.fp16, which is not called, parentheses are easily forgotten
+        raise ConfigError(f"compression is the function {choice.__name__} itself: call it, as in "
+                          f"bpsfast.compression.{choice.__name__}(...)")
 
 
 def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str, least_nbytes: int,

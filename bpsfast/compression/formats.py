@@ -66,7 +66,13 @@ def where_it_pays(codec: CodecSpec) -> CodecSpec:
     """Return *codec*, for tensors only with which steps get shorter (`orchestration.codec_choice`), the others exact.
 
     The job decides when tensors are declared, by its NICs' rates, which must all be known, and says what at INFO.
+    Raises `ConfigError` if *codec* has momentum, which exact tensors would then lack, unknown to their optimizer.
     """
+    if not isinstance(codec, CodecSpec):
+        raise ConfigError(f"where_it_pays({codec!r}): expected a codec such as bpsfast.compression.topk(0.01)")
+    if codec.momentum:
+        raise ConfigError(f"where_it_pays of compression {codec.kind!r} with momentum={codec.momentum:g}: tensors that "
+                          "stay exact would have none; leave the momentum to the optimizer")
     return _checked(msgspec.structs.replace(codec, auto=True))
 
 
