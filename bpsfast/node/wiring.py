@@ -16,7 +16,6 @@ import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..orchestration.codec import width_of
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.partition import ITEM_NBYTES
@@ -30,9 +29,9 @@ from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
 from .coded_state import CodedPart, CodedState
 from .coding import PartCodec, part_codec
 from .generation import Generation, Holding
-from .members import Members, members_of
 from .regions import Arena, Chunk, Place, Regions, page_round
-from .vaults import Vault, Vaults, kept_nbytes
+from .standing import Standing
+from .vaults import Vault, Vaults
 
 
 class Wiring:
@@ -59,10 +58,8 @@ class Wiring:
         self._regions = regions
         self._links = links
         self._sources = sources
-        self._local = list(local)
         self._sums = sums
-        self._nodes = nodes
-        self._members: dict[tuple[int, ...], Members] = {}  # by the ranks of units
+        self._standing = Standing(me, nodes, links, local)
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
@@ -83,7 +80,7 @@ class Wiring:
     def ownable_nbytes(self) -> int:
         """Bytes of partitions that this node can own more, -1: any; with ranks its memory is first for their gradients.
         """
-        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._members_of(()).wired))
+        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._standing.members_of(()).wired))
 
     # -- preparing ----------------------------------------------------------------------------------------
 
@@ -210,6 +207,10 @@ class Wiring:
     def _rdma_links(self) -> list[RdmaLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
+    def _written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
+        """Return the sources that get a partial or the result of *part*, of *ranks*, from this node over a wire."""
+        return tuple(self._sources[index] for index in self._standing.written_to(ranks, part))
+
     @staticmethod
     def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int, coded: bool
               ) -> None:
@@ -217,72 +218,14 @@ class Wiring:
                   coded or unit.op == ROWS)
         holding.bound.append((link.index, part.part))
 
-    def _members_of(self, ranks: tuple[int, ...]) -> Members:
-        """Return who pushes what is of *ranks*."""
-        if ranks not in self._members:
-            self._members[ranks] = members_of(ranks, self._me, self._nodes, self._links, self._local)
-        return self._members[ranks]
-
-    def _appears_here(self, unit: UnitPlan, part: PartPlan) -> bool:
-        """Whether the result of *part* is written into this node's memory."""
-        if part.owner == self._me.index:
-            return True
-        return bool(self._members_of(unit.ranks).local) and wire(self._links[part.owner]) is not None
-
-    def _written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
-        """Return the sources that get a partial or the result of *part*, of *ranks*, from this node over a wire."""
-        members = self._members_of(ranks)
-        if part.owner == self._me.index:
-            return tuple(self._sources[index] for index in members.wired)
-        to_owner = members.local and wire(self._links[part.owner]) is not None
-        return (self._sources[part.owner],) if to_owner else ()
-
-    def _is_coded(self, unit: UnitPlan) -> bool:
-        """Whether *unit* is compressed: between nodes only."""
-        return unit.codec is not None and len(self._members_of(unit.ranks).nodes) > 1
-
-    def _partial_nbytes(self, unit: UnitPlan, part: PartPlan) -> int:
-        """Return the bytes of memory for this node's partial of *part*, which may need none."""
-        local = self._members_of(unit.ranks).local
-        if part.owner == self._me.index or not local:
-            return 0
-        if self._is_coded(unit):
-            return part.wire_nbytes
-        return part.nbytes if len(local) > 1 else 0
-
     def _check_room(self, plan: Plan) -> None:
-        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
-        for unit in plan.units:
-            coded, members = self._is_coded(unit), self._members_of(unit.ranks)
-            for part in unit.parts:
-                is_owner = part.owner == self._me.index
-                wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
-                room["result"] += 2 * page_round(part.nbytes) * self._appears_here(unit, part)
-                room["partial"] += page_round(self._partial_nbytes(unit, part))
-                room["slot"] += wire_nbytes * len(members.wired) * is_owner
-                if coded and is_owner:
-                    room["frame"] += 2 * wire_nbytes
-                elif coded and self._appears_here(unit, part):
-                    room["slot"] += 2 * wire_nbytes
-                if is_owner and unit.unit == unit.store_unit:  # the first worker's, for all of them
-                    room["store"] += page_round(kept_nbytes(unit, part))
-                room["state"] += sum(page_round(nbytes) for nbytes in self._states_of(unit, part).values())
+        room = self._standing.room(plan)
         self._room = room
         regions = self._regions
         wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
                                                           regions.frames, regions.states, regions.stores)]
         shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
         regions.require(wanted, f"generation {plan.generation} on node {self._me.index} ({shown} bytes)")
-
-    def _states_of(self, unit: UnitPlan, part: PartPlan) -> dict[str, int]:
-        """Return the bytes of each state of *part* here, by its name in `PartCodec`."""
-        if unit.codec is None or not self._is_coded(unit):
-            return {}
-        nbytes = part.nbytes // ITEM_NBYTES[unit.dtype] * width_of(unit.dtype)
-        has_local = bool(self._members_of(unit.ranks).local)
-        states = {"error": unit.codec.error_feedback and has_local, "momentum": unit.codec.momentum > 0 and has_local,
-                  "error_back": unit.codec.error_feedback and part.owner == self._me.index}
-        return {name: nbytes for name, is_here in states.items() if is_here}
 
     def _allocate(self, holding: Holding, arena: Arena, nbytes: int) -> Place:
         place, _ = arena.allocate(nbytes, self._room[arena.kind])
@@ -295,23 +238,23 @@ class Wiring:
         from . import no_sum  # compiles: not before somebody needs a sum
 
         holding.ranks = unit.ranks
-        coded = self._is_coded(unit)
+        coded = self._standing.is_coded(unit)
         if coded:
             holding.codec, holding.dtype = unit.codec, unit.dtype
         op = "sum" if unit.op == ROWS else unit.op
         kernel = kernels.address(unit.dtype, op) if self._sums else no_sum.address()
-        here = [part for part in unit.parts if self._appears_here(unit, part)]
+        here = [part for part in unit.parts if self._standing.appears_here(unit, part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
         # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
         at = self._allocate(holding, self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
         for part in unit.parts:
             outputs = (at.address, at.address + even_nbytes)
-            if self._appears_here(unit, part):
+            if self._standing.appears_here(unit, part):
                 generation.extents[part.part] = Extent(node=self._me.index, segment=at.segment, offset_even=at.offset,
                                                        offset_odd=at.offset + even_nbytes, nbytes=part.nbytes)
                 step = page_round(part.nbytes)
                 at = Place(at.segment, at.offset + step, at.address + step)
-            if part.owner != self._me.index and not self._members_of(unit.ranks).local:
+            if part.owner != self._me.index and not self._standing.members_of(unit.ranks).local:
                 continue
             codec = self._codec(unit, part, holding) if coded else None
             if part.owner == self._me.index:
@@ -324,7 +267,7 @@ class Wiring:
         """Return the codec of *part* with its state, which begins as zeros."""
         assert unit.codec is not None, "only then it is coded"
         states = dict.fromkeys(("error", "momentum", "error_back"), 0)
-        sizes = self._states_of(unit, part)
+        sizes = self._standing.states_of(unit, part)
         for name, nbytes in sizes.items():
             states[name] = self._allocate(holding, self._regions.states, nbytes).address
             ctypes.memset(states[name], 0, nbytes)
@@ -343,7 +286,7 @@ class Wiring:
              codec: PartCodec | None) -> None:
         if codec is not None:
             codec = codec._replace(frames=self._frames(part, self._regions.frames, holding))
-        members = self._members_of(unit.ranks)
+        members = self._standing.members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
         for index in members.nodes:
@@ -382,13 +325,13 @@ class Wiring:
         if link is not None:
             self._bind(holding, link, unit, part, *arriving, codec is not None)
         partial = Place(0, 0, 0)
-        if nbytes := self._partial_nbytes(unit, part):
+        if nbytes := self._standing.partial_nbytes(unit, part):
             partial = self._allocate(holding, self._regions.partials, nbytes)
         if codec is not None:
             codec = codec._replace(frame=partial.address)
         self._engine.add_member(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, local=list(self._members_of(unit.ranks).local), owner=self._sources[part.owner],
+            kernel=kernel, local=list(self._standing.members_of(unit.ranks).local), owner=self._sources[part.owner],
             partial=(partial.address, partial.segment, partial.offset), codec=codec, rows=_rows(unit, part),
         )
 
