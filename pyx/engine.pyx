@@ -22,7 +22,8 @@ from libc.string cimport memcpy, memset
 from array import array as _array
 
 from pyx.core cimport (
-    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
+    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER,
+    bps_abort,
     bps_codec, bps_decode_fn, bps_divide_fn, bps_encode_fn, bps_feed_fn, bps_narrow_fn, bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
     bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
     bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind,
@@ -32,7 +33,8 @@ from pyx.core cimport (
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_trace, bps_wake,
+    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_trace,
+    bps_wake,
     pthread_mutex_lock, pthread_mutex_unlock,
 )
 
