@@ -129,9 +129,11 @@ static inline int bps_pack_partial(const struct bps_part *part, char *frame, voi
     return bps_pack(codec, frame, x, part->n_elements, codec->error, codec->generator, desk);
 }
 
-/* Owner: add up the frames of `before` and `after` and the own partial, encode the result, decode it to `output`. */
+/* Owner: add up the frames of `before` and `after` and the own partial, encode the result, decode it to `output`.
+ * *malformed: which input is none, if one is. */
 static inline int bps_code_owned(const struct bps_part *part, uint32_t round, void *output, void **in, int before,
-                                 int local, int after, const struct bps_desk *desk, int nontemporal)
+                                 int local, int after, const struct bps_desk *desk, int nontemporal,
+                                 int64_t *malformed)
 {
     struct bps_codec *codec = part->codec;
     uint64_t n = part->n_elements;
@@ -146,8 +148,10 @@ static inline int bps_code_owned(const struct bps_part *part, uint32_t round, vo
                 return BPS_CODE_ROOM;
             added = desk->frame;
         }
-        if (!bps_unpack(codec, desk->total, n, added, n_added != 0, desk))
+        if (!bps_unpack(codec, desk->total, n, added, n_added != 0, desk)) {
+            *malformed = added == desk->frame ? -1 : i;
             return BPS_CODE_MALFORMED;
+        }
         n_added++;
     }
     if (n_added == 0)
@@ -171,16 +175,17 @@ static inline int bps_code_owned(const struct bps_part *part, uint32_t round, vo
     return BPS_CODED;
 }
 
-/* Sum one complete part whose inputs are `in`: frames of other nodes, and local inputs. BPS_CODED, or what failed. */
+/* Sum one complete part whose inputs are `in`: frames of other nodes, and local inputs. BPS_CODED, or what failed.
+ * *malformed: which input, if that is why; else it stays. */
 static inline int bps_code(const struct bps_part *part, uint32_t round, void *output, void **in, int before, int local,
-                           int after, struct bps_workspace *space, int nontemporal)
+                           int after, struct bps_workspace *space, int nontemporal, int64_t *malformed)
 {
     struct bps_codec *codec = part->codec;
     struct bps_desk desk;
     if (bps_desk_lay(&desk, space, codec, part->n_elements) != 0)
         return BPS_CODE_MEMORY;
     if (part->owned)
-        return bps_code_owned(part, round, output, in, before, local, after, &desk, nontemporal);
+        return bps_code_owned(part, round, output, in, before, local, after, &desk, nontemporal, malformed);
     return bps_pack_partial(part, codec->frame, in, local, &desk, nontemporal) ? BPS_CODED : BPS_CODE_ROOM;
 }
 

@@ -22,6 +22,7 @@ enum { BPS_RANK = 1, BPS_SHM_PEER = 2, BPS_WIRE_PEER = 3, BPS_CLOSED = 4 };
 
 #define BPS_MAX_SOURCES 4096u
 #define BPS_MAX_SEGMENTS 65536u
+#define BPS_NOBODY UINT32_MAX /* the source of an EVENT_LOST that is this engine's own fault */
 #define BPS_SLEEP_NS 1000000000u
 
 struct bps_source {
@@ -353,15 +354,17 @@ static inline void bps_ran(struct bps_core *core, uint32_t *word)
     }
 }
 
-/* A compressed part could not be computed: nobody will ever get it. */
+/* A compressed part could not be computed for a reason of our own: nobody will ever get it. Ranks here read why on the
+ * board; the node is told too, for all others. */
 static inline void bps_code_failed(struct bps_core *core, uint32_t index, uint32_t round, int status)
 {
     char reason[256];
     const char *what = status == BPS_CODE_MEMORY ? "CapacityError: there is no memory to compress"
                        : status == BPS_CODE_ROOM ? "ProtocolError: what was compressed is longer than it can be, in"
-                                                 : "ProtocolError: what another node sent is no valid compression of";
+                                                 : "ProtocolError: what was compressed here cannot be read, in";
     int length = snprintf(reason, sizeof reason, "%s partition %u, round %u", what, index, round);
     bps_abort(core, reason, (size_t)length + 1);
+    bps_event_out(core, BPS_EVENT_LOST, BPS_NOBODY, index, round, status == BPS_CODE_MEMORY ? ENOMEM : EPROTO, 0, 0);
 }
 
 /* Decode the result of a compressed part, and publish it. As `bps_run_part`. */
@@ -378,7 +381,9 @@ static inline void bps_run_result(struct bps_core *core, struct bps_worker *work
     int status = bps_decode_result(part, round, &worker->space);
     bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, part->nbytes, begin_ns, bps_now_ns());
     pthread_mutex_lock(&core->lock);
-    if (status != BPS_CODED)
+    if (status == BPS_CODE_MALFORMED)
+        bps_broken(core, part->owner, index, round);
+    else if (status != BPS_CODED)
         bps_code_failed(core, index, round, status);
     else
         word = bps_publish(core, index, round, part->nbytes);
@@ -429,7 +434,8 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
         malformed = bps_rows_merge(&part->rows, part->kernel, output, in, before, local - before, total - local,
                                    part->divisor, worker->cursors, worker->found, &read_nbytes);
     else if (part->codec != NULL)
-        status = bps_code(part, round, output, in, before, local - before, total - local, &worker->space, nontemporal);
+        status = bps_code(part, round, output, in, before, local - before, total - local, &worker->space, nontemporal,
+                          &malformed);
     else if (total == 0)
         memset(output, 0, part->nbytes);
     else

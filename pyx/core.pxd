@@ -77,7 +77,7 @@ cdef extern from "events.h" nogil:
     void bps_events_wake(bps_events *)
 
 cdef extern from "core.h" nogil:
-    enum: BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, BPS_MAX_SOURCES, BPS_MAX_SEGMENTS
+    enum: BPS_RANK, BPS_SHM_PEER, BPS_WIRE_PEER, BPS_MAX_SOURCES, BPS_MAX_SEGMENTS, BPS_NOBODY
     struct bps_source:
         int kind
         bps_lane *lane

@@ -8,12 +8,14 @@ EVENT_RESULT: int
 EVENT_DELIVERED: int
 EVENT_LOST: int
 FLAG_EMPTY: int
+NOBODY: int
 
 class Engine:
     arrived_address: int
     notify_address: int
     handle: int
     generation: int
+    failure: str
     def __init__(self, board: Buffer, doorbell: Buffer, *, n_threads: int, nontemporal_nbytes: int = ...,
                  awake_us: int = ..., trace_capacity: int = ..., trace_first_round: int = ...,
                  trace_last_round: int = ..., fifo: bool = ...) -> None: ...

@@ -22,7 +22,8 @@ from libc.string cimport memcpy, memset
 from array import array as _array
 
 from pyx.core cimport (
-    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort,
+    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER,
+    bps_abort,
     bps_codec, bps_decode_fn, bps_divide_fn, bps_encode_fn, bps_feed_fn, bps_narrow_fn, bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
     bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
     bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind,
@@ -31,8 +32,9 @@ from pyx.core cimport (
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
-    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, bps_arrived_fn, bps_board,
-    bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_notify_fn, bps_trace, bps_wake,
+    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
+    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_trace,
+    bps_wake,
     pthread_mutex_lock, pthread_mutex_unlock,
 )
 
@@ -40,6 +42,8 @@ from pyx.words cimport (
 EVENT_FORWARD, EVENT_RESULT = BPS_EVENT_FORWARD, BPS_EVENT_RESULT
 EVENT_DELIVERED, EVENT_LOST = BPS_EVENT_DELIVERED, BPS_EVENT_LOST
 FLAG_EMPTY = BPS_FLAG_EMPTY
+#: The source of an EVENT_LOST that is the engine's own: `Engine.failure` says why.
+NOBODY = <uint32_t>BPS_NOBODY
 
 cdef enum:
     MAX_THREADS = 64
@@ -432,6 +436,14 @@ cdef class Engine:
         bps_abort(core, source, len(text))
         for i in range(core.n_parts):
             bps_wake(bps_board_word(core.board, i), WAKE_ALL)
+
+    @property
+    def failure(self):
+        """Why the job was aborted on this board, "Class: text"; "" while it was not, and after `close`."""
+        cdef bps_core *core = self.core
+        if core.stopping or bps_load(&(<bps_board *>core.board).state) == 0:
+            return ""
+        return (<char *>core.board + BPS_REASON_OFFSET).decode(errors="replace")
 
     def counters(self):
         """Return what the engine has done since it was made. `allocations` grows with commits, never with rounds."""

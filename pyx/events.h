@@ -3,7 +3,8 @@
  *   FORWARD    a partial waits to be written to `source`, the owner (code: flags of the entry)
  *   RESULT     a result waits to be written to every wire peer with ranks
  *   DELIVERED  `nbytes` of `part` have reached `source`: credit returns
- *   LOST       the connection to `source` is gone or broke the protocol; code is an errno, 0 an orderly end
+ *   LOST       the connection to `source` is gone or broke the protocol; code is an errno, 0 an orderly end;
+ *              `source` BPS_NOBODY: the engine itself has failed, and the board says how
  */
 #ifndef BPS_EVENTS_H
 #define BPS_EVENTS_H

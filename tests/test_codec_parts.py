@@ -1,6 +1,8 @@
 """Compressed parts in one engine: frames that another node got wrong, and what retires them."""
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 
@@ -20,12 +22,12 @@ ROOM = frame_nbytes(CODEC, N, "float32")
 class Coded:
     """A vertex with one rank and one peer behind a wire; part 0 is owned here, part 1 there."""
 
-    def __init__(self, vertex):
+    def __init__(self, vertex, codec=None):
         self.vertex = v = vertex(n_ranks=1)
         self.memory = Segment(1 << 20)
         self.bytes = np.frombuffer(self.memory, np.uint8)
         self.peer = v.engine.add_wire_peer()
-        codec = part_codec(CODEC, "float32", N)
+        codec = codec or part_codec(CODEC, "float32", N)
         at, stride = self.memory.address, 1 << 16
         kernel = kernels.address("float32")
         v.engine.add_owned(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernel, divisor=2, before=[],
@@ -91,7 +93,7 @@ def test_owner_and_member_make_the_frames_of_the_reading(coded):
     np.frombuffer((1 << 40).to_bytes(8, "little"), np.uint8), np.full(8, 255, np.uint8),
 ], ids=["nothing", "cut off", "an index beyond the end", "longer than its room", "a length of all ones"])
 @pytest.mark.parametrize("is_owner", [True, False])
-def test_a_frame_that_is_none_ends_the_job_in_words(coded, bad, is_owner):
+def test_a_frame_that_is_none_is_the_senders_fault(coded, bad, is_owner):
     v = coded.vertex
     part = 0 if is_owner else 1
     coded.place(0 if is_owner else 7, len(bad))[:] = bad
@@ -99,9 +101,21 @@ def test_a_frame_that_is_none_ends_the_job_in_words(coded, bad, is_owner):
     if not is_owner:
         assert v.engine.events(10)[0][0] == native.EVENT_FORWARD
     v.engine.arrived(coded.peer, part, 1, 0)
-    assert v.ports[0].wait(part, 1, 1, 10) == ABORTED
-    assert v.ports[0].state()[1] == ("ProtocolError: what another node sent is no valid compression of partition "
-                                     f"{part}, round 1")
+    assert v.engine.events(10) == [(native.EVENT_LOST, coded.peer, part, 1, errno.EPROTO, 0, 0)]
+    assert not v.ports[0].done(part, 1, 1)
+
+
+def test_an_engine_that_cannot_compress_tells_its_ranks_and_its_node(vertex):
+    made = Coded(vertex, part_codec(CODEC, "float32", N)._replace(room_nbytes=ROOM - 8))
+    v = made.vertex
+    try:
+        v.ports[0].submit(1, 1, 1, 0, 0)
+        assert v.engine.events(10) == [(native.EVENT_LOST, native.NOBODY, 1, 1, errno.EPROTO, 0, 0)]
+        assert v.ports[0].wait(1, 1, 1, 10) == ABORTED
+        why = "ProtocolError: what was compressed is longer than it can be, in partition 1, round 1"
+        assert v.ports[0].state()[1] == v.engine.failure == why
+    finally:
+        made.close()
 
 
 def test_a_learning_rate_that_is_none_is_the_ranks_fault(coded):

@@ -1,11 +1,15 @@
 """Compressed tensors of real jobs: the bits are those of the plain reading, whatever transport and shape of the job."""
 from __future__ import annotations
 
+import re
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from bpsfast.compression import where_it_pays
-from bpsfast.compression.reading import Job
+from bpsfast.compression.reading import Job, publish
 from bpsfast.dtypes import TABLE
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import TensorSpec
@@ -65,19 +69,21 @@ def expected(ranks, dtype, codec, n_rounds, average=True, rates=None, empties=()
     cuts = [(at, min(n, at + PAGE // width)) for at in range(0, n, PAGE // width)]
     jobs = [Job(codec, end - begin, dtype, len(ranks)) for begin, end in cuts]
     firsts = np.cumsum([0, *ranks])
-    results, last_rate = [], None
+    results, last_rate = [], {}  # of each node, and of the owner (-1): the rate of what it has not sent
     for round_ in range(1, n_rounds + 1):
         partials = []
         for first, n_local in zip(firsts, ranks):
             given = [gradient(rank, round_, n, dtype) for rank in range(first, first + n_local)
                      if (rank, round_) not in empties]
             partials.append(reduce([given], average=False) if given else None)
-        rate = rates[round_ - 1] if rates else None
-        ratio = last_rate / rate if last_rate and rate else 1.0
-        last_rate = rate
+        rate = rates[round_ - 1] if rates else 1.0
+        takes_part = {node: partial for node, partial in enumerate(partials) if partial is not None}
+        ratio = {who: last_rate.get(who, rate) / rate for who in (-1, *takes_part)}
+        last_rate |= dict.fromkeys(ratio, rate)
         results.append(b"".join(
-            job.round([None if partial is None else partial[begin:end] for partial in partials],
-                      sum(ranks) if average else 1, ratio).tobytes()
+            publish(codec, job.owner.merge(
+                [job.nodes[node].push(partial[begin:end], ratio[node]) for node, partial in takes_part.items()],
+                sum(ranks) if average else 1, ratio[-1]), end - begin, dtype).tobytes()
             for job, (begin, end) in zip(jobs, cuts)))
     return results
 
@@ -126,6 +132,13 @@ def test_who_pushes_nothing_keeps_what_he_has(three, empties):
     assert results[0] == expected((2, 1), "float32", codec, 4, empties=empties)
 
 
+def test_who_pushes_nothing_keeps_its_learning_rate_too(three):
+    """Whoever owns the partition: what is left was computed for the rate of the last round that one pushed in."""
+    codec, rates, empties = CODECS["randomk, error feedback"], (0.1, 0.05, 0.05, 0.2), ((2, 2), (0, 3), (1, 3))
+    results = three.run(rounds, "rates and empties", "float32", codec, 4, True, rates, empties)
+    assert results[0] == expected((2, 1), "float32", codec, 4, rates=rates, empties=empties)
+
+
 def test_one_machine_compresses_nothing(two):
     results = two.run(rounds, "alone", "float32", CODECS["onebit"], 2)
     for round_, result in enumerate(results[0], start=1):
@@ -160,3 +173,29 @@ def test_where_it_does_not_pay_or_nobody_can_tell_sums_are_exact(job, gbits, pay
     else:
         given = [[gradient(rank, round_, N["float32"], "float32") for rank in range(2)] for round_ in (1, 2, 3)]
         assert results[0] == [reduce([[a], [b]], average=True).tobytes() for a, b in given]
+
+
+def cannot_compress(name):
+    """On a rank: push; the first rank leaves its node no memory for anything new meanwhile."""
+    session = current.current()
+    session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(1 << 24,), partition_nbytes=64 << 20,
+                                        codec=CODECS["onebit"])])
+    unit = session.tensors.unit(name, 20)
+    assert unit.staging.array.nbytes == 64 << 20
+    node = int(re.search(r"pid (\d+)", session._node_name)[1])
+    limits = resource.prlimit(node, resource.RLIMIT_AS)
+    if session.rank == 0:
+        n_pages = int(Path(f"/proc/{node}/statm").read_text().split()[0])
+        resource.prlimit(node, resource.RLIMIT_AS, (n_pages * resource.getpagesize() + (8 << 20), limits[1]))
+    try:
+        unit.wait(unit.push_staging(), 30)
+    finally:
+        resource.prlimit(node, resource.RLIMIT_AS, limits)
+
+
+def test_a_node_without_memory_to_compress_ends_the_job_for_all(job):
+    broken = job(ranks=(1, 1), transport="tcp")
+    outcomes = broken.attempt(cannot_compress, "no memory")
+    broken.kill()
+    for outcome in outcomes:
+        assert outcome.error and "there is no memory to compress partition" in str(outcome), outcome

@@ -19,6 +19,7 @@ import msgspec
 
 from ..orchestration import forecast, messages, rates
 from ..orchestration.errors import PeerLostError, ProtocolError
+from ..pyx.engine import NOBODY
 from ..settings import Settings
 from ..transport import Peering, TalkingLink, nic_probe, rdma, shm
 from .detours import Detours
@@ -155,6 +156,9 @@ class Peers:
         if source < 0:
             error = self._node.vertex.service_error
             self._node.fail(ProtocolError(f"the communication service of {self._node.name} failed: {error!r}"))
+            return
+        if source == NOBODY:
+            self._node.fail(self._node.vertex.engine_error)
             return
         who, index = self._node.vertex.who(source)
         if code == errno.EPROTO or index is None:

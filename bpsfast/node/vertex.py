@@ -19,6 +19,7 @@ from ..pyx.pages import Segment
 from ..settings import Settings
 from ..trace import Origin, SendLog, limits, write
 from ..trace.records import RECORD
+from ..trainer.attachment import error_of
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
 from .copying import n_threads
@@ -161,6 +162,12 @@ class Vertex:
     def service_error(self) -> Exception | None:
         """Why the communication service has stopped, if it has."""
         return self._dispatcher.error if self._dispatcher is not None else None
+
+    @property
+    def engine_error(self) -> BpsError:
+        """Why the engine has failed, which has said that nobody else is to blame."""
+        name, _, reason = self.engine.failure.partition(": ")
+        return error_of(name, reason)
 
     def who(self, source: int) -> tuple[str, int | None]:
         """Return how *source* is called, and its node index if it is a node."""
