@@ -147,6 +147,31 @@ def hold_back(name):
         bpsfast.barrier()
 
 
+def in_use_and_closed():
+    mine = bpsfast.AsyncWeights({"twice": np.ones(5, np.float32)})
+    errors = []
+    for use in (lambda: bpsfast.AsyncWeights({"twice": np.full(5, 10, np.float32)}), mine.close,
+                lambda: mine.pull("twice"), lambda: mine.push("twice", np.ones(5, np.float32)), lambda: mine["twice"]):
+        try:
+            use()
+            bpsfast.barrier()  # nobody closes what another rank has not tried yet
+        except bpsfast.BpsError as exc:
+            errors.append(f"{type(exc).__name__}: {exc}")
+            bpsfast.barrier()
+    again = bpsfast.AsyncWeights({"twice": np.full(5, 10, np.float32)})
+    found = again["twice"].tolist()
+    again.close()
+    return errors, found
+
+
+def test_a_name_is_kept_for_one_at_a_time_and_not_used_after_its_end(shared_job):
+    for errors, found in shared_job(ranks=(2, 1), transport="tcp").run(in_use_and_closed):
+        assert len(errors) == 4 and "'AsyncParam.twice' is kept already" in errors[0], errors
+        assert all((error.startswith("ClosedError: ") and "'AsyncParam.twice' was" in error)
+                   or "'AsyncParam.twice' were closed" in error for error in errors[1:]), errors
+        assert found == [10] * 5
+
+
 def test_who_is_too_far_behind_is_named(job):
     started = job(ranks=(2, 1), transport="tcp")
     fast, beside, slow = started.attempt(hold_back, "held")
@@ -195,7 +220,8 @@ def test_halves_are_kept_with_more_precision(shared_job):
 def refused():
     ones = {"r": np.ones(4, np.float32)}
     errors = []
-    for call in (lambda: bpsfast.AsyncWeights(ones, staleness=-2), lambda: bpsfast.AsyncWeights(ones, worker="machine"),
+    for call in (lambda: bpsfast.AsyncWeights(ones, staleness=-2), lambda: bpsfast.AsyncWeights(ones, staleness=1.5),
+                 lambda: bpsfast.AsyncWeights(ones, worker="machine"),
                  lambda: bpsfast.AsyncWeights(ones, root_rank=9, prefix="a."),
                  lambda: bpsfast.AsyncWeights({"r": np.ones(4, np.int32)}, prefix="b.")):
         try:
@@ -216,8 +242,8 @@ def refused():
 
 def test_what_cannot_be_is_refused_in_words(shared_job):
     for errors in shared_job(ranks=(2, 1), transport="tcp").run(refused):
-        words = ["staleness=-2", "'machine'", "root_rank=9", "int32", "(5,) of float32", "float64", "'s'", "(5,)",
-                 "'c.r' is kept already"]
+        words = ["staleness=-2", "staleness=1.5", "'machine'", "root_rank=9", "int32", "(5,) of float32", "float64",
+                 "'s'", "(5,)", "'c.r' is kept already"]
         assert len(errors) == len(words) and all(word in error for word, error in zip(words, errors)), errors
 
 

@@ -307,6 +307,12 @@ def test_options_are_looked_at_at_once(options):
         CompressionState(**options)
 
 
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_state_that_is_none_is_refused_in_words(kind):
+    with pytest.raises(ConfigError, match=rf"the state of {kind}_hook is None: give it one of bpsfast's"):
+        getattr(hooks, f"{kind}_hook")(None, None)
+
+
 def test_the_compressed_values_differ_from_exact_ones():
     """The replay above would also agree if nothing were compressed: these codecs do change values."""
     x = [np.linspace(-1, 1, 1000, dtype=np.float32)] * 2

@@ -160,6 +160,13 @@ def OuterOptimizer(
     StallError
         If a rank does not come.
     """
+    counts = {"sync_every": sync_every, "n_fragments": n_fragments, "overlap": overlap, "root_rank": root_rank}
+    for what, count in counts.items():
+        if not isinstance(count, int):
+            raise ConfigError(f"OuterOptimizer with {what}={count!r}: expected int, got {type(count).__name__}")
+    for what, number in {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "mix": mix}.items():
+        if not isinstance(number, int | float):
+            raise ConfigError(f"OuterOptimizer with {what}={number!r}: expected a number, got {type(number).__name__}")
     if sync_every < 1 or n_fragments < 1 or not 0 <= overlap < sync_every or not 0 <= mix < 1:
         raise ConfigError(f"OuterOptimizer with sync_every={sync_every}, n_fragments={n_fragments}, overlap={overlap}, "
                           f"mix={mix:g}: the first two are at least 1, 0 <= overlap < sync_every, 0 <= mix < 1")

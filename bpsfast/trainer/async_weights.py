@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..orchestration.errors import ConfigError, MismatchError
+from ..orchestration.errors import ClosedError, ConfigError, MismatchError
 from ..orchestration.store import StoreSpec, Worker, check
 from . import current as process
 from .stored_tensor import StoredTensor
@@ -50,8 +50,8 @@ class AsyncWeights:
 
     def __init__(self, weights: Mapping[str, Any], *, worker: Worker = "node", staleness: int | None = None,
                  root_rank: int = 0, prefix: str = "AsyncParam.") -> None:
-        if staleness is not None and staleness < 0:
-            raise ConfigError(f"staleness={staleness}: it is a number of rounds, or None for any")
+        if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
+            raise ConfigError(f"staleness={staleness!r}: it is a number of rounds, or None for any")
         self._session = process.current()
         self._spec = StoreSpec(worker=worker, staleness=-1 if staleness is None else staleness)
         check(self._spec)
@@ -80,7 +80,9 @@ class AsyncWeights:
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         """Return the last answer for *name*: a read-only array, valid until the second next push of *name*."""
-        self._of(name)
+        stored = self._of(name)
+        if name not in self._views:
+            raise ClosedError(f"weights {stored.name!r} were closed: copy what is needed later before that")
         return self._views[name]
 
     def push(self, name: str, change: Any) -> None:

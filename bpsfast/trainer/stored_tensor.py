@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import TABLE, wire_name
-from ..orchestration.errors import BusyError, ConfigError, MismatchError
+from ..orchestration.errors import BusyError, ClosedError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..orchestration.store import StoreSpec, check, has_momentum
 from . import current as process
@@ -42,17 +42,21 @@ class StoredTensor:
         self.name, self.shape, self.dtype = name, tuple(shape), TABLE[wire_name(dtype)].numpy
         self._has_momentum = has_momentum(spec)
         self._found: Unit | None = None
+        self._is_retired = False
         self._source: object = None  # what was pushed from shared memory must live until the answer
         declared = TensorSpec(name=name, dtype=wire_name(dtype), shape=self.shape, average=average, priority=priority,
                               store=spec)
         if self._session.tensors.knows(declared):
-            raise BusyError(f"{name!r} is kept already, and would be set a second time: close what uses it first, or "
-                            "take another name or prefix")
+            raise BusyError(f"{name!r} is kept already, for somebody else in this process (another AsyncOptimizer or "
+                            "AsyncWeights): give these weights other names, or close the other one first")
         self._session.tensors.declare([declared])
 
     @property
     def _unit(self) -> Unit:
-        """The worker's unit; the first use waits until all ranks have declared the tensor."""
+        """The worker's unit; the first use waits until all ranks have declared the tensor. Raises `ClosedError`."""
+        if self._is_retired:
+            raise ClosedError(f"{self.name!r} was given up (close, or a state that was loaded): this rank has no part "
+                              "in it any more")
         if self._found is None:
             self._found = self._session.tensors.unit(self.name)
         return self._found
@@ -144,6 +148,7 @@ class StoredTensor:
 
         Its name may be declared again; arrays of `wait` and `place` must not be used any more.
         """
+        self._is_retired = True
         if self._found is None:
             return
         unit, self._found = self._found, None
