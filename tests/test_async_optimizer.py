@@ -62,8 +62,10 @@ def together(explicit):
     else:
         optimizer = bps.DistributedOptimizer(optimizer_of(net), named_parameters=named)
         bps.broadcast_parameters(net.state_dict(), root_rank=0)
-    train(net, optimizer, rank, range(8))
-    optimizer.synchronize()
+    for step in range(8):
+        train(net, optimizer, rank, [step])
+        optimizer.synchronize()
+        bpsfast.barrier()  # else a fast rank's next change may be in a slow one's answer already
     found = weights(net)
     optimizer.close()
     return found

@@ -33,8 +33,8 @@ class AsyncWeights:
     worker
         Who pushes together: each "node" for all its ranks, whose changes are added up first, or each "rank".
     staleness
-        An answer waits until the changes of all other workers up to so many rounds before are in it; 0: all workers
-        make their steps together. None: it never waits.
+        An answer waits until the changes of all other workers up to so many rounds before are in it; 0: those of the
+        same round, and of a faster worker maybe the next one's. None: it never waits.
     prefix
         Put before each name on the wire, where names are the job's.
 
