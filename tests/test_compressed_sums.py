@@ -199,3 +199,24 @@ def test_a_node_without_memory_to_compress_ends_the_job_for_all(job):
     broken.kill()
     for outcome in outcomes:
         assert outcome.error and "there is no memory to compress partition" in str(outcome), outcome
+
+
+def for_ever(name):
+    session = current.current()
+    codec = CODECS["topk, error feedback"]
+    session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(1_000_000,), codec=codec)])
+    unit = session.tensors.unit(name, 20)
+    x = gradient(session.rank, 1, 1_000_000, "float32")
+    while True:
+        unit.push(x.ctypes.data, x.nbytes)
+        unit.wait(unit.round, 20)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_all_ranks_hear_of_the_end_of_an_owner(job, transport):
+    started = job(ranks=(2, 1), transport=transport)
+    started.run(owners, "both own", CODECS["topk, error feedback"])  # the kernels are there
+    started.begin(for_ever, "lost")
+    started.kill_daemon("node 1")
+    assert {outcome.error for outcome in started.outcomes(30)} == {"PeerLostError"}
+    started.kill()
