@@ -1,6 +1,7 @@
 """Compressed training that is saved, and goes on in another job with the same bits."""
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -123,18 +124,41 @@ def test_broadcasting_an_optimizer_leaves_what_nodes_keep(jobs):
 def alone():
     model, optimizer = made("alone")
     train(model, optimizer, range(3))
-    saved = optimizer.state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
     assert saved["compression"]["nodes"] == {} and saved["compression"]["momentum"], "one machine compresses nothing"
-    expected = [p.detach().clone() for p in model.parameters()]
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     train(model, optimizer, range(3, 5))
     expected = [p.detach().clone() for p in model.parameters()]
-    again, resumed = made("alone again")
-    again.load_state_dict(weights)
-    resumed.load_state_dict(saved)
-    train(again, resumed, range(3, 5))
-    return all(torch.equal(p, q) for p, q in zip(again.parameters(), expected))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(3, 5))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected))
+    with pytest.raises(MismatchError, match=r"'other\.0\.weight', which has none here"):
+        others = {"nodes": {}, "momentum": {"other.0.weight": torch.ones(1)}}
+        optimizer.load_state_dict({**saved, "compression": others})
 
 
 def test_one_machine_saves_the_momentum_of_codecs(two):
-    assert two.run(alone) == [True, True]
+    two.run(alone)
+
+
+POINT = {"partition_nbytes": 16_384, "fusion_nbytes": 8192, "credit_nbytes": 1 << 20, "n_streams": 1}
+
+
+def tuned(steps):
+    model, optimizer = made("tuned", codec=bps.Compression.none)
+    with pytest.raises(MismatchError, match="remove it"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "tuned": {"partition_nbytes": 1}})
+    optimizer.load_state_dict({**optimizer.state_dict(), "tuned": POINT})
+    assert optimizer.state_dict()["tuned"] == POINT, "before the first step"
+    train(model, optimizer, range(steps))
+    return optimizer.state_dict()["tuned"], optimizer._exchange.gradients._edition.cut
+
+
+@pytest.mark.parametrize("autotune", [True, False])
+def test_what_tuning_has_found_is_used_again(job, tmp_path, autotune):
+    tuning = {"autotune": autotune, "tuned_dir": str(tmp_path)}
+    for saved, cut in job(ranks=(1, 1), transport="tcp", **tuning).run(tuned, 12):
+        assert saved == POINT
+        assert tuple(cut) == ((16_384, 8192, 1) if autotune else (0, 0, 0))
+    assert not list(tmp_path.iterdir()), "nothing was tried"

@@ -23,9 +23,13 @@ log = logging.getLogger("bpsfast.tuner")
 
 
 class Plan:
-    """Decides for *specs* of the job of *session*, which begins at *present*. One thread."""
+    """Decides for *specs* of the job of *session*, which begins at *present*. One thread.
 
-    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: Point) -> None:
+    *tuned*: what was saved with the model, if anything: that is used, and nothing is tried.
+    """
+
+    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: Point, tuned: Point | None = None
+                 ) -> None:
         settings, usual = session.settings, Settings()
         tensors = [(spec.name, spec.shape, spec.dtype) for spec in specs.values()]
         self._file = store.folder(settings.tuned_dir) / (store.key(
@@ -38,18 +42,25 @@ class Plan:
                         STREAMS if by_tcp else [settings.tcp_streams])
         default = Point(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes,
                         usual.tcp_streams if by_tcp else settings.tcp_streams)
-        chosen = stored.chosen if stored is not None else None
+        chosen = tuned or (stored.chosen if stored is not None else None)
         if chosen is not None and not by_tcp:
             chosen = chosen._replace(n_streams=settings.tcp_streams)
         self._pilot = Pilot(search, present, default, chosen)
         self._n_trials = 0
-        if stored is not None:
+        if tuned is not None:
+            log.info("what was saved with the model is used: %s", tuned)
+        elif stored is not None:
             log.info("what was found before for this model and cluster is used: %s (%s)", stored.chosen, self._file)
 
     @property
     def decision(self) -> Decision:
         """What all ranks are to do."""
         return self._pilot.decision
+
+    @property
+    def best(self) -> Point:
+        """The best so far."""
+        return self._pilot.best
 
     def observe(self, point: Point, step_s: float) -> None:
         """Note that a step at *point* took *step_s*."""

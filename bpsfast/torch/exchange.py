@@ -25,7 +25,7 @@ from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
 from .compression import CompressionLike, cast_dtype, parted
-from .kept import Kept
+from .kept import KEY, TUNED, Kept, tuned_point, tuned_state
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
 from .ops import wire_dtype_name
@@ -78,7 +78,8 @@ class Exchange:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
             self._order = self.order()
-            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order, compression=self._choice)
+            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order, compression=self._choice,
+                                        tuned=self.kept.tuned)
         return self._gradients
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -86,12 +87,20 @@ class Exchange:
         self._rates = LearningRates(optimizer)
 
     def state(self) -> dict[str, Any]:
-        """Return what is kept of compressed gradients (`kept`), {} if nothing is. Between steps."""
-        return self.kept.save(self._gradients)
+        """Return what is kept (`kept`) by its names in a state_dict; those of which nothing is are not there. Between
+        steps.
+        """
+        point = self.kept.tuned if self._gradients is None else self._gradients.tuned
+        parts = {KEY: self.kept.save(self._gradients), TUNED: tuned_state(point)}
+        return {name: part for name, part in parts.items() if part}
 
-    def load(self, parts: dict[str, Any]) -> None:
-        """Go on from what `state` returned on this node; raises as `Kept.load`."""
-        self.kept.load(parts, self._gradients)
+    def load(self, state: dict[str, Any]) -> None:
+        """Take from *state* what `state` returned on this node, and out of it; raises as `Kept.load`."""
+        parts, tuned = state.pop(KEY, None), state.pop(TUNED, None)
+        if tuned:
+            self.kept.tuned = tuned_point(tuned)
+        if parts:
+            self.kept.load(parts, self._gradients)
 
     def order(self) -> list[str]:
         """Return the names as the next forward pass uses them, as far as the last backward pass has shown it."""

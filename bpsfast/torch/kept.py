@@ -1,8 +1,9 @@
-"""What is kept of compressed gradients from step to step, as part of an optimizer's state_dict.
+"""What a job keeps from step to step, as part of an optimizer's state_dict: of compressed gradients, and of tuning.
 
-Every node has its own: what its ranks' gradients left unsent, and what it owns of the job's. So one rank of each node
-saves it (each rank may), and it is loaded on that node of a job of the same shape. Before the first step there is none;
-what is loaded by then waits for the gradients to be declared.
+Of compressed gradients every node has its own: what its ranks' gradients left unsent, and what it owns of the job's.
+So one rank of each node saves it (each rank may), and it is loaded on that node of a job of the same shape. Before the
+first step there is none; what is loaded by then waits for the gradients to be declared. What the setting autotune has
+found is rank 0's, and is used if it is loaded before the first step.
 """
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 
+from ..autotune.point import Point
 from ..orchestration.errors import MismatchError
 from ..trainer.gradients import Gradients
 from .local_momentum import LocalMomentum
 
-#: Its name in a state_dict, beside "state" and "param_groups".
-KEY = "compression"
+#: Their names in a state_dict, beside "state" and "param_groups".
+KEY, TUNED = "compression", "tuned"
 
 
 class Kept:
@@ -24,6 +26,8 @@ class Kept:
     def __init__(self, momentum: LocalMomentum) -> None:
         self._momentum = momentum
         self._loaded: dict[str, torch.Tensor] = {}  # and not taken over yet
+        #: What was found best before, for gradients that are not declared yet.
+        self.tuned: Point | None = None
 
     def save(self, gradients: Gradients | None) -> dict[str, Any]:
         """Return it, {} if nothing is kept; *gradients* None: none was declared yet."""
@@ -46,6 +50,9 @@ class Kept:
         if set(parts) != {"nodes", "momentum"}:
             raise MismatchError(f"state_dict[{KEY!r}] has {sorted(parts)}, not what DistributedOptimizer saves: "
                                 "remove it to begin with nothing kept")
+        for name in parts["momentum"]:
+            if not self._momentum.has(name):
+                raise MismatchError(f"there is a momentum of gradient {name!r}, which has none here")
         self._momentum.sums.clear()
         self._momentum.sums.update({name: each.clone() for name, each in parts["momentum"].items()})
         self._loaded = dict(parts["nodes"])
@@ -57,6 +64,24 @@ class Kept:
         loaded, self._loaded = self._loaded, {}
         if loaded:
             gradients.load_states({name: state.numpy() for name, state in loaded.items()})
+
+
+def tuned_state(point: Point | None) -> dict[str, int]:
+    """Return *point* as a state_dict has it."""
+    return {} if point is None else dict(point._asdict())
+
+
+def tuned_point(state: dict[str, int]) -> Point:
+    """Return the point that `tuned_state` has made *state* of.
+
+    Raises
+    ------
+    MismatchError
+        If it is none.
+    """
+    if set(state) != set(Point._fields) or not all(isinstance(each, int) and each >= 0 for each in state.values()):
+        raise MismatchError(f"state_dict[{TUNED!r}] is {state}, not what DistributedOptimizer saves: remove it")
+    return Point(**state)
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

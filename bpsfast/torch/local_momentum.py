@@ -23,6 +23,10 @@ class LocalMomentum:
         #: By name: m = factor * m + gradient, in float32 at least.
         self.sums: dict[str, torch.Tensor] = {}
 
+    def has(self, name: str) -> bool:
+        """Whether *name* has momentum that is made here."""
+        return name in self._factors
+
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add its momentum to the new *gradient* of *name*, in place. Call it once a step, without grad mode."""
         factor = self._factors[name]

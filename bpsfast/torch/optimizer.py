@@ -16,7 +16,6 @@ from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
-from .kept import KEY
 from .local_momentum import has_momentum, warn_of_momentum
 from .sparse_exchange import SparseExchange
 from .wrapped import Wrapped, check_idle, check_passes, members_of, trained, wrap
@@ -66,9 +65,10 @@ class _DistributedOptimizer(Wrapped):
             self._exchange.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own state and, under "compression", what this node keeps of compressed gradients.
+        """Return the optimizer's own state, under "compression" what this node keeps of compressed gradients, under
+        "tuned" what the setting autotune has found.
 
-        Each node has its own of the latter: for identical bits after a restart save one for each (`kept`). Between
+        Each node has its own of the second: for identical bits after a restart save one for each (`kept`). Between
         steps.
         """
         return _with_kept(self)
@@ -150,15 +150,13 @@ class _CrossBarrierOptimizer(Wrapped):
 
 def _with_kept(optimizer: Wrapped) -> dict[str, Any]:
     state: dict[str, Any] = optimizer._base.state_dict(optimizer)
-    parts = optimizer._exchange.state() if optimizer._exchange is not None else {}
-    return {**state, KEY: parts} if parts else state
+    return {**state, **optimizer._exchange.state()} if optimizer._exchange is not None else state
 
 
 def _load_with_kept(optimizer: Wrapped, state_dict: dict[str, Any]) -> None:
     state = dict(state_dict)
-    parts = state.pop(KEY, None)
-    if parts and optimizer._exchange is not None:
-        optimizer._exchange.load(parts)
+    if optimizer._exchange is not None:
+        optimizer._exchange.load(state)
     optimizer._base.load_state_dict(optimizer, state)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..autotune.point import Point
 from ..compression.choice import Choice, chosen_among
 from ..dtypes import wire_name
 from ..orchestration.codec import CodecSpec
@@ -52,11 +53,14 @@ class Gradients:
     compression
         How gradients travel between nodes, by their names: see `bpsfast.compression.choice`. What is compressed is
         fused with nothing, and has state: where anything is, nothing is tuned.
+    tuned
+        `tuned` of an earlier job: with the setting autotune that is used from the second step on, and nothing is tried.
+        Rank 0's counts.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
-                 compression: Choice | None = None) -> None:
+                 compression: Choice | None = None, tuned: Point | None = None) -> None:
         self._session = process.current()
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, self._session.settings.min_compress_bytes)
@@ -80,9 +84,10 @@ class Gradients:
         self._edition = Edition(self._session, specs, 0, Cut())
         self._last = self._edition  # that of the last step
         self._tuner: Tuner | None = None
+        self._tuned = tuned  # of an earlier job, and once the tuner is gone
         if tunes and not self._session.tunes:  # of several models the first: tuners would measure each other
             self._session.tunes = True
-            self._tuner = Tuner(self._session, family, specs, self._edition, self._by_urgency)
+            self._tuner = Tuner(self._session, family, specs, self._edition, self._by_urgency, tuned)
         self._lock = threading.Lock()
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         self._homes: dict[str, Region] = {}
@@ -215,6 +220,11 @@ class Gradients:
             raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {nbytes} are wanted")
         unit.deliver(round, address, member.offset, nbytes, self._timeout(timeout_s))
 
+    @property
+    def tuned(self) -> Point | None:
+        """What the setting autotune has found best so far, as far as this rank knows: to be saved with the model."""
+        return self._tuner.best if self._tuner is not None else self._tuned
+
     def states(self) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return what this rank's node keeps of compressed gradients, by name, to be saved with the model.
 
@@ -281,7 +291,7 @@ class Gradients:
         if self._tuner is not None:
             chosen = self._tuner.conclude(max(0.0, deadline - time.monotonic()))
             if self._tuner.is_over:
-                self._tuner = None
+                self._tuned, self._tuner = self._tuner.best, None
         with self._lock:
             if chosen is not self._edition:
                 for unit in chosen.distinct:

@@ -38,10 +38,13 @@ _FIRST_OF_ALL = 1 << 40
 
 
 class Tuner:
-    """Tunes one model's gradients. One thread at a time: that which ends steps."""
+    """Tunes one model's gradients. One thread at a time: that which ends steps.
+
+    *tuned*: what an earlier job found best (rank 0's counts): then that is used, and nothing is tried.
+    """
 
     def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: Edition,
-                 by_urgency: Sequence[str]) -> None:
+                 by_urgency: Sequence[str], tuned: Point | None = None) -> None:
         from ..autotune import plan
 
         self._session = session
@@ -65,9 +68,16 @@ class Tuner:
         self._ended = 0.0
         self._is_last = False
         self._announced = self._counted = False  # of the step that is being ended
-        self._pilot = plan.Plan(session, specs, present) if session.rank == 0 else None
+        self._pilot = plan.Plan(session, specs, present, tuned) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
+
+    @property
+    def best(self) -> Point | None:
+        """What was found so far, as far as this rank knows: only rank 0 knows before the search is over."""
+        if self._pilot is not None:
+            return self._pilot.best
+        return self._point if self._is_last else None
 
     @property
     def is_over(self) -> bool:

@@ -28,11 +28,16 @@ def machines() -> list[str]:
 def predicted(names: list[str], n_steps: int) -> tuple[Counts, Counts]:
     """Return the payload bytes of *n_steps* steps with the gradients *names*: as this job moves them, and round a ring.
 
-    Placement is pure, so it can be repeated here from the sizes of all partitions: those of the broadcast channel,
-    which was placed first, then those of the gradients.
+    Placement is pure, so it can be repeated here from the sizes of all partitions: those that were placed before the
+    gradients, one unit at a time (the broadcast channel, and which gradients are sparse), then those of the gradients.
     """
     places = [Machine(has_ranks=name.startswith("node")) for name in machines()]
-    _, owned = _place(_parts(["bpsfast.broadcast"]), places, [0] * len(places))
+    tensors = current().tensors
+    gradients = {tensors.unit(name).number for name in names}
+    owned = [0] * len(places)
+    for unit in sorted(tensors.units(), key=lambda unit: unit.number):
+        if unit.number < min(gradients):
+            _, owned = _place(_parts([next(iter(unit.members))]), places, owned)
     sizes = _parts(names)
     owners, _ = _place(sizes, places, owned)
 
