@@ -2,7 +2,7 @@
 #ifndef BPS_LIFECYCLE_H
 #define BPS_LIFECYCLE_H
 
-#include "core.h"
+#include "workers.h"
 
 /* Start no kernel any more and wait until none runs; how many still run at the deadline (then not frozen). */
 static inline int bps_freeze(struct bps_core *core, uint64_t timeout_ns)
