@@ -19,7 +19,14 @@ import pytest
 from tests.conftest import Job
 from tests.editions import editions
 from tests.guest import spare_device
-from tests.guest.training import N_STEPS, SHAPES, push_until_it_fails, push_until_it_goes_by_tcp, train
+from tests.guest.training import (
+    N_STEPS,
+    SHAPES,
+    push_in_other_ways,
+    push_until_it_fails,
+    push_until_it_goes_by_tcp,
+    train,
+)
 from tests.guest.verbs_end import until
 
 PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "heartbeat_s": 5}
@@ -146,6 +153,28 @@ def test_training_over_rdma_is_bit_identical_to_tcp_and_costs_one_write_per_part
         # no copy: a lane sends from registered memory only, and that is the segments which ranks and engine use
         assert after["rdma_registrations"] == after["registrations"] and after["rdma_rails"] == 1
         assert after["rdma_locked_nbytes"] == after["memory_segments"]
+
+
+_COMPILES = """
+from bpsfast import store_kernels
+from bpsfast.compression import kernels, topk
+kernels.addresses(topk(0.01, error_feedback=True), "float32")
+store_kernels.address("float32")
+"""
+
+
+@pytest.mark.timeout(900)
+def test_compressed_tensors_rows_and_kept_weights_are_those_of_tcp():
+    subprocess.run([sys.executable, "-c", _COMPILES], check=True, timeout=300)
+    found = []
+    for transport in ("rdma", "tcp"):
+        with running(ranks=(1, 1), helpers=1, transport=transport) as job:
+            found.append(job.run(push_in_other_ways, timeout_s=200))
+            job.close()
+    over_rdma, over_tcp = found
+    assert over_rdma[0] == over_rdma[1] == over_tcp[0] == over_tcp[1]
+    kept = np.frombuffer(over_rdma[0][-1], "f4")
+    assert (kept == sum(2 * step + 1 for step in range(4))).all()
 
 
 @pytest.mark.timeout(900)

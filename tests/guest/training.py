@@ -33,6 +33,25 @@ def train() -> dict[str, Any]:
     return {"parameters": [parameter.tobytes() for parameter in parameters], "before": before, "after": after}
 
 
+def push_in_other_ways() -> list[bytes]:
+    """Run on a rank: push compressed tensors, rows, changes of weights that owners keep; return what came."""
+    rank = bpsfast.rank()
+    source = np.random.default_rng(rank)
+    topk = bpsfast.compression.topk(0.01, error_feedback=True)
+    weights = bpsfast.AsyncWeights({"w": np.zeros(300_000, "f4")}, staleness=0)
+    found = []
+    for step in range(4):
+        gradient = source.standard_normal(1 << 18, dtype="f4")
+        found.append(bpsfast.push_pull(gradient, name="compressed", compression=topk).tobytes())
+        rows = source.integers(0, 1 << 20, 100 + 300 * step)  # more than there is room for at first
+        indices, values = bpsfast.push_pull_rows(rows, np.full((len(rows), 8), rank + 1, "f4"), 1 << 20, name="rows",
+                                                 max_rows=256)
+        found += [indices.tobytes(), values.tobytes()]
+        found.append(weights.push_pull("w", np.full(300_000, rank + step, "f4")).tobytes())
+        bpsfast.barrier()  # an answer may have another rank's next change
+    return found
+
+
 def push_until_it_fails(n: int) -> str:
     """Run on a rank: push_pull until the job is broken; return the error."""
     array = np.ones(1 << 20, "f4")
