@@ -83,6 +83,7 @@ def test_the_end_of_the_program_waits_for_daemons_that_linger():
 
 def ended_by(error, capsys, **options):
     """Return what a program that *error* ends prints."""
+    sys.excepthook = sys.__excepthook__  # torch.distributed, if a test has used it here, has left its own
     watch = Watch(lambda: None, _NoDaemons(), **options)
     try:
         raise error

@@ -1,6 +1,7 @@
 """Codecs from every API of bpsfast.torch: the bits of the NumPy reading, learning rates included."""
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -189,7 +190,7 @@ SIGNS = Compression.onebit(momentum=MOMENTUM)
 
 @pytest.mark.parametrize(("shape", "codec", "alike"), [
     ((1,), SIGNS, (True, True, True)), ((2,), SIGNS, (True, True, True)), ((2, 1), SIGNS, (False, False, True)),
-    ((2, 1), Compression.where_it_pays(SIGNS), (True, True, True))], ids=["1", "2", "2+1", "2+1-auto"])
+    ((2, 1), msgspec.structs.replace(SIGNS, auto=True), (True, True, True))], ids=["1", "2", "2+1", "2+1-auto"])
 def test_what_is_not_coded_has_its_momentum_nevertheless(shared_job, shape, codec, alike):
     """In a job of one node nothing is coded; of one of two nodes what is large is sent as signs, if not only where it
     pays: nobody knows the rates of the NICs.

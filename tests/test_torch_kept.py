@@ -96,7 +96,7 @@ def refused(files):
     train(model, optimizer, range(1))
     plain, uncompressed = made("plain", codec=compression.onebit())
     train(plain, uncompressed, range(1))
-    with pytest.raises(MismatchError, match="which is not compressed here"):
+    with pytest.raises(MismatchError, match=r"which (is not compressed|has none) here"):
         uncompressed.load_state_dict(other)
 
 

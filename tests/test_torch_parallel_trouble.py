@@ -60,7 +60,7 @@ def test_a_rank_that_makes_fewer_steps_is_named(job):
 
 
 @pytest.mark.parametrize(("arguments", "error", "text"), [
-    ({"device_ids": [0, 1]}, ConfigError, "a rank for each"), ({"compression": None}, ConfigError, "compress and"),
+    ({"device_ids": [0, 1]}, ConfigError, "a rank for each"), ({"compression": 3}, ConfigError, "compress and"),
 ])
 def test_arguments_that_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):

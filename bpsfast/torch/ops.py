@@ -73,7 +73,7 @@ def declare(name: str) -> int:
 
 
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
-                    priority: int = 0, compression: Choice | None = None,
+                    priority: int = 0, *, compression: Choice | None = None,
                     learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; `synchronize` of the handle returns a new tensor.
 
@@ -87,7 +87,7 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
 
 
 def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
-                            priority: int = 0, compression: Choice | None = None,
+                            priority: int = 0, *, compression: Choice | None = None,
                             learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; the result replaces its contents by the time `synchronize` returns it."""
     memory = tensor_memory(tensor)
@@ -172,7 +172,7 @@ class _PushPull(torch.autograd.Function):
 
 
 def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
-              compression: CompressionLike = Compression.none, learning_rate: float | None = None) -> torch.Tensor:
+              compression: CompressionLike = Compression.none, *, learning_rate: float | None = None) -> torch.Tensor:
     """Return the sum (mean) of *tensor* over all ranks as a new tensor. Differentiable: backward sums the gradients.
 
     *compression* is a compressor, or a choice of codecs (`bpsfast.torch.compression`); *learning_rate* is for error
@@ -190,7 +190,7 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
 
 
 def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
-                      priority: int = 0, compression: Choice | None = None,
+                      priority: int = 0, *, compression: Choice | None = None,
                       learning_rate: float | None = None) -> torch.Tensor:
     """Replace *tensor* by its sum (mean) over all ranks and return it; the rest as of `push_pull_async`."""
     memory = tensor_memory(tensor)
