@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -136,6 +137,7 @@ def test_a_stopped_rank_is_named_by_all_others_and_nothing_is_lost(job, ears, tr
     started.run(listen, ears.getsockname())
     victim = started.ranks[3]
     victim.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, victim.pid, os.WSTOPPED)
     try:
         started.begin(steps, range(3, 6))
         lines = [heard(ears) for _ in range(3)]

@@ -28,12 +28,14 @@ class Tour:
 
     def __init__(self, first, points):
         self.decision, self._left, self._n = Decision(0, first), list(points), 0
+        self.best = first
 
     def observe(self, point, step_s):
         self._n += 1
         if self._n % 8 == 0 and not self.decision.is_last:
             coming = self._left.pop(0) if self._left else None
             self.decision = Decision(self.decision.number + 1, point, coming, is_last=coming is None)
+            self.best = point
 
     def save(self):
         """Keep nothing: nothing was measured."""
