@@ -23,9 +23,9 @@ from array import array as _array
 
 from pyx.core cimport (
     BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER,
-    bps_abort,
-    bps_codec, bps_decode_fn, bps_divide_fn, bps_encode_fn, bps_feed_fn, bps_narrow_fn, bps_core, bps_core_free, bps_core_make, bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake,
-    bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_on_arrived, bps_on_notify,
+    bps_abort, bps_codec, bps_core, bps_core_free, bps_core_make, bps_decode_fn, bps_divide_fn, bps_encode_fn,
+    bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_feed_fn, bps_freeze, bps_gap,
+    bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify,
     bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind,
     bps_store_free, bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing, bps_table_put,
     bps_table_remove, bps_table_report, bps_table_retire, bps_weight_store,
@@ -33,9 +33,8 @@ from pyx.core cimport (
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn, bps_trace,
-    bps_wake,
-    pthread_mutex_lock, pthread_mutex_unlock,
+    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn,
+    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
 
@@ -51,29 +50,9 @@ cdef enum:
 
 
 include "engine_held.pxi"
-
-
-cdef bps_codec *_codec(plan) except NULL:
-    """Return a new codec as *plan* (`bpsfast.node.coding.PartCodec`) says; the part's own."""
-    cdef bps_codec made
-    cdef bps_codec *codec
-    memset(&made, 0, sizeof(made))
-    made.encode, made.decode = <bps_encode_fn><uintptr_t>plan.encode, <bps_decode_fn><uintptr_t>plan.decode
-    made.feed, made.feed_back = <bps_feed_fn><uintptr_t>plan.feed, <bps_feed_fn><uintptr_t>plan.feed_back
-    made.divide, made.narrow = <bps_divide_fn><uintptr_t>plan.divide, <bps_narrow_fn><uintptr_t>plan.narrow
-    made.width, made.room_nbytes, made.scratch_nbytes = plan.width, plan.room_nbytes, plan.scratch_nbytes
-    made.k, made.flags, made.mu = plan.k, plan.flags, plan.mu
-    made.error, made.momentum = <void *><uintptr_t>plan.error, <void *><uintptr_t>plan.momentum
-    made.error_back, made.frame = <void *><uintptr_t>plan.error_back, <char *><uintptr_t>plan.frame
-    for i in range(2):
-        made.generator[i] = made.generator_back[i] = plan.seed
-        made.frames[i] = <char *><uintptr_t>plan.frames[i]
-        made.results[i] = <void *><uintptr_t>plan.results[i]
-    codec = <bps_codec *>malloc(sizeof(bps_codec))
-    if codec == NULL:
-        raise MemoryError("codec of a part")
-    codec[0] = made
-    return codec
+include "engine_parts.pxi"
+include "engine_stores.pxi"
+include "engine_lags.pxi"
 
 
 @cython.final
@@ -203,8 +182,8 @@ cdef class Engine:
         fresh.outputs[0], fresh.outputs[1] = outputs
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers, codec,
-                      rows)
+        _install(self._open(), part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers,
+                 codec, rows)
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
@@ -214,9 +193,7 @@ cdef class Engine:
         *kernel* is that of `store_kernels`; *weights* and *momentum* (0: pushes are added) are the store's memory,
         which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`.
         """
-        cdef bps_weight_store *store = bps_store_make(n_parts, <void *>momentum, momentum_nbytes)
-        if store == NULL:
-            raise MemoryError(f"a store for {n_parts} workers")
+        cdef bps_weight_store *store = _store(n_parts, <void *>momentum, momentum_nbytes)
         store.kernel, store.weights = <bps_store_kernel>kernel, <void *>weights
         store.learning_rate, store.mu, store.staleness = learning_rate, mu, staleness
         return <uintptr_t>store
@@ -228,14 +205,7 @@ cdef class Engine:
 
     def behind(self, uint32_t part):
         """Return the parts of other workers whose pushes the answer to *part* waits for."""
-        cdef bps_core *core = self._open()
-        cdef uint32_t found[BPS_MAX_SOURCES]
-        cdef uint32_t i, n = 0
-        pthread_mutex_lock(&core.lock)
-        if part < core.n_parts and core.parts[part].inputs != NULL:
-            n = bps_store_behind(core, part, found, BPS_MAX_SOURCES)
-        pthread_mutex_unlock(&core.lock)
-        return [found[i] for i in range(n)]
+        return _behind(self._open(), part)
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                    uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None):
@@ -250,42 +220,7 @@ cdef class Engine:
         fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        self._install(part, fresh, kernel, [(source, 0) for source in local], (), codec, rows)
-
-    cdef int _install(self, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec, rows) except -1:
-        cdef bps_core *core = self._open()
-        if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
-            raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
-        for source, _ in inputs:
-            if source >= core.n_sources:
-                raise ValueError(f"part {index}: source {source} of {core.n_sources}")
-        if rows is not None:
-            fresh.rows.n_rows, fresh.rows.max_rows, fresh.rows.row_elements, fresh.rows.row_nbytes = rows
-            if fresh.rows.row_nbytes == 0 or fresh.nbytes < bps_rows_nbytes(&fresh.rows, fresh.rows.max_rows):
-                raise ValueError(f"part {index}: {fresh.nbytes} bytes have no room for a frame of rows {tuple(rows)}")
-        fresh.kernel = <bps_kernel>kernel
-        fresh.n_inputs = fresh.n_missing = len(inputs)
-        fresh.n_shm_peers = len(shm_peers)
-        fresh.order = index
-        fresh.inputs = <bps_input *>calloc(len(inputs), sizeof(bps_input))
-        fresh.shm_peers = <uint32_t *>calloc(len(shm_peers) + 1, sizeof(uint32_t))
-        if fresh.inputs == NULL or fresh.shm_peers == NULL:
-            bps_part_free(&fresh)
-            raise MemoryError(f"inputs of part {index}")
-        if codec is not None:
-            try:
-                fresh.codec = _codec(codec)
-            except BaseException:
-                bps_part_free(&fresh)
-                raise
-        for i, (source, slot) in enumerate(inputs):
-            fresh.inputs[i].source, fresh.inputs[i].slot = source, slot
-        for i, peer in enumerate(shm_peers):
-            fresh.shm_peers[i] = peer
-        if bps_table_put(core, index, &fresh):
-            bps_part_free(&fresh)
-            raise ValueError(f"part {index} is there already")
-        return 0
+        _install(self._open(), part, fresh, kernel, [(source, 0) for source in local], (), codec, rows)
 
     def remove(self, uint32_t part):
         """Forget a part whose generation was refused before it was committed."""
@@ -315,30 +250,7 @@ cdef class Engine:
 
         With *words* they become these. Nothing of the part may be under way.
         """
-        cdef bps_core *core = self._open()
-        cdef bps_codec *codec = NULL
-        cdef uint64_t found[6]
-        cdef int i
-        if words is not None:
-            for i in range(6):
-                found[i] = words[i]
-        pthread_mutex_lock(&core.lock)
-        if part < core.n_parts:
-            codec = core.parts[part].codec
-        if codec != NULL and words is not None:
-            memcpy(codec.generator, found, 16)
-            memcpy(codec.generator_back, found + 2, 16)
-            memcpy(&codec.last_rate, found + 4, 8)
-            memcpy(&codec.last_rate_back, found + 5, 8)
-        if codec != NULL:
-            memcpy(found, codec.generator, 16)
-            memcpy(found + 2, codec.generator_back, 16)
-            memcpy(found + 4, &codec.last_rate, 8)
-            memcpy(found + 5, &codec.last_rate_back, 8)
-        pthread_mutex_unlock(&core.lock)
-        if codec == NULL:
-            raise ValueError(f"part {part} has no codec")
-        return [found[i] for i in range(6)]
+        return _codec_words(self._open(), part, words)
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.
@@ -467,24 +379,7 @@ cdef class Engine:
         other, of all units. Rows (source, count, total_ns, max_ns, p99_ns, times last, total_ns when last); sources
         without any are left out.
         """
-        cdef bps_core *core = self._open()
-        cdef bps_lag *lag
-        cdef uint32_t i, n = core.n_sources
-        cdef uint64_t *rows = <uint64_t *>calloc(6 * <size_t>n + 1, sizeof(uint64_t))
-        cdef uint64_t *row
-        if rows == NULL:
-            raise MemoryError(f"lags of {n} sources")
-        pthread_mutex_lock(&core.lock)  # no objects are made under it
-        for i in range(n):
-            lag, row = (&core.owner_lags[i] if owned else &core.local_lags[i]), rows + 6 * i
-            row[0], row[1], row[2] = lag.n, lag.sum_ns, lag.max_ns
-            row[3], row[4], row[5] = bps_lag_p99(lag), lag.n_last, lag.last_sum_ns
-        pthread_mutex_unlock(&core.lock)
-        try:
-            return [(i, rows[6 * i], rows[6 * i + 1], rows[6 * i + 2], rows[6 * i + 3], rows[6 * i + 4],
-                     rows[6 * i + 5]) for i in range(n) if rows[6 * i]]
-        finally:
-            free(rows)
+        return _lags(self._open(), owned)
 
     def trace(self):
         """Return the records so far (`record.h`)."""

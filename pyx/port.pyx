@@ -50,6 +50,9 @@ def copy(uintptr_t destination, uintptr_t source, uint64_t nbytes):
         bps_copy(<void *>destination, <void *>source, nbytes, 1 << 20)
 
 
+include "port_steps.pxi"
+
+
 @cython.final
 cdef class Port:
     """Attach to a node through its *lane*, *board* and *doorbell* buffers and *node_pidfd*.
@@ -370,15 +373,9 @@ cdef class Port:
 
         All in ns. Communication is hidden as far as it took longer than what was exposed.
         """
-        cdef bps_tally *tally
-        cdef bps_step *last = &self.port.steps.last
         if not self.open:
             raise ValueError("this port is closed")
-        tally = &self.port.lane.tally
-        return (bps_counted(&tally.steps),
-                (bps_counted(&tally.step_ns), bps_counted(&tally.step_exposed_ns),
-                 bps_counted(&tally.communication_ns), bps_counted(&tally.hidden_ns)),
-                (last.step_ns, last.exposed_ns, last.communication_ns, last.hidden_ns))
+        return _steps(&self.port.lane.tally, &self.port.steps.last)
 
     def count_stall(self):
         """Add one stall to what the node sees of this rank; nothing once closed."""

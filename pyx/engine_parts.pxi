@@ -1,0 +1,88 @@
+# How parts come into an engine's table, and their codecs; included by engine.pyx.
+
+
+cdef bps_codec *_codec(plan) except NULL:
+    """Return a new codec as *plan* (`bpsfast.node.coding.PartCodec`) says; the part's own."""
+    cdef bps_codec made
+    cdef bps_codec *codec
+    memset(&made, 0, sizeof(made))
+    made.encode, made.decode = <bps_encode_fn><uintptr_t>plan.encode, <bps_decode_fn><uintptr_t>plan.decode
+    made.feed, made.feed_back = <bps_feed_fn><uintptr_t>plan.feed, <bps_feed_fn><uintptr_t>plan.feed_back
+    made.divide, made.narrow = <bps_divide_fn><uintptr_t>plan.divide, <bps_narrow_fn><uintptr_t>plan.narrow
+    made.width, made.room_nbytes, made.scratch_nbytes = plan.width, plan.room_nbytes, plan.scratch_nbytes
+    made.k, made.flags, made.mu = plan.k, plan.flags, plan.mu
+    made.error, made.momentum = <void *><uintptr_t>plan.error, <void *><uintptr_t>plan.momentum
+    made.error_back, made.frame = <void *><uintptr_t>plan.error_back, <char *><uintptr_t>plan.frame
+    for i in range(2):
+        made.generator[i] = made.generator_back[i] = plan.seed
+        made.frames[i] = <char *><uintptr_t>plan.frames[i]
+        made.results[i] = <void *><uintptr_t>plan.results[i]
+    codec = <bps_codec *>malloc(sizeof(bps_codec))
+    if codec == NULL:
+        raise MemoryError("codec of a part")
+    codec[0] = made
+    return codec
+
+
+cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec, rows
+                  ) except -1:
+    """Put *fresh* into the table as part *index*, with these *inputs*, (source, slot), and what is its own."""
+    if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
+        raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
+    for source, _ in inputs:
+        if source >= core.n_sources:
+            raise ValueError(f"part {index}: source {source} of {core.n_sources}")
+    if rows is not None:
+        fresh.rows.n_rows, fresh.rows.max_rows, fresh.rows.row_elements, fresh.rows.row_nbytes = rows
+        if fresh.rows.row_nbytes == 0 or fresh.nbytes < bps_rows_nbytes(&fresh.rows, fresh.rows.max_rows):
+            raise ValueError(f"part {index}: {fresh.nbytes} bytes have no room for a frame of rows {tuple(rows)}")
+    fresh.kernel = <bps_kernel>kernel
+    fresh.n_inputs = fresh.n_missing = len(inputs)
+    fresh.n_shm_peers = len(shm_peers)
+    fresh.order = index
+    fresh.inputs = <bps_input *>calloc(len(inputs), sizeof(bps_input))
+    fresh.shm_peers = <uint32_t *>calloc(len(shm_peers) + 1, sizeof(uint32_t))
+    if fresh.inputs == NULL or fresh.shm_peers == NULL:
+        bps_part_free(&fresh)
+        raise MemoryError(f"inputs of part {index}")
+    if codec is not None:
+        try:
+            fresh.codec = _codec(codec)
+        except BaseException:
+            bps_part_free(&fresh)
+            raise
+    for i, (source, slot) in enumerate(inputs):
+        fresh.inputs[i].source, fresh.inputs[i].slot = source, slot
+    for i, peer in enumerate(shm_peers):
+        fresh.shm_peers[i] = peer
+    if bps_table_put(core, index, &fresh):
+        bps_part_free(&fresh)
+        raise ValueError(f"part {index} is there already")
+    return 0
+
+
+cdef list _codec_words(bps_core *core, uint32_t part, words):
+    """See `Engine.codec_words`."""
+    cdef bps_codec *codec = NULL
+    cdef uint64_t found[6]
+    cdef int i
+    if words is not None:
+        for i in range(6):
+            found[i] = words[i]
+    pthread_mutex_lock(&core.lock)
+    if part < core.n_parts:
+        codec = core.parts[part].codec
+    if codec != NULL and words is not None:
+        memcpy(codec.generator, found, 16)
+        memcpy(codec.generator_back, found + 2, 16)
+        memcpy(&codec.last_rate, found + 4, 8)
+        memcpy(&codec.last_rate_back, found + 5, 8)
+    if codec != NULL:
+        memcpy(found, codec.generator, 16)
+        memcpy(found + 2, codec.generator_back, 16)
+        memcpy(found + 4, &codec.last_rate, 8)
+        memcpy(found + 5, &codec.last_rate_back, 8)
+    pthread_mutex_unlock(&core.lock)
+    if codec == NULL:
+        raise ValueError(f"part {part} has no codec")
+    return [found[i] for i in range(6)]
