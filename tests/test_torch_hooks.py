@@ -20,9 +20,11 @@ from bpsfast import reference
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch import hooks
 from bpsfast.torch.compression_state import CompressionState
-from bpsfast.trainer import current
+from bpsfast.torch.packs import gradients_of
 from tests.compressed_rounds import Replay
+from tests.torch_ranks import keep_gloo
 
+PARTITION_NBYTES = 100_000
 HOOKS = ("onebit", "topk", "randomk", "dithering", "int8")
 N_STEPS = 5
 
@@ -47,6 +49,7 @@ class Group:
 
     def __init__(self, backend, path):
         dist.init_process_group(backend, init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+        keep_gloo()
 
     def __enter__(self):
         return self
@@ -62,17 +65,18 @@ def path():
 
 
 def spied(state, hook, seen):
-    """*hook*, with what goes in and comes out appended to *seen*: title, index, whether exact, values, stride."""
+    """*hook*, with what goes in and comes out noted in *seen*: for each call, (pack, place) -> (before, after)."""
     def spy(state, bucket):
-        index, before = bucket.index(), bucket.buffer().clone().numpy()
-        future = hook(state, bucket)
-        known = state._buckets[index]
-        title, place = state._title(index, known), len(seen)
-        seen.append(None)  # in the order of the calls, whatever is complete first
+        before = bucket.buffer().clone().numpy()
+        gradients = [(id(each.parameter), each.offset, each.offset + each.n_elements) for each in gradients_of(bucket)]
+        future, call = hook(state, bucket), {}
+        seen.append(call)  # in the order of the calls, whatever is complete first
 
         def note(done):
-            unit = current.current().tensors.unit(title)
-            seen[place] = title, unit.codec, before, done.value().clone().numpy(), unit.stride
+            after = done.value().clone().numpy()
+            for parameter, begin, end in gradients:
+                pack, place = state._packs._places[parameter]
+                call[state._packs.packs.index(pack), place] = before[begin:end], after[begin:end]
             return done.value()
 
         return future.then(note)
@@ -95,7 +99,13 @@ def hooked(kind, backend, path, options):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state, seen = CompressionState(k=0.05, name=f"{kind} {backend} {sorted(options)}"), []
         model.register_comm_hook(state, spied(state, getattr(hooks, f"{kind}_hook"), seen))
-        return trained(model, optimizer), seen
+        weights = trained(model, optimizer)
+        return weights, seen, packs_of(state)
+
+
+def packs_of(state):
+    """What the job knows of each pack: name, codec, stride, number of parameters."""
+    return [(pack.unit.name, pack.unit.codec, pack.unit.stride, len(pack.nbytes_of)) for pack in state._packs.packs]
 
 
 def codec_of(kind):
@@ -104,48 +114,61 @@ def codec_of(kind):
 
 
 def check(results, shape, kind):
-    """Compare what came out of every bucket, on every rank, with the reading; return the titles of the buckets."""
-    weights = [weights for weights, _ in results]
-    assert all((other == weights[0]).all() for other in weights), "all ranks stay alike"
-    replays, titles = {}, []
-    for each in zip(*(seen for _, seen in results), strict=True):
-        title, codec, _, after, stride = each[0]
-        inputs = [before for _, _, before, _, _ in each]
-        titles.append((title, codec is not None))
-        if codec is None:
-            groups, first = [], 0
-            for n_ranks in shape:
-                groups.append(inputs[first : first + n_ranks])
-                first += n_ranks
-            want = reference.reduce(groups, average=True)
-        else:
-            assert codec == codec_of(kind)
-            if title not in replays:
-                replays[title] = Replay(codec, len(after), "float32", stride, shape)
-            want = replays[title].round(inputs)
-        for rank, (_, _, _, found, _) in enumerate(each):
-            assert found.tobytes() == want.tobytes(), f"{title} on rank {rank}"
-    return titles
+    """Compare what came out of every pack in every step, on every rank, with the reading; return the codecs of packs,
+    and into how many buckets each step's gradients were cut."""
+    assert all((weights == results[0][0]).all() for weights, _, _ in results), "all ranks stay alike"
+    packs = results[0][2]
+    assert all(each == packs for _, _, each in results)
+    n_places = {(pack, place) for pack, (_, _, _, n) in enumerate(packs) for place in range(n)}
+    replays, steps, n_buckets = {}, [{}], [0]
+    for calls in zip(*(seen for _, seen, _ in results), strict=True):
+        assert not steps[-1].keys() & calls[0].keys()
+        steps[-1] |= {key: [call[key] for call in calls] for key in calls[0]}
+        n_buckets[-1] += 1
+        if steps[-1].keys() == n_places:
+            steps.append({})
+            n_buckets.append(0)
+    assert not steps.pop(), "every step has every gradient"
+    for step in steps:
+        for pack, (name, codec, stride, n) in enumerate(packs):
+            inputs, found = ([np.concatenate([step[pack, place][rank][i] for place in range(n)])
+                              for rank in range(sum(shape))] for i in range(2))
+            if codec is None:
+                want = reference.reduce(grouped(inputs, shape), average=True)
+            else:
+                assert codec == codec_of(kind)
+                if pack not in replays:
+                    replays[pack] = Replay(codec, len(inputs[0]), "float32", stride, shape)
+                want = replays[pack].round(inputs)
+            for rank, each in enumerate(found):
+                assert each.tobytes() == want.tobytes(), f"{name} on rank {rank}"
+    return [codec for _, codec, _, _ in packs], n_buckets[:-1]
+
+
+def grouped(inputs, shape):
+    groups, first = [], 0
+    for n_ranks in shape:
+        groups.append(inputs[first : first + n_ranks])
+        first += n_ranks
+    return groups
 
 
 @pytest.mark.parametrize("backend", ["gloo", "bpsfast"])
 @pytest.mark.parametrize("kind", HOOKS)
-def test_buckets_have_the_bits_of_the_reading(shared_job, path, kind, backend):
+def test_packs_have_the_bits_of_the_reading(shared_job, path, kind, backend):
     shape = (2, 1)
-    titles = check(shared_job(ranks=shape, transport="tcp").run(hooked, kind, backend, path, {}), shape, kind)
-    assert any(is_coded for _, is_coded in titles), "something was compressed"
-    n_buckets = sum(title.endswith(" at first") for title, _ in titles)
-    assert n_buckets > 1, "several buckets"
-    assert not any(is_coded for title, is_coded in titles if title.endswith(" at first"))
-    assert len(titles) >= (N_STEPS - 1) * n_buckets
+    job = shared_job(ranks=shape, transport="tcp", partition_bytes=PARTITION_NBYTES)
+    codecs, n_buckets = check(job.run(hooked, kind, backend, path, {}), shape, kind)
+    assert 1 < codecs.count(codec_of(kind)) < len(codecs), "most of it is compressed, small packs are not"
+    assert n_buckets[0] < n_buckets[1] == n_buckets[-1], "torch has made its buckets anew"
+    assert len(n_buckets) == N_STEPS
 
 
-def test_buckets_that_are_not_made_anew_are_compressed_from_the_second_step_on(shared_job, path):
+def test_buckets_that_are_not_made_anew(shared_job, path):
     shape = (1, 1)
-    job = shared_job(ranks=shape, transport="tcp")
-    titles = check(job.run(hooked, "onebit", "gloo", path, {"find_unused_parameters": True}), shape, "onebit")
-    n_first = sum(title.endswith(" at first") for title, _ in titles)
-    assert len(titles) == N_STEPS * n_first and len({title for title, _ in titles}) == 2 * n_first
+    job = shared_job(ranks=shape, transport="tcp", partition_bytes=PARTITION_NBYTES)
+    _, n_buckets = check(job.run(hooked, "onebit", "gloo", path, {"find_unused_parameters": True}), shape, "onebit")
+    assert n_buckets == [n_buckets[0]] * N_STEPS and n_buckets[0] > 1
 
 
 def inside_the_backend_alone(kind):
@@ -154,7 +177,7 @@ def inside_the_backend_alone(kind):
     state, seen = CompressionState(k=0.05, name=f"alone {kind}"), []
     model.register_comm_hook(state, spied(state, getattr(hooks, f"{kind}_hook"), seen))
     weights = trained_by_dist(model)
-    return weights, seen
+    return weights, seen, packs_of(state)
 
 
 def trained_by_dist(model):
@@ -169,8 +192,8 @@ def trained_by_dist(model):
 
 def test_inside_the_job_of_the_backend(torch_ranks):
     ranks = torch_ranks(2, nodes=2)
-    titles = check(ranks.grouped(inside_the_backend_alone, "topk"), (1, 1), "topk")
-    assert any(is_coded for _, is_coded in titles)
+    codecs, _ = check(ranks.grouped(inside_the_backend_alone, "topk"), (1, 1), "topk")
+    assert codec_of("topk") in codecs
 
 
 def two_models(path):
@@ -211,36 +234,32 @@ def rated(path):
         model.register_comm_hook(state, hooks.onebit_hook)
         for _ in range(4):
             model(torch.randn(4, 50)).square().mean().backward()
-            unit = current.current().tensors.unit(state._title(0, state._buckets[0]))
-            found.append(unit.learning_rate)
+            found.append({pack.unit.learning_rate for pack in state._packs.packs})
             optimizer.step()
             scheduler.step()
         return found
 
 
 def test_learning_rates_are_those_of_the_optimizer(shared_job, path):
-    assert shared_job(ranks=(1, 1), transport="tcp").run(rated, path) == [[0.1, 0.05, 0.025, 0.0125]] * 2
+    assert shared_job(ranks=(1, 1), transport="tcp").run(rated, path) == [[{0.1}, {0.05}, {0.025}, {0.0125}]] * 2
 
 
 def ended(path):
-    """What states leave behind: names, memory, threads."""
+    """What states leave behind: threads."""
     with Group("gloo", path):
-        session = current.current()
         model = DistributedDataParallel(Backwards(), bucket_cap_mb=0.35)
         state = CompressionState(name="ended")
         model.register_comm_hook(state, hooks.int8_hook)
         trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-        names = {name for unit in session.tensors.units() for name in unit.members if name.startswith("ended ")}
-        spent = list(state._spent)
+        n_before = sum(each.name == "bpsfast-ended" for each in threading.enumerate())
         del model, state
         gc.collect()
-        return names, spent, [each.name for each in threading.enumerate() if each.name == "bpsfast-ended"]
+        return n_before, sum(each.name == "bpsfast-ended" for each in threading.enumerate())
 
 
-def test_what_is_not_used_any_more_is_retired(shared_job, path):
-    for names, spent, threads in shared_job(ranks=(1, 1), transport="tcp").run(ended, path):
-        assert names and not any(name.endswith(" at first") for name in names) and not spent
-        assert threads == []
+def test_states_end_their_threads(shared_job, path):
+    for n_before, n_after in shared_job(ranks=(1, 1), transport="tcp").run(ended, path):
+        assert n_before >= 1 and n_after == 0
 
 
 def smaller_group(path):

@@ -20,6 +20,7 @@ from bpsfast.orchestration.errors import (
     UnsupportedError,
 )
 from bpsfast.torch.scheduling import _own_host, bucket_hook
+from tests.torch_ranks import keep_gloo
 
 LIMIT_S = 30.0
 
@@ -29,6 +30,7 @@ def gloo(store):
     """A default group of the job's ranks."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=bps.rank(), world_size=bps.size())
+    keep_gloo()
     try:
         yield
     finally:

@@ -28,8 +28,6 @@ from tests.conftest import Job, Outcome, RankError
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 #: Of a call. Longer than any takes, shorter than a test's deadline.
 LIMIT_S = 40.0
-#: gloo's last group, until the next one is made. Its threads run the callbacks of futures; where a callback's end drops
-#: the last reference, as PowerSGD's may, such a thread joins itself and ends the process.
 _kept: list[Any] = []
 
 
@@ -142,15 +140,26 @@ def world(backend: str, store: str, timeout_s: float = LIMIT_S) -> Iterator[None
 
     import bpsfast.torch.backend  # noqa: F401
 
-    _kept.clear()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
-    if backend == "gloo":
-        _kept.append(dist.group.WORLD)
+    keep_gloo()
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def keep_gloo() -> None:
+    """Keep gloo's default group until the next one is made, or the process ends.
+
+    Its own threads run the callbacks of futures and drop what Python has of them. Where the last reference to the group
+    goes meanwhile, they are joined: by one of themselves, which ends the process, or by who has the interpreter that
+    they wait for, which never ends.
+    """
+    import torch.distributed as dist
+
+    if dist.get_backend() == "gloo":
+        _kept[:] = [dist.group.WORLD]
 
 
 def _module(path: str) -> Any:

@@ -1,15 +1,9 @@
-"""The state of a compressing hook of torch's DistributedDataParallel: its options, its buckets, who completes futures.
-
-torch makes its buckets anew after the first iteration. What would not be sent of the first ones would be lost with
-them, so a bucket is summed exactly the first time, and compressed from the second time on. A bucket whose parameters
-change gets another name, and the old one is retired: what was left of it belonged to other parameters.
-"""
+"""The state of a compressing hook of torch's DistributedDataParallel: options, packs, and what is kept of these."""
 from __future__ import annotations
 
 import itertools
 import weakref
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,11 +11,11 @@ import torch.distributed as dist
 from ..collective.conductor import Conductor
 from ..compression import formats
 from ..orchestration.codec import CodecSpec
-from ..orchestration.errors import ConfigError
-from ..trainer import current as process, handle as operations
-from ..trainer.session import Session
+from ..orchestration.errors import ConfigError, MismatchError
+from ..trainer import current as process
 from .learning_rates import LearningRates
 from .ops import tensor_memory
+from .packs import Landing, Packs, gradients_of
 
 #: How long the end of a state may take; whatever it waits for has a deadline of its own.
 _GOODBYE_S = 5.0
@@ -30,18 +24,11 @@ _OPTIONS = ("k", "scaled", "levels", "partition", "normalize", "error_feedback",
 _numbers = itertools.count()
 
 
-class _Bucket(NamedTuple):
-    """What is known of one bucket: its parameters, by identity, and how often it was made anew; 0: summed exactly."""
-
-    parameters: tuple[int, ...]
-    generation: int
-
-
 class CompressionState:
     """What a model gives a hook of `bpsfast.torch.hooks`: ``model.register_comm_hook(state, topk_hook)``.
 
     One for each model, made in the same order on all ranks, unless they have names. May be pickled, without what the
-    nodes keep of the gradients. Hooks call it from one thread at a time.
+    nodes keep of the gradients: `state_dict` has that. Hooks call it from one thread at a time.
 
     Parameters
     ----------
@@ -53,7 +40,7 @@ class CompressionState:
         As of the functions of `bpsfast.compression`.
     error_feedback, momentum
         As there. With *momentum* the optimizer's own must be 0; where nothing is compressed (in a job of one node,
-        in buckets below min_compress_bytes) there is none.
+        in packs below min_compress_bytes) there is none.
     name
         What its tensors' names begin with, on all ranks alike; None: the number of the state in this process.
 
@@ -78,7 +65,7 @@ class CompressionState:
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the name that was given: group, optimizer and buckets are this process's."""
+        """Return the options and the name that was given: group, optimizer and packs are this process's."""
         return {option: getattr(self, option) for option in _OPTIONS} | {"name": self._name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,102 +81,115 @@ class CompressionState:
         self.name = f"DDP {next(_numbers)}" if self._name is None else self._name
         self._rates: LearningRates | None = None
         self._conductor: Conductor | None = None
-        self._session: weakref.ref[Session] | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._buckets: dict[int, _Bucket] = {}
-        self._parameters: set[int] = set()
-        self._spent: list[str] = []  # names that were pushed for the last time, and are not retired yet
+        self._packs: Packs | None = None
+        self._codec: CodecSpec | None = None
+        self._loaded: dict[str, Any] | None = None  # and not taken over yet by all packs
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take learning rates for error feedback from the groups of *optimizer*: for a bucket that of its first
+        """Take learning rates for error feedback from the groups of *optimizer*: for a pack that of its first
         parameter, as it is at each backward pass. Does not keep *optimizer* alive, and is not pickled.
         """
         self._rates = LearningRates(optimizer)
 
+    # -- what is kept ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's node keeps of the gradients from step to step, to be saved with the model.
+
+        Every node has its own, so one rank of each saves it (each rank may), and it is loaded on that node of a job of
+        the same shape, settings and model. Between steps.
+
+        Raises
+        ------
+        BusyError
+            In the midst of a backward pass.
+        """
+        if self._packs is None or self._loaded is not None:
+            return self._loaded or {"packs": [], "nodes": {}}
+        states = self._packs.session.states
+        saved = {number: torch.from_numpy(states.save(pack.unit)) for number, pack in enumerate(self._packs.packs)
+                 if pack.unit.codec is not None}
+        return {"packs": [pack.unit.nbytes for pack in self._packs.packs],
+                "nodes": {str(number): state for number, state in saved.items() if state.numel()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this node; on all its ranks, before the first backward pass.
+
+        Raises
+        ------
+        MismatchError
+            If *state* is none, or training has begun. Of another model, node or compression: in the first backward
+            pass, before anything of it was pushed.
+        """
+        if set(state) != {"packs", "nodes"} or not {*map(str, range(len(state["packs"])))}.issuperset(state["nodes"]):
+            raise MismatchError(f"a state of {sorted(state)} is loaded, not one that CompressionState.state_dict made")
+        if self._packs is not None:
+            raise MismatchError(f"state {self.name!r} has reduced gradients already: load into a new CompressionState, "
+                                "before the first backward pass")
+        self._loaded = {"packs": list(state["packs"]), "nodes": dict(state["nodes"])} if state["packs"] else None
+
+    def _take_over(self, packs: Packs) -> None:
+        """Give the nodes what was loaded of *packs*, before they are pushed for the first time."""
+        if self._loaded is None:
+            return
+        sizes, nodes = self._loaded["packs"], self._loaded["nodes"]
+        found = [pack.unit.nbytes for pack in packs.packs]
+        if found != sizes[:len(found)]:
+            raise MismatchError(f"the model's gradients travel in packs of {found[:8]} bytes, those of the loaded "
+                                f"state in packs of {sizes[:8]}: it is of another model, or of other settings")
+        for number, pack in enumerate(packs.packs):
+            if str(number) in nodes:
+                packs.session.states.load(pack.unit, nodes[str(number)].numpy())
+                del nodes[str(number)]  # only now: what fails is not forgotten
+        if len(found) == len(sizes):
+            self._loaded = None
+
+    # -- what hooks do ---------------------------------------------------------------------------------------------
+
     def reduce(self, bucket: dist.GradBucket, codec: CodecSpec) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average *bucket* over all ranks, in place; return a future of its tensor. Waits for nobody.
+        """Begin to average *bucket* over all ranks, in place; return a future of its tensor.
+
+        Waits for nobody, except for all ranks to declare what comes for the first time.
 
         Raises
         ------
         ConfigError
-            If the ranks of the group are not those of the job, or another model has used this state.
+            If the ranks of the group are not those of the job, or another model or hook has used this state.
+        MismatchError
+            If what was loaded is of another model, node or compression.
         ClosedError
             Without a job: see `bpsfast.init`.
+        StallError
+            If a rank does not declare its gradients.
         """
-        session = self._present()
-        parameters, index, tensor = bucket.parameters(), bucket.index(), bucket.buffer()
-        known = self._known(index, tuple(map(id, parameters)))
-        self._retire_spent(session)
-        name, chosen = self._title(index, known), codec if known.generation else None
-        if not known.generation:
-            self._spent.append(name)
-        rate = self._rates.of(parameters[0]) if self._rates is not None and parameters and self.error_feedback else None
-        memory = tensor_memory(tensor)
-        # the last bucket to come holds what the next forward pass needs first
-        handle = operations.start(memory, name, True, index, memory, tensor, chosen, rate)
+        packs = self._present()
+        if self._codec is not None and codec != self._codec:
+            raise ConfigError(f"state {self.name!r} has compressed by {self._codec} and is to compress by {codec}: "
+                              "each hook needs a CompressionState of its own, whose options stay")
+        tensor, gradients = bucket.buffer(), gradients_of(bucket)
+        memory, itemsize = tensor_memory(tensor), tensor.element_size()
+        packs.make(bucket.index(), gradients, memory.dtype, itemsize, codec)
+        self._codec = codec
+        self._take_over(packs)
+        rates = [self._rates.of(each.parameter) if self._rates is not None and self.error_feedback else None
+                 for each in gradients]
         if self._conductor is None:
             self._conductor = Conductor(f"bpsfast-{self.name}")
             weakref.finalize(self, self._conductor.close, _GOODBYE_S)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._conductor.run(handle.wait, partial(_complete, future, tensor), inline=False)
+        landing = Landing(memory, tensor, len(gradients))
+        packs.push(gradients, itemsize, rates, landing, self._conductor)
         # An error that Python has set is a value to the reducer's C++, which takes it for a tensor; one raised here is
         # not.
-        return future.then(lambda done: done.value())
+        return landing.future.then(lambda done: done.value())
 
-    def _present(self) -> Session:
-        """Return the job's session; buckets of another one are forgotten."""
+    def _present(self) -> Packs:
+        """Return the packs in the process's job; those in another one are forgotten."""
         session = process.current()
-        if self._session is None or self._session() is not session:
+        if self._packs is None or self._packs.session is not session:
             rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
             if (rank, size) != (session.rank, session.size):
                 raise ConfigError(f"this process is rank {rank} of {size} in the model's process group, and rank "
                                   f"{session.rank} of {session.size} in bpsfast's job: compressing hooks average over "
                                   "the job, so give the model a group of all its ranks, in their order")
-            self._session = weakref.ref(session)
-            self._forget()
-        return session
-
-    def _known(self, index: int, parameters: tuple[int, ...]) -> _Bucket:
-        """Note that bucket *index* of these *parameters* is to be reduced; return what it is now."""
-        before = self._buckets.get(index)
-        if before is None:
-            self._parameters.update(parameters)
-            found = _Bucket(parameters, 0)
-        elif not self._parameters.issuperset(parameters):
-            raise ConfigError(f"bucket {index} of state {self.name!r} has parameters that its first buckets did not "
-                              "have: each model needs a CompressionState of its own")
-        elif before.generation and before.parameters == parameters:
-            found = before
-        else:
-            found = _Bucket(parameters, before.generation + 1)
-            if before.generation:
-                self._spent.append(self._title(index, before))
-        self._buckets[index] = found
-        return found
-
-    def _title(self, index: int, bucket: _Bucket) -> str:
-        ending = {0: " at first", 1: ""}.get(bucket.generation, f", made {bucket.generation} times")
-        return f"{self.name} bucket {index}{ending}"
-
-    def _retire_spent(self, session: Session) -> None:
-        """Give up what was pushed for the last time in an iteration before; all ranks do so at the same bucket."""
-        left = []
-        for name in self._spent:
-            unit = session.tensors.unit_nowait(name)
-            if unit is None or not unit.round or unit.in_flight:  # of this iteration, maybe not even begun
-                left.append(name)
-                continue
-            memory = unit.staging if unit.has_staging else None
-            session.retire([unit])
-            if memory is not None:
-                session.memory.release(memory)
-        self._spent = left
-
-
-def _complete(future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor, error: BaseException | None) -> None:
-    if error is None:
-        future.set_result(tensor)
-    else:
-        future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
+            self._packs, self._codec = Packs(session, self.name), None
+        return self._packs

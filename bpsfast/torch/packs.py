@@ -1,0 +1,189 @@
+"""Packs of parameters: what of a model is one tensor of the job, whatever buckets torch brings its gradients in.
+
+torch makes its buckets anew after the first iteration, and may make others in a job that goes on from a saved state.
+Error feedback belongs to certain elements, so what is compressed must stay together whatever torch does. Parameters
+are put into packs when they come for the first time, and stay there; a pack is pushed as soon as the last of its
+gradients has come, in whichever bucket, and its sum goes back to where each came from.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..collective.conductor import Conductor
+from ..compression.choice import chosen
+from ..orchestration.codec import CodecSpec
+from ..orchestration.errors import BusyError, ConfigError
+from ..orchestration.messages import TensorSpec
+from ..pyx.port import copy
+from ..trainer.session import Session
+from ..trainer.tensor_input import TensorInput
+from ..trainer.unit import Unit
+
+
+class Gradient(NamedTuple):
+    """One parameter's part of a bucket: whose it is, how many elements, and where they begin in the bucket."""
+
+    parameter: torch.Tensor
+    n_elements: int
+    offset: int
+
+
+class Landing:
+    """One bucket of one backward pass, whose sums are on their way: where they go, and the future that waits."""
+
+    def __init__(self, memory: TensorInput, tensor: torch.Tensor, n_missing: int) -> None:
+        self.address = memory.address
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._tensor = tensor  # what the address is of
+        self._n_missing = n_missing
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def landed(self, error: BaseException | None) -> None:
+        """Note that one more sum is there, or *error*. Completes the future with the last sum or the first error."""
+        with self._lock:
+            self._n_missing -= 1
+            if self._is_over or (error is None and self._n_missing):
+                return
+            self._is_over = True
+        if error is None:
+            self.future.set_result(self._tensor)
+        else:
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
+
+
+class _Arrival(NamedTuple):
+    """A gradient that waits for its pack: its bucket, and where it lies there, in bytes."""
+
+    landing: Landing
+    offset: int
+
+
+class Pack:
+    """Parameters whose gradients are one tensor of the job. One thread puts gradients in, another takes sums out."""
+
+    def __init__(self, unit: Unit, nbytes_of: Sequence[int]) -> None:
+        self.unit = unit
+        self.nbytes_of = nbytes_of
+        self.offset_of = [sum(nbytes_of[:i]) for i in range(len(nbytes_of))]
+        self._arrived: dict[int, _Arrival] = {}
+
+    def put(self, place: int, landing: Landing, offset: int) -> dict[int, _Arrival] | None:
+        """Copy the gradient at byte *offset* of a bucket to its *place*; return all of them if it was the last.
+
+        One that comes twice before its pack was pushed replaces the first: that one's backward pass has failed.
+
+        Raises
+        ------
+        BusyError
+            If the pack's last sum has not come: a backward pass has failed, and this is the next one.
+        """
+        if self.unit.in_flight:
+            raise BusyError(f"a gradient of {self.unit.name!r} is there again, but its round {self.unit.round} was not "
+                            "complete: the last backward pass has not ended")
+        copy(self.unit.staging.address + self.offset_of[place], landing.address + offset, self.nbytes_of[place])
+        self._arrived[place] = _Arrival(landing, offset)
+        if len(self._arrived) < len(self.nbytes_of):
+            return None
+        arrived, self._arrived = self._arrived, {}
+        return arrived
+
+    def deliver(self, round: int, arrived: dict[int, _Arrival], timeout_s: float) -> None:
+        """Wait for the sum of *round* and copy it to where its gradients came from; raises as `Unit.wait`."""
+        self.unit.wait(round, timeout_s)
+        for place, (landing, offset) in arrived.items():
+            self.unit.deliver(round, landing.address + offset, self.offset_of[place], self.nbytes_of[place], timeout_s)
+
+
+class Packs:
+    """All packs of one model in one job. All ranks bring the same gradients in the same order; one thread does."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self.session = session
+        self._name = name
+        self._places: dict[int, tuple[Pack, int]] = {}  # by the parameter's identity; torch's model keeps it alive
+        self._indices: set[int] = set()  # of buckets that have come
+        #: In the order in which they were made, which is the same on all ranks.
+        self.packs: list[Pack] = []
+
+    def make(self, index: int, gradients: Sequence[Gradient], dtype: str, itemsize: int, codec: CodecSpec) -> None:
+        """Put the parameters of bucket *index* into packs, if they come for the first time, when all ranks have.
+
+        Raises
+        ------
+        ConfigError
+            If they are another model's.
+        StallError, MismatchError
+            If other ranks have not the same.
+        """
+        n_known = sum(id(each.parameter) in self._places for each in gradients)
+        if n_known == len(gradients):
+            self._indices.add(index)
+            return
+        if n_known or index in self._indices:
+            raise ConfigError(f"bucket {index} of state {self._name!r} has parameters that its first buckets did not "
+                              "have: each model needs a CompressionState of its own")
+        new = _cut(gradients, self.session.settings.partition_bytes // itemsize)
+        names = [f"{self._name} pack {len(self.packs) + i}" for i in range(len(new))]
+        shapes = [(sum(each.n_elements for each in pack),) for pack in new]
+        least = self.session.settings.min_compress_bytes
+        # at once: in which order they come decides who owns them, and what owners keep is saved
+        self.session.tensors.declare([
+            TensorSpec(name=name, dtype=dtype, shape=shape, average=True, priority=len(self.packs) + i,
+                       codec=chosen(codec, name, shape, dtype, least, is_alone=True))
+            for i, (name, shape) in enumerate(zip(names, shapes, strict=True))])
+        made = [Pack(self.session.tensors.unit(name), [each.n_elements * itemsize for each in pack])
+                for name, pack in zip(names, new, strict=True)]
+        self._places.update({id(each.parameter): (to, place) for to, pack in zip(made, new, strict=True)
+                             for place, each in enumerate(pack)})
+        self.packs += made
+        self._indices.add(index)
+
+    def push(self, gradients: Sequence[Gradient], itemsize: int, rates: Sequence[float | None], landing: Landing,
+             conductor: Conductor) -> None:
+        """Put the *gradients* of a bucket into their packs and push those that are whole; *conductor* waits for them.
+
+        A pack's learning rate is that of its first parameter, of *rates*; None: as before.
+        """
+        for each, rate in zip(gradients, rates, strict=True):
+            pack, place = self._places[id(each.parameter)]
+            if place == 0 and rate is not None:
+                pack.unit.learning_rate = rate
+            arrived = pack.put(place, landing, each.offset * itemsize)
+            if arrived is not None:
+                round = pack.unit.push_staging()
+                conductor.run(partial(pack.deliver, round, arrived, self.session.settings.timeout_s),
+                              partial(_landed, arrived), inline=False)
+
+
+def _cut(gradients: Sequence[Gradient], most_elements: int) -> list[list[Gradient]]:
+    """Cut a bucket into packs of at most so many elements, or of one parameter; those of the end of the bucket first.
+
+    They are the ones that the next forward pass needs last, so later packs are the more urgent.
+    """
+    packs: list[list[Gradient]] = []
+    n_elements = 0
+    for each in reversed(gradients):
+        if not packs or n_elements + each.n_elements > most_elements:
+            packs.append([])
+            n_elements = 0
+        packs[-1].append(each)
+        n_elements += each.n_elements
+    return packs
+
+
+def _landed(arrived: dict[int, _Arrival], error: BaseException | None) -> None:
+    for landing, _ in arrived.values():
+        landing.landed(error)
+
+
+def gradients_of(bucket: Any) -> list[Gradient]:
+    """Return what *bucket*, a `torch.distributed.GradBucket`, has of each parameter."""
+    start = bucket.buffer().storage_offset()
+    return [Gradient(parameter, gradient.numel(), gradient.storage_offset() - start)
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)]
