@@ -116,6 +116,10 @@ def resumed():
     optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
     train(net, optimizer, rank, range(3, 6))
     found = weights(net)
+    changed = {name: each + 1 for name, each in optimizer.state_dict()["async"].items()}
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [], "async": changed})
+    assert all((a == b).all() for a, b in zip(found, weights(net))), "nothing has changed"
     optimizer.close()
     with pytest.raises(bpsfast.MismatchError, match="not an AsyncOptimizer's"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})

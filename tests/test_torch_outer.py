@@ -181,6 +181,10 @@ def refused():
                  lambda: optimizer.load_state_dict({k: v for k, v in state.items() if k != "outer"}),
                  lambda: optimizer.load_state_dict({**state, "outer": {**state["outer"], "sync_every": 9}}),
                  lambda: optimizer.load_state_dict({**state, "outer": {**state["outer"], "fragments": []}}),
+                 lambda: optimizer.load_state_dict({**state, "outer": {}}),
+                 lambda: optimizer.load_state_dict({**state, "outer": {**state["outer"], "fragments": [{}]}}),
+                 lambda: bps.OuterOptimizer(inner(net.parameters()), net.parameters(), 3),
+                 lambda: bps.OuterOptimizer(inner(net.parameters()), None, 3),
                  lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
                  lambda: bps.OuterOptimizer(optimizer, net, 2),
                  lambda: bps.OuterOptimizer(inner(net.parameters()), net, 0),
@@ -195,12 +199,17 @@ def refused():
             call()
         except bpsfast.BpsError as exc:
             errors.append(f"{type(exc).__name__}: {exc}")
+    changed = {**state, "outer": {**state["outer"], "fragments": [
+        {**each, "local": each["local"] + 1} for each in state["outer"]["fragments"]]}, "param_groups": []}
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(changed)
     assert all((a == b).all() for a, b in zip(before, weights(net)))
     return errors
 
 
 def test_what_cannot_be_is_refused_in_words(shared_job):
     words = ["this optimizer's parameters make", "not an OuterOptimizer's", "sync_every=9", "has 0 fragments",
+             "has [] of outer steps", "has [], not what", "Parameter among", "NoneType among",
              "before OuterOptimizer wraps", "already", "sync_every=0", "overlap=3", "n_fragments=4", "momentum=1",
              "4 of 5 parameters", "sync_every=2.5: expected int, got float", "overlap=1.5", "outer_lr='fast'"]
     for errors in shared_job(ranks=(2, 1), helpers=1, transport="tcp").run(refused):

@@ -57,12 +57,16 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         ------
         MismatchError
             If it has no such weights; nothing has changed.
+        ValueError
+            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
         """
         if "async" not in state_dict:
             raise MismatchError("the saved state has no asynchronous weights: it is not an AsyncOptimizer's")
-        self._weights.load({name: each.contiguous() for name, each in state_dict["async"].items()})
-        _take(self._weights, self._named)
+        saved = {name: each.contiguous() for name, each in state_dict["async"].items()}
+        self._weights.check(saved)
         self._base.load_state_dict(self, {key: value for key, value in state_dict.items() if key != "async"})
+        self._weights.load(saved)
+        _take(self._weights, self._named)
 
     def close(self) -> None:
         """Push no more: others do not wait for this rank any longer. Its parameters stay as they are."""

@@ -89,6 +89,8 @@ class Fragment:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise `MismatchError` if a saved *state* is of other parameters."""
+        if set(state) != {"outer", "momentum", "local", "due"}:
+            raise MismatchError(f"{self._name!r} in the saved state has {sorted(state)}, not what OuterOptimizer saves")
         for what in ("outer", "momentum", "local"):
             found = state[what]
             if found.shape != self.outer.shape or found.dtype != self._dtype:

@@ -54,14 +54,10 @@ class Outer:
         return {"n_steps": self.n_steps, "sync_every": self._every, "overlap": self._overlap,
                 "fragments": [fragment.state() for fragment in self.fragments]}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned, on all ranks together.
-
-        Raises
-        ------
-        MismatchError
-            If it is of other parameters, fragments or numbers of steps; nothing has changed.
-        """
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise `MismatchError` if a saved *state* is of other parameters, fragments or numbers of steps."""
+        if set(state) != {"n_steps", "sync_every", "overlap", "fragments"}:
+            raise MismatchError(f"the saved state has {sorted(state)} of outer steps, not what OuterOptimizer saves")
         ours = {"sync_every": self._every, "overlap": self._overlap}
         for name, value in ours.items():
             if state[name] != value:
@@ -70,9 +66,12 @@ class Outer:
         if len(state["fragments"]) != len(self.fragments):
             raise MismatchError(f"the saved state has {len(state['fragments'])} fragments, this optimizer "
                                 f"{len(self.fragments)}: use the same n_fragments and parameters")
-        pairs = list(zip(self.fragments, state["fragments"]))
-        for fragment, saved in pairs:
+        for fragment, saved in zip(self.fragments, state["fragments"]):
             fragment.check(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned and `check` lets pass, on all ranks together."""
+        pairs = list(zip(self.fragments, state["fragments"]))
         for fragment, saved in pairs:
             fragment.start_anew(saved, self._root)
         for fragment, saved in pairs:
@@ -112,11 +111,14 @@ class _OuterOptimizer(torch.optim.Optimizer):
         ------
         MismatchError
             If there is no outer state in it, or one of other parameters; nothing has changed.
+        ValueError
+            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
         """
         if "outer" not in state_dict:
             raise MismatchError("the saved state has no outer weights: it is not an OuterOptimizer's")
-        self._outer.load(state_dict["outer"])
+        self._outer.check(state_dict["outer"])
         self._base.load_state_dict(self, {key: value for key, value in state_dict.items() if key != "outer"})
+        self._outer.load(state_dict["outer"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""

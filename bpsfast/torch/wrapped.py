@@ -124,12 +124,19 @@ def trained(optimizer: torch.optim.Optimizer,
 
     Raises
     ------
+    ConfigError
+        If *named* is not such pairs.
     UnsupportedError
         If one is not on the CPU.
     """
+    pairs = list(named) if isinstance(named, Iterable) else [named]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ConfigError(f"{type(pair).__name__} among the parameters: expected pairs of name and parameter, as "
+                              "model.named_parameters() gives them")
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, p in named:
+    for name, p in pairs:
         if id(p) in wanted:
             found.setdefault(id(p), (name, p))
     for name, p in found.values():

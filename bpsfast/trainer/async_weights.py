@@ -141,12 +141,16 @@ class AsyncWeights:
         MismatchError
             If *state* is of other weights; nothing has changed.
         """
-        kinds = _kinds_of(state)
-        if kinds != self._kinds:
-            raise MismatchError(f"the saved state has weights {kinds}, here are {self._kinds}")
+        self.check(state)
         self.close()
         self._stored = self._declare()
         self._seed(state)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise `MismatchError` if *state* is of other weights."""
+        kinds = _kinds_of(state)
+        if kinds != self._kinds:
+            raise MismatchError(f"the saved state has weights {kinds}, here are {self._kinds}")
 
     def close(self) -> None:
         """Give the weights up: others no longer wait for this rank. They are kept until all have. Idempotent."""
