@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
+from ..orchestration.errors import MismatchError, UnsupportedError
 from ..orchestration.store import Worker
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .wrapped import derive, members_of, trained
+from .wrapped import all_trained, derive, members_of
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
@@ -104,11 +104,7 @@ def AsyncOptimizer(
     StallError
         If a rank does not come.
     """
-    named = dict(trained(optimizer, named_parameters))
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if len(named) < len(wanted):
-        raise ConfigError(f"{len(wanted) - len(named)} of {len(wanted)} parameters of the optimizer have no name of "
-                          "their own among those that were named")
+    named = dict(all_trained(optimizer, named_parameters))
     wrapped = derive(optimizer, _MEMBERS)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,

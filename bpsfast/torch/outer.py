@@ -17,7 +17,7 @@ from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import current as process
 from .fragments import Fragment, Named, cut
-from .wrapped import derive, members_of, trained
+from .wrapped import all_trained, derive, members_of
 
 
 class Outer:
@@ -178,11 +178,7 @@ def OuterOptimizer(
     spec = StoreSpec(rule="nesterov", learning_rate=outer_lr, momentum=outer_momentum)
     check(spec)
     given = parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters
-    named = trained(optimizer, given)
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if len(named) < len(wanted):
-        raise ConfigError(f"{len(wanted) - len(named)} of {len(wanted)} parameters of the optimizer are not among "
-                          "those that were named")
+    named = all_trained(optimizer, given)
     for name, p in named:
         if not p.is_floating_point():
             raise UnsupportedError(f"parameter {name!r} is {p.dtype}: outer steps are made of floats")

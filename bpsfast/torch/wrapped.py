@@ -118,6 +118,18 @@ def check_idle(exchange: Any) -> None:
                             "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
 
 
+def all_trained(optimizer: torch.optim.Optimizer,
+                named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """As `trained`; a `ConfigError` unless every trained parameter of *optimizer* has a name of its own."""
+    found = trained(optimizer, named)
+    n_wanted = len({id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad})
+    n_named = len({name for name, _ in found})
+    if n_named < n_wanted:
+        raise ConfigError(f"{n_wanted - n_named} of {n_wanted} parameters of the optimizer have no name of their own "
+                          "among those that were named")
+    return found
+
+
 def trained(optimizer: torch.optim.Optimizer,
             named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
