@@ -77,6 +77,8 @@ cdef list _codec_words(bps_core *core, uint32_t part, words):
         memcpy(codec.generator_back, found + 2, 16)
         memcpy(&codec.last_rate, found + 4, 8)
         memcpy(&codec.last_rate_back, found + 5, 8)
+        if codec.rate == 0:  # nobody has told one here: it goes on as it was
+            codec.rate = codec.last_rate
     if codec != NULL:
         memcpy(found, codec.generator, 16)
         memcpy(found + 2, codec.generator_back, 16)

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -79,11 +81,27 @@ class Net(torch.nn.Module):
         self.middle = torch.nn.Linear(400, 200)
         self.first = torch.nn.Linear(50, 400)
 
-    def forward(self, x, fail=False):
-        hidden = torch.tanh(self.middle(torch.tanh(self.first(x))))
-        if fail:
-            hidden.register_hook(_refuse)  # when some gradients have come, and are under way
-        return self.last(hidden)
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Deep(torch.nn.Module):
+    """Layers in order: packs of the first bucket, which has all of them, lie across the buckets that follow.
+
+    With a number, the gradient of that layer's input fails: those of later layers have come, and are under way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(50 if i == 0 else 150, 150) for i in range(6))
+
+    def forward(self, x, fail_at=None):
+        for number, layer in enumerate(self.layers):
+            if number == fail_at:
+                x.register_hook(_refuse)
+            x = torch.tanh(layer(x))
+        return x
 
 
 def _refuse(gradient):
@@ -102,10 +120,10 @@ def group(path):
         keep_gloo()
 
 
-def made(name, path, hook=randomk_hook, net=Net, wrap=lambda hook: hook, **options):
+def made(name, path, hook=randomk_hook, net=Net, wrap=lambda hook: hook, rate=0.1, **options):
     group(path)
     model = DistributedDataParallel(net(), bucket_cap_mb=0.3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     state = CompressionState(k=0.05, name=name, **options)
     state.follow(optimizer)
     model.register_comm_hook(state, wrap(hook))
@@ -115,7 +133,7 @@ def made(name, path, hook=randomk_hook, net=Net, wrap=lambda hook: hook, **optio
 def train(model, optimizer, steps):
     for step in steps:
         torch.manual_seed(100 * step + bps.rank())
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step) if step != 4 else 0.0  # and that is no rate for what is left
         optimizer.zero_grad()
         model(torch.randn(8, 50)).square().mean().backward()
         optimizer.step()
@@ -150,13 +168,17 @@ def resume(name, path, files, without=False):
     model.load_state_dict(saved["model"])
     if not without:
         state.load_state_dict(saved["state"])
-        assert state.state_dict() == saved["state"], "not taken over yet"
+        before = state.state_dict()
+        assert before == saved["state"], "not taken over yet"
+        _kept["before"] = before, saved["state"]
 
 
 def go_on(name):
     model, optimizer, state = _kept.pop(name)
     train(model, optimizer, range(4, 8))
     assert state.state_dict()["nodes"]
+    before, saved = _kept.pop("before", (0, 0))
+    assert before == saved, "a state that was given away does not change"
     dist.destroy_process_group()
     return weights(model)
 
@@ -177,25 +199,29 @@ def refused(path):
     for other in ({}, {"packs": [1]}, {"packs": [4], "nodes": {"1": torch.zeros(3, dtype=torch.uint8)}}):
         with pytest.raises(MismatchError, match=r"not one that CompressionState\.state_dict made"):
             state.load_state_dict(other)
-    state.load_state_dict({"packs": [4], "nodes": {}})
     before = weights(model)
-    for _ in range(2):
-        with pytest.raises(MismatchError, match="of another model, or of other settings"):
-            train(model, optimizer, range(1))
-        model = again(model, state)
     model, optimizer, state = made("good", path)
     train(model, optimizer, range(2))
     saved = state.state_dict()
     with pytest.raises(MismatchError, match="load into a new CompressionState"):
         state.load_state_dict(saved)
-    nodes = {number: each[:-1].clone() for number, each in saved["nodes"].items()}
-    model, optimizer, state = made("cut off", path)
-    state.load_state_dict({**saved, "nodes": nodes})
-    for _ in range(2):
-        with pytest.raises(MismatchError, match="it is of another job, node or compression"):
-            train(model, optimizer, range(1))
-        model = again(model, state)
-    assert weights(model) == before
+    nodes = saved["nodes"]
+    short = {number: each[:-1].clone() for number, each in nodes.items()}
+    fewer = {number: each for number, each in nodes.items() if number != min(nodes)}
+    extra = {**nodes, **{str(number): nodes[min(nodes)] for number in range(len(saved["packs"]))}}
+    assert len(extra) > len(nodes), "some packs are not compressed"
+    for other, words in (({"packs": [4], "nodes": {}}, "of another model, or of other settings"),
+                         ({"packs": [*saved["packs"], 8], "nodes": nodes}, "of another model, or of other settings"),
+                         ({**saved, "nodes": short}, "it is of another job, node or compression"),
+                         ({**saved, "nodes": fewer}, r"has none of 'with .*', which is compressed here"),
+                         ({**saved, "nodes": extra}, r"has one of 'with .*', which is not compressed here")):
+        model, optimizer, state = made(f"with {words}", path)
+        state.load_state_dict(other)
+        for _ in range(2):
+            with pytest.raises(MismatchError, match=words):
+                train(model, optimizer, range(1))
+            model = again(model, state)
+        assert weights(model) == before
     dist.destroy_process_group()
 
 
@@ -304,18 +330,87 @@ def test_options_stay_as_they_were_first_used(shared_job, path):
         assert "'two hooks' has compressed by" in text and "each hook needs a CompressionState of its own" in text
 
 
-def failing(path):
+def failing(path, fail_at):
     """All ranks fail in the midst of the third backward pass, and go on with the state that they have."""
-    model, optimizer, state = made("failing", path)
+    model, optimizer, state = made("failing", path, net=Deep)
     train(model, optimizer, range(2))
     with pytest.raises(RuntimeError, match="in the midst of backward"):
-        model(torch.randn(8, 50), fail=True).sum().backward()
+        model(torch.randn(8, 50), fail_at).sum().backward()
+    n_left = sum(bool(pack._arrived) for pack in state._packs.packs)
     model = again(model, state)
     train(model, optimizer, range(2, 4))
-    found = weights(model)
+    assert not any(pack._arrived for pack in state._packs.packs)
     dist.destroy_process_group()
-    return found
+    return n_left, weights(model)
 
 
 def test_training_goes_on_after_a_backward_pass_that_failed(shared_job, path):
-    assert len(set(shared_job(**SHAPE).run(failing, path))) == 1
+    n_left = 0
+    for fail_at in (2, 3, 4):
+        results = shared_job(**SHAPE).run(failing, f"{path} {fail_at}", fail_at)
+        assert len(set(results)) == 1
+        n_left += results[0][0]
+    assert n_left, "a pack had some of its gradients, which are not to be taken for the next pass's"
+
+
+def changed(path):
+    """The same parameters in another dtype."""
+    model, optimizer, state = made("changed", path)
+    train(model, optimizer, range(1))
+    with pytest.raises(MismatchError, match="comes as float64, but came with"):
+        model = again(DistributedDataParallel(model.module.double()), state)
+        model(torch.randn(8, 50).double()).sum().backward()
+    model = DistributedDataParallel(Net())
+    model.register_comm_hook(state, fp16_compress_wrapper(randomk_hook))
+    with pytest.raises(Exception, match="each model needs a CompressionState of its own"):
+        model(torch.randn(8, 50)).sum().backward()
+    dist.destroy_process_group()
+
+
+def test_parameters_that_change_their_dtype_are_refused(shared_job, path):
+    shared_job(**SHAPE).run(changed, path)
+
+
+def sparse(path):
+    group(path)
+    model = DistributedDataParallel(torch.nn.Embedding(100, 8, sparse=True))
+    model.register_comm_hook(CompressionState(name="sparse"), onebit_hook)
+    try:
+        model(torch.tensor([1, 2])).sum().backward()
+    except Exception as exc:
+        return str(exc)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sparse_gradients_are_refused_in_words(shared_job, path):
+    for text in shared_job(**SHAPE).run(sparse, path):
+        assert "sparse=False in the embedding" in text
+
+
+SECOND_JOB = """
+import os, sys, torch, torch.distributed as dist
+import bpsfast.torch as bps
+from bpsfast.torch.hooks import CompressionState, onebit_hook
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+state = CompressionState()
+model.register_comm_hook(state, onebit_hook)
+for job in range(2):
+    bps.init()
+    for _ in range(2):
+        model(torch.ones(2, 300)).sum().backward()
+    saved = state.state_dict()
+    assert saved["packs"], saved
+    bps.shutdown()
+    assert state.state_dict() == {"packs": [], "nodes": {}}
+    state.load_state_dict(saved)
+    assert state.state_dict() == saved
+print("done", flush=True)
+os._exit(0)  # gloo's end is not what this is about
+"""
+
+
+def test_a_state_outlives_its_job(path):
+    done = subprocess.run([sys.executable, "-c", SECOND_JOB, path], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "done\n", done.stderr

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from ..collective.conductor import Conductor
 from ..compression import formats
 from ..orchestration.codec import CodecSpec
-from ..orchestration.errors import ConfigError, MismatchError
+from ..orchestration.errors import BusyError, ConfigError, MismatchError
 from ..trainer import current as process
 from .learning_rates import LearningRates
 from .ops import tensor_memory
-from .packs import Landing, Packs, gradients_of
+from .packs import Landing, Pack, Packs, gradients_of
 
 #: How long the end of a state may take; whatever it waits for has a deadline of its own.
 _GOODBYE_S = 5.0
@@ -84,6 +84,7 @@ class CompressionState:
         self._packs: Packs | None = None
         self._codec: CodecSpec | None = None
         self._loaded: dict[str, Any] | None = None  # and not taken over yet by all packs
+        self._n_taken = 0  # of them
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take learning rates for error feedback from the groups of *optimizer*: for a pack that of its first
@@ -104,13 +105,16 @@ class CompressionState:
         BusyError
             In the midst of a backward pass.
         """
-        if self._packs is None or self._loaded is not None:
-            return self._loaded or {"packs": [], "nodes": {}}
-        states = self._packs.session.states
-        saved = {number: torch.from_numpy(states.save(pack.unit)) for number, pack in enumerate(self._packs.packs)
-                 if pack.unit.codec is not None}
-        return {"packs": [pack.unit.nbytes for pack in self._packs.packs],
-                "nodes": {str(number): state for number, state in saved.items() if state.numel()}}
+        if self._n_taken and self._loaded is not None:
+            raise BusyError(f"the state of {self.name!r} is asked for in the midst of its first backward pass, when "
+                            f"{self._n_taken} of {len(self._loaded['packs'])} packs had taken over what was loaded")
+        packs = self._open_packs()
+        if packs is None or self._loaded is not None:
+            return {"packs": list(self._loaded["packs"]), "nodes": dict(self._loaded["nodes"])} if self._loaded else {
+                "packs": [], "nodes": {}}
+        saved = {str(number): _kept(packs, pack) for number, pack in enumerate(packs.packs)}
+        return {"packs": [pack.unit.nbytes for pack in packs.packs],
+                "nodes": {number: state for number, state in saved.items() if state.numel()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this node; on all its ranks, before the first backward pass.
@@ -118,29 +122,42 @@ class CompressionState:
         Raises
         ------
         MismatchError
-            If *state* is none, or training has begun. Of another model, node or compression: in the first backward
-            pass, before anything of it was pushed.
+            If *state* is none, or training has begun in this job. If it is of another model, node or compression,
+            the first backward pass says so.
         """
         if set(state) != {"packs", "nodes"} or not {*map(str, range(len(state["packs"])))}.issuperset(state["nodes"]):
             raise MismatchError(f"a state of {sorted(state)} is loaded, not one that CompressionState.state_dict made")
-        if self._packs is not None:
+        if self._open_packs() is not None:
             raise MismatchError(f"state {self.name!r} has reduced gradients already: load into a new CompressionState, "
                                 "before the first backward pass")
         self._loaded = {"packs": list(state["packs"]), "nodes": dict(state["nodes"])} if state["packs"] else None
+        self._n_taken = 0
 
-    def _take_over(self, packs: Packs) -> None:
-        """Give the nodes what was loaded of *packs*, before they are pushed for the first time."""
+    def _open_packs(self) -> Packs | None:
+        """Return the packs if they are of a job that has not ended."""
+        return None if self._packs is None or self._packs.session.closed else self._packs
+
+    def _take_over(self, packs: Packs, is_last: bool) -> None:
+        """Give the nodes what was loaded of *packs*, before they are pushed for the first time.
+
+        *is_last*: there are no more packs than these.
+        """
         if self._loaded is None:
             return
         sizes, nodes = self._loaded["packs"], self._loaded["nodes"]
         found = [pack.unit.nbytes for pack in packs.packs]
-        if found != sizes[:len(found)]:
+        if found != sizes[:len(found)] or (is_last and len(found) != len(sizes)):
             raise MismatchError(f"the model's gradients travel in packs of {found[:8]} bytes, those of the loaded "
                                 f"state in packs of {sizes[:8]}: it is of another model, or of other settings")
-        for number, pack in enumerate(packs.packs):
-            if str(number) in nodes:
-                packs.session.states.load(pack.unit, nodes[str(number)].numpy())
-                del nodes[str(number)]  # only now: what fails is not forgotten
+        for number, pack in list(enumerate(packs.packs))[self._n_taken:]:
+            state = nodes.get(str(number))
+            if (state is not None) != bool(_kept(packs, pack).numel()):
+                raise MismatchError(f"the loaded state has {'one' if state is not None else 'none'} of "
+                                    f"{pack.unit.name!r}, which {'is not' if state is not None else 'is'} compressed "
+                                    "here: it is of another job or compression")
+            if state is not None:
+                packs.session.states.load(pack.unit, state.numpy())
+            self._n_taken += 1
         if len(found) == len(sizes):
             self._loaded = None
 
@@ -149,14 +166,16 @@ class CompressionState:
     def reduce(self, bucket: dist.GradBucket, codec: CodecSpec) -> torch.futures.Future[torch.Tensor]:
         """Begin to average *bucket* over all ranks, in place; return a future of its tensor.
 
-        Waits for nobody, except for all ranks to declare what comes for the first time.
+        Waits for nobody, except for all ranks to declare what comes for the first time: so all of them bring buckets in
+        the same order, as torch wants it anyway. The future may need later buckets of the same backward pass: nobody
+        may wait for it before these have come.
 
         Raises
         ------
         ConfigError
             If the ranks of the group are not those of the job, or another model or hook has used this state.
         MismatchError
-            If what was loaded is of another model, node or compression.
+            If what was loaded is of another model, node or compression, or parameters have changed their dtype.
         ClosedError
             Without a job: see `bpsfast.init`.
         StallError
@@ -166,11 +185,12 @@ class CompressionState:
         if self._codec is not None and codec != self._codec:
             raise ConfigError(f"state {self.name!r} has compressed by {self._codec} and is to compress by {codec}: "
                               "each hook needs a CompressionState of its own, whose options stay")
-        tensor, gradients = bucket.buffer(), gradients_of(bucket)
-        memory, itemsize = tensor_memory(tensor), tensor.element_size()
+        tensor = bucket.buffer()
+        memory, itemsize = tensor_memory(tensor), tensor.element_size()  # refuses sparse ones
+        gradients = gradients_of(bucket)
         packs.make(bucket.index(), gradients, memory.dtype, itemsize, codec)
         self._codec = codec
-        self._take_over(packs)
+        self._take_over(packs, bucket.is_last())
         rates = [self._rates.of(each.parameter) if self._rates is not None and self.error_feedback else None
                  for each in gradients]
         if self._conductor is None:
@@ -191,5 +211,10 @@ class CompressionState:
                 raise ConfigError(f"this process is rank {rank} of {size} in the model's process group, and rank "
                                   f"{session.rank} of {session.size} in bpsfast's job: compressing hooks average over "
                                   "the job, so give the model a group of all its ranks, in their order")
-            self._packs, self._codec = Packs(session, self.name), None
+            self._packs, self._codec, self._n_taken = Packs(session, self.name), None, 0
         return self._packs
+
+
+def _kept(packs: Packs, pack: Pack) -> torch.Tensor:
+    """Return what this node keeps of *pack*, nothing if it is not compressed."""
+    return torch.from_numpy(packs.session.states.save(pack.unit)) if pack.unit.codec is not None else torch.empty(0)

@@ -6,7 +6,8 @@
 
 The process group of the model may be of any backend: it does what else a model needs (broadcasts, barriers), the sums
 of gradients go through bpsfast's job, which is that of `bpsfast.torch.init`, or the backend's own. A hook does not
-wait: it gives back a future, which a thread of the state completes.
+wait: it gives back a future, which a thread of the state completes, maybe after later buckets have come. So hooks round
+these hang what they do on the future, with ``then``, and do not wait for it.
 """
 # torch looks at the signatures of hooks, and takes no annotations that are text: no `annotations` of __future__ here.
 from typing import Any

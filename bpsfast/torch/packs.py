@@ -8,6 +8,7 @@ gradients has come, in whichever bucket, and its sum goes back to where each cam
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from ..collective.conductor import Conductor
 from ..compression.choice import chosen
 from ..orchestration.codec import CodecSpec
-from ..orchestration.errors import BusyError, ConfigError
+from ..orchestration.errors import BusyError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
 from ..trainer.session import Session
@@ -67,26 +68,29 @@ class _Arrival(NamedTuple):
 class Pack:
     """Parameters whose gradients are one tensor of the job. One thread puts gradients in, another takes sums out."""
 
-    def __init__(self, unit: Unit, nbytes_of: Sequence[int]) -> None:
+    def __init__(self, unit: Unit, dtype: str, nbytes_of: Sequence[int]) -> None:
         self.unit = unit
+        self.dtype = dtype
         self.nbytes_of = nbytes_of
         self.offset_of = [sum(nbytes_of[:i]) for i in range(len(nbytes_of))]
         self._arrived: dict[int, _Arrival] = {}
 
-    def put(self, place: int, landing: Landing, offset: int) -> dict[int, _Arrival] | None:
+    def forget(self) -> None:
+        """Forget the gradients of a backward pass that did not come to its end."""
+        arrived, self._arrived = self._arrived, {}
+        error = BusyError(f"another backward pass began before all gradients of {self.unit.name!r} had come")
+        for landing, _ in arrived.values():
+            landing.landed(error)
+
+    def put(self, place: int, landing: Landing, offset: int, timeout_s: float) -> dict[int, _Arrival] | None:
         """Copy the gradient at byte *offset* of a bucket to its *place*; return all of them if it was the last.
 
-        One that comes twice before its pack was pushed replaces the first: that one's backward pass has failed.
-
-        Raises
-        ------
-        BusyError
-            If the pack's last sum has not come: a backward pass has failed, and this is the next one.
+        Waits for the pack's last sum if a backward pass failed while it was under way; raises as `Unit.wait`.
         """
         if self.unit.in_flight:
-            raise BusyError(f"a gradient of {self.unit.name!r} is there again, but its round {self.unit.round} was not "
-                            "complete: the last backward pass has not ended")
-        copy(self.unit.staging.address + self.offset_of[place], landing.address + offset, self.nbytes_of[place])
+            self.unit.wait(self.unit.round, timeout_s)
+        staging = self.unit.staging  # held while it is written: another thread may close the session
+        copy(staging.address + self.offset_of[place], landing.address + offset, self.nbytes_of[place])
         self._arrived[place] = _Arrival(landing, offset)
         if len(self._arrived) < len(self.nbytes_of):
             return None
@@ -106,7 +110,8 @@ class Packs:
     def __init__(self, session: Session, name: str) -> None:
         self.session = session
         self._name = name
-        self._places: dict[int, tuple[Pack, int]] = {}  # by the parameter's identity; torch's model keeps it alive
+        self._places: dict[int, tuple[weakref.ref[torch.Tensor], Pack, int]] = {}  # by the parameter's identity
+        self._last_index = -1  # of the bucket that came last
         self._indices: set[int] = set()  # of buckets that have come
         #: In the order in which they were made, which is the same on all ranks.
         self.packs: list[Pack] = []
@@ -118,10 +123,23 @@ class Packs:
         ------
         ConfigError
             If they are another model's.
-        StallError, MismatchError
-            If other ranks have not the same.
+        MismatchError
+            If they came with other sizes or another dtype before, or other ranks have others.
+        StallError
+            If other ranks have none.
         """
-        n_known = sum(id(each.parameter) in self._places for each in gradients)
+        known = [each for each in gradients if self._place(each) is not None]
+        for each in known:
+            pack, place = self._place(each)  # type: ignore[misc]
+            if (pack.dtype, pack.nbytes_of[place]) != (dtype, each.n_elements * itemsize):
+                raise MismatchError(f"a parameter of {each.n_elements} elements comes as {dtype}, but came with "
+                                    f"{pack.nbytes_of[place]} bytes of {pack.dtype} before: what is kept of it is of "
+                                    "those; use another CompressionState")
+        if index <= self._last_index:
+            for pack in self.packs:
+                pack.forget()
+        self._last_index = index
+        n_known = len(known)
         if n_known == len(gradients):
             self._indices.add(index)
             return
@@ -137,12 +155,17 @@ class Packs:
             TensorSpec(name=name, dtype=dtype, shape=shape, average=True, priority=len(self.packs) + i,
                        codec=chosen(codec, name, shape, dtype, least, is_alone=True))
             for i, (name, shape) in enumerate(zip(names, shapes, strict=True))])
-        made = [Pack(self.session.tensors.unit(name), [each.n_elements * itemsize for each in pack])
+        made = [Pack(self.session.tensors.unit(name), dtype, [each.n_elements * itemsize for each in pack])
                 for name, pack in zip(names, new, strict=True)]
-        self._places.update({id(each.parameter): (to, place) for to, pack in zip(made, new, strict=True)
-                             for place, each in enumerate(pack)})
+        self._places.update({id(each.parameter): (weakref.ref(each.parameter), to, place)
+                             for to, pack in zip(made, new, strict=True) for place, each in enumerate(pack)})
         self.packs += made
         self._indices.add(index)
+
+    def _place(self, gradient: Gradient) -> tuple[Pack, int] | None:
+        """Return where a gradient belongs; None: its parameter is new."""
+        found = self._places.get(id(gradient.parameter))
+        return found[1:] if found is not None and found[0]() is gradient.parameter else None
 
     def push(self, gradients: Sequence[Gradient], itemsize: int, rates: Sequence[float | None], landing: Landing,
              conductor: Conductor) -> None:
@@ -150,15 +173,17 @@ class Packs:
 
         A pack's learning rate is that of its first parameter, of *rates*; None: as before.
         """
+        timeout_s = self.session.settings.timeout_s
         for each, rate in zip(gradients, rates, strict=True):
-            pack, place = self._places[id(each.parameter)]
+            found = self._place(each)
+            assert found is not None, "make comes first"
+            pack, place = found
             if place == 0 and rate is not None:
                 pack.unit.learning_rate = rate
-            arrived = pack.put(place, landing, each.offset * itemsize)
+            arrived = pack.put(place, landing, each.offset * itemsize, timeout_s)
             if arrived is not None:
                 round = pack.unit.push_staging()
-                conductor.run(partial(pack.deliver, round, arrived, self.session.settings.timeout_s),
-                              partial(_landed, arrived), inline=False)
+                conductor.run(partial(pack.deliver, round, arrived, timeout_s), partial(_landed, arrived), inline=False)
 
 
 def _cut(gradients: Sequence[Gradient], most_elements: int) -> list[list[Gradient]]:
