@@ -75,7 +75,7 @@ def spied(state, hook, seen):
         def note(done):
             after = done.value().clone().numpy()
             for parameter, begin, end in gradients:
-                pack, place = state._packs._places[parameter]
+                _, pack, place = state._packs._places[parameter]
                 call[state._packs.packs.index(pack), place] = before[begin:end], after[begin:end]
             return done.value()
 
