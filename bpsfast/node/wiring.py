@@ -1,10 +1,4 @@
-"""From a plan to memory and engine calls: what this node does for each partition of a generation.
-
-    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order;
-                     weights and momentum, if it keeps them: once for the units of all workers
-    member           partial here if several of its ranks are local; the owner's result arrives here (a wire: tcp, rdma)
-                     or is read where the owner keeps it (shm)
-    neither          a node without a rank that pushes it, and which does not own it: nothing
+"""From a plan to a generation of this node that is ready, and what is left of it until its units are retired.
 
 A generation is prepared whole before anybody is told `Ready`: allocated, bound to lanes, known to the engine (which
 keeps it inactive until the commit), shared with peers of this host, told to peers that write into it by RDMA. If
@@ -12,26 +6,22 @@ another node cannot, `drop` forgets it.
 """
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..orchestration.errors import ProtocolError
-from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan
-from ..orchestration.partition import ITEM_NBYTES
-from ..orchestration.rows import ROWS, part_rows
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..trace import Part
-from ..transport import Link, WireLink, wire
+from ..transport import Link, wire
 from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
-from .coded_state import CodedPart, CodedState
-from .coding import PartCodec, part_codec
+from .coded_state import CodedState
 from .generation import Generation, Holding
-from .regions import Arena, Chunk, Place, Regions, page_round
+from .installation import Installation
+from .regions import Chunk, Regions
 from .standing import Standing
-from .vaults import Vault, Vaults
+from .vaults import Vaults
 
 
 class Wiring:
@@ -92,12 +82,13 @@ class Wiring:
         CapacityError
             If the machine cannot hold it; nothing of it was kept.
         """
-        self._check_room(plan)
+        installation = Installation(self._me, self._engine, self._regions, self._links, self._sources, self._standing,
+                                    self._vaults, plan, self._sums)
         generation = Generation(plan)
         try:
             for unit in plan.units:
                 holding = generation.holdings[unit.unit] = Holding()
-                self._prepare_unit(unit, generation, holding)
+                installation.put(unit, generation, holding)
         except BaseException:
             self.drop(generation)
             raise
@@ -211,130 +202,6 @@ class Wiring:
         """Return the sources that get a partial or the result of *part*, of *ranks*, from this node over a wire."""
         return tuple(self._sources[index] for index in self._standing.written_to(ranks, part))
 
-    @staticmethod
-    def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int, coded: bool
-              ) -> None:
-        link.bind(part.part, even, odd, part.wire_nbytes if coded else part.nbytes, unit.n_streams,
-                  coded or unit.op == ROWS)
-        holding.bound.append((link.index, part.part))
-
-    def _check_room(self, plan: Plan) -> None:
-        room = self._standing.room(plan)
-        self._room = room
-        regions = self._regions
-        wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
-                                                          regions.frames, regions.states, regions.stores)]
-        shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
-        regions.require(wanted, f"generation {plan.generation} on node {self._me.index} ({shown} bytes)")
-
-    def _allocate(self, holding: Holding, arena: Arena, nbytes: int) -> Place:
-        place, _ = arena.allocate(nbytes, self._room[arena.kind])
-        holding.places.append((arena, place, nbytes))
-        self._room[arena.kind] -= page_round(nbytes)
-        return place
-
-    def _prepare_unit(self, unit: UnitPlan, generation: Generation, holding: Holding) -> None:
-        from .. import kernels
-        from . import no_sum  # compiles: not before somebody needs a sum
-
-        holding.ranks = unit.ranks
-        coded = self._standing.is_coded(unit)
-        if coded:
-            holding.codec, holding.dtype = unit.codec, unit.dtype
-        op = "sum" if unit.op == ROWS else unit.op
-        kernel = kernels.address(unit.dtype, op) if self._sums else no_sum.address()
-        here = [part for part in unit.parts if self._standing.appears_here(unit, part)]
-        even_nbytes = sum(page_round(part.nbytes) for part in here)
-        # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
-        at = self._allocate(holding, self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
-        for part in unit.parts:
-            outputs = (at.address, at.address + even_nbytes)
-            if self._standing.appears_here(unit, part):
-                generation.extents[part.part] = Extent(node=self._me.index, segment=at.segment, offset_even=at.offset,
-                                                       offset_odd=at.offset + even_nbytes, nbytes=part.nbytes)
-                step = page_round(part.nbytes)
-                at = Place(at.segment, at.offset + step, at.address + step)
-            if part.owner != self._me.index and not self._standing.members_of(unit.ranks).local:
-                continue
-            codec = self._codec(unit, part, holding) if coded else None
-            if part.owner == self._me.index:
-                self._own(unit, part, kernel, outputs, holding, codec)
-            else:
-                self._join_in(unit, part, kernel, outputs, holding, codec)
-            holding.parts.append(part)
-
-    def _codec(self, unit: UnitPlan, part: PartPlan, holding: Holding) -> PartCodec:
-        """Return the codec of *part* with its state, which begins as zeros."""
-        assert unit.codec is not None, "only then it is coded"
-        states = dict.fromkeys(("error", "momentum", "error_back"), 0)
-        sizes = self._standing.states_of(unit, part)
-        for name, nbytes in sizes.items():
-            states[name] = self._allocate(holding, self._regions.states, nbytes).address
-            ctypes.memset(states[name], 0, nbytes)
-        holding.coded.append(CodedPart(part.part, part.offset, part.nbytes, part.owner == self._me.index,
-                                       tuple((states[name], nbytes) for name, nbytes in sizes.items())))
-        return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
-            error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
-
-    def _frames(self, part: PartPlan, arena: Arena, holding: Holding) -> tuple[int, int]:
-        """Return addresses of memory for frames of the result of *part*, by parity."""
-        nbytes = page_round(part.wire_nbytes)
-        at = self._allocate(holding, arena, 2 * nbytes).address
-        return at, at + nbytes
-
-    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
-             codec: PartCodec | None) -> None:
-        if codec is not None:
-            codec = codec._replace(frames=self._frames(part, self._regions.frames, holding))
-        members = self._standing.members_of(unit.ranks)
-        before: list[tuple[int, int]] = []
-        after: list[tuple[int, int]] = []
-        for index in members.nodes:
-            if index == self._me.index:
-                continue
-            link = wire(self._links[index])
-            slot = 0
-            if link is not None:
-                nbytes = part.nbytes if codec is None else part.wire_nbytes
-                slot = self._allocate(holding, self._regions.slots, nbytes).address
-                self._bind(holding, link, unit, part, slot, slot, codec is not None)
-            (before if index < self._me.index else after).append((self._sources[index], slot))
-        vault: Vault | None = None
-        if unit.store is not None:
-            vault = self._vaults.take(unit, part, self._room["store"])
-            holding.vaults.append(vault)
-            if vault.n_users == 1:  # made just now
-                self._room["store"] -= page_round(vault.nbytes)
-        self._engine.add_owned(
-            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
-            after=after, outputs=outputs, to_wire=bool(members.wired),
-            shm_peers=[self._sources[link.index] for link in self._shm_links() if link.index in members.nodes],
-            codec=codec, rows=_rows(unit, part), store=vault.handle if vault is not None else 0,
-        )
-        if vault is not None:
-            vault.is_engaged = True
-
-    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
-                 codec: PartCodec | None) -> None:
-        link = wire(self._links[part.owner])
-        arriving = outputs
-        if codec is not None and link is not None:
-            arriving = self._frames(part, self._regions.slots, holding)
-            codec = codec._replace(frames=arriving, results=outputs)
-        if link is not None:
-            self._bind(holding, link, unit, part, *arriving, codec is not None)
-        partial = Place(0, 0, 0)
-        if nbytes := self._standing.partial_nbytes(unit, part):
-            partial = self._allocate(holding, self._regions.partials, nbytes)
-        if codec is not None:
-            codec = codec._replace(frame=partial.address)
-        self._engine.add_member(
-            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, local=list(self._standing.members_of(unit.ranks).local), owner=self._sources[part.owner],
-            partial=(partial.address, partial.segment, partial.offset), codec=codec, rows=_rows(unit, part),
-        )
-
     def _share(self, generation: Generation) -> None:
         """Show peers of this host our partials and results, and all peers where parts of this generation lie."""
         for kind, arena in (("partial", self._regions.partials), ("result", self._regions.results)):
@@ -367,13 +234,3 @@ class Wiring:
                 nbytes=sizes[extent.part],
             )
         generation.awaited.discard(index)
-
-
-def _rows(unit: UnitPlan, part: PartPlan) -> tuple[int, int, int, int] | None:
-    """Return what the engine has to know of the frames of *part*, if its unit is a table that is summed by rows."""
-    if unit.op != ROWS:
-        return None
-    n_rows, *row = unit.members[0].shape
-    n_elements = math.prod(row)
-    in_part = part_rows(n_rows, len(unit.parts), part.part - unit.parts[0].part)
-    return in_part, unit.frame_rows, n_elements, n_elements * ITEM_NBYTES[unit.dtype]
