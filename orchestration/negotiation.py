@@ -43,7 +43,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What job rank *rank* asks for under *name*. Several `specs`: a group, executed as a whole or not at all.
 
     `op`: of a reduction; `root`: a job rank; `splits`: of alltoall, first-dimension counts in set order; `ranks`: of
-    the process set that is added or removed; `is_patient`: of join, which then may take as long as it takes.
+    the process set that is added or removed; `is_patient`: of join, which then may take as long as it takes;
+    `n_steps`: of join, in how many steps of optimizers, which are not asked for here, this rank has taken part since
+    the last one.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     splits: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     is_patient: bool = False
+    n_steps: int = 0
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,7 +110,6 @@ class Coordinator:
         self._pending: dict[str, _Pending] = {}
         self._decided: list[Response] = []
         self._joined: dict[int, Request] = {}
-        self._last_joined = -1
         self._heard = 0.0  # when a request came last
         self._told: dict[str, float] = {}  # name -> how long it had waited when `warning` told of it
         self._left: int | None = None
@@ -124,15 +126,22 @@ class Coordinator:
             return
         if request.kind == "join":
             self._joined[request.rank] = request
-            self._last_joined = request.rank
             for name in list(self._pending):
                 self._decide(name)
             if len(self._joined) == len(self._ranks):
-                self._decided.append(Response(kind="join", names=(request.name,), last_joined=self._last_joined))
+                self._decided.append(Response(kind="join", names=(request.name,), last_joined=self._last_joined()))
                 self._joined.clear()
             return
         self._pending.setdefault(request.name, _Pending(now)).by_rank[request.rank] = request
         self._decide(request.name)
+
+    def _last_joined(self) -> int:
+        """Return the rank that joined last: that of most steps, of several the one that was heard last.
+
+        A request may be overtaken: whoever has joined takes part in others' steps at once, and these end without us.
+        """
+        heard = list(enumerate(self._joined.values()))
+        return max(heard, key=lambda each: (each[1].n_steps, each[0]))[1].rank
 
     def leave(self, rank: int) -> None:
         """Note that *rank* takes part no more: what is not decided yet fails, also if it has asked for that itself."""

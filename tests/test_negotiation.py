@@ -87,6 +87,18 @@ def test_what_is_decided_and_when(scenario):
         assert decided == naive.decided
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.randoms())
+def test_a_join_that_is_overtaken_is_not_the_last(n_steps, random):
+    """Who has joined takes part in the others' steps before its request is heard."""
+    coordinator, order = make(len(n_steps)), list(range(len(n_steps)))
+    random.shuffle(order)
+    for rank in order:
+        coordinator.submit(Request(rank=rank, name="join", kind="join", n_steps=n_steps[rank]), 0.0)
+    (response,) = coordinator.responses()
+    most = [rank for rank in order if n_steps[rank] == max(n_steps)]
+    assert response.last_joined == most[-1]
+
+
 # -- who disagrees --------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ class StandIn:
         self._choice = {name: codecs.get(name) for name in self._kinds}
         self._average = average
         self._prefix = prefix
+        self._n_steps = 0
         self._question: Handle | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -75,6 +76,15 @@ class StandIn:
             self.gradients = Gradients(kinds, prefix=self._prefix, order=[*dense, _JOINED], average=self._average,
                                        compression=self._choice)
         return self.gradients
+
+    def count_step(self) -> None:
+        """Count a step in which this rank took part with gradients of its own."""
+        self._n_steps += 1
+
+    def count_anew(self) -> int:
+        """Return how many there were since the last call."""
+        n_steps, self._n_steps = self._n_steps, 0
+        return n_steps
 
     def begin(self) -> None:
         """Prepare to take part: before the other ranks hear that this one joins."""
@@ -206,6 +216,7 @@ class DenseExchange(Exchange):
                 total = sparse[name]()
                 gradient = self.parameters[name].grad
                 self.parameters[name].grad = total if gradient is None or gradient.is_sparse else total.to_dense()
+        self._stand_in.count_step()
 
     @property
     def busy(self) -> bool:

@@ -34,7 +34,8 @@ def join(device: int = -1) -> int:
         each.begin()
     service = found.service(0, "join")
     operation = service.submit(Operation(Request(
-        rank=service.rank, name="join", kind="join", is_patient=bool(stand_ins))))
+        rank=service.rank, name="join", kind="join", is_patient=bool(stand_ins),
+        n_steps=sum(each.count_anew() for each in stand_ins))))
     over = threading.Event()
     try:
         for each in stand_ins:
