@@ -22,6 +22,7 @@ def train() -> dict[str, Any]:
         if step == N_WARMUP:
             bpsfast.barrier()
             before = bpsfast.counters()
+            bpsfast.barrier()  # nobody pushes before all have looked
         handles = []
         for i, gradient in enumerate(gradients):
             gradient[...] = parameters[i] * np.float32(0.1) + source.standard_normal(SHAPES[i], dtype="f4")
