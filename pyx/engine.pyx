@@ -44,10 +44,6 @@ FLAG_EMPTY = BPS_FLAG_EMPTY
 #: The source of an EVENT_LOST that is the engine's own: `Engine.failure` says why.
 NOBODY = <uint32_t>BPS_NOBODY
 
-cdef enum:
-    MAX_THREADS = 64
-    WAKE_ALL = 2147483647
-
 
 include "engine_held.pxi"
 include "engine_parts.pxi"

@@ -1,4 +1,8 @@
-# How parts come into an engine's table, and their codecs; included by engine.pyx.
+# An engine's limits, how parts come into its table, and their codecs; included by engine.pyx.
+
+cdef enum:
+    MAX_THREADS = 64
+    WAKE_ALL = 2147483647
 
 
 cdef bps_codec *_codec(plan) except NULL:

@@ -23,10 +23,6 @@ from pyx.words cimport (
 )
 
 
-cdef extern from "copy.h":
-    void bps_copy(void *, const void *, uint64_t, uint64_t) nogil
-
-
 #: What a wait ends with.
 DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_NODE_DIED
 #: What `Port.convey` ends with where ranks gave different tickets.
@@ -44,12 +40,7 @@ class LaneFull(TimeoutError):
     """The node lives, but has taken nothing from a full lane for too long."""
 
 
-def copy(uintptr_t destination, uintptr_t source, uint64_t nbytes):
-    """Copy *nbytes* between two addresses without the GIL; the ranges do not overlap."""
-    with nogil:
-        bps_copy(<void *>destination, <void *>source, nbytes, 1 << 20)
-
-
+include "port_copy.pxi"
 include "port_steps.pxi"
 
 

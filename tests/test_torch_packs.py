@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -18,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.orchestration.errors import MismatchError
-from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook, randomk_hook
+from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
 from bpsfast.torch.packs import Gradient, Landing, _cut
 from bpsfast.trainer.tensor_input import TensorInput
-from tests.torch_ranks import keep_gloo
+from tests.packed_training import SHAPE, again, group, made, train, weights
 
-SHAPE = {"ranks": (2, 1), "transport": "tcp", "min_compress_bytes": 1024, "partition_bytes": 100_000}
 _kept = {}
 
 
@@ -71,83 +68,10 @@ def test_many_threads_land_one_bucket_once():
         assert landed.future.done()
 
 
-class Net(torch.nn.Module):
-    """Layers that are listed in another order than they are used in: torch makes its buckets anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.last = torch.nn.Linear(200, 150)
-        self.middle = torch.nn.Linear(400, 200)
-        self.first = torch.nn.Linear(50, 400)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-
-
-class Deep(torch.nn.Module):
-    """Layers in order: packs of the first bucket, which has all of them, lie across the buckets that follow.
-
-    With a number, the gradient of that layer's input fails: those of later layers have come, and are under way.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(50 if i == 0 else 150, 150) for i in range(6))
-
-    def forward(self, x, fail_at=None):
-        for number, layer in enumerate(self.layers):
-            if number == fail_at:
-                x.register_hook(_refuse)
-            x = torch.tanh(layer(x))
-        return x
-
-
-def _refuse(gradient):
-    raise RuntimeError("in the midst of backward")
-
-
 @pytest.fixture
 def path():
     with tempfile.TemporaryDirectory(prefix="bpsfast-packs-") as folder:
         yield str(Path(folder) / "store")
-
-
-def group(path):
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
-        keep_gloo()
-
-
-def made(name, path, hook=randomk_hook, net=Net, wrap=lambda hook: hook, rate=0.1, **options):
-    group(path)
-    model = DistributedDataParallel(net(), bucket_cap_mb=0.3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    state = CompressionState(k=0.05, name=name, **options)
-    state.follow(optimizer)
-    model.register_comm_hook(state, wrap(hook))
-    return model, optimizer, state
-
-
-def train(model, optimizer, steps):
-    for step in steps:
-        torch.manual_seed(100 * step + bps.rank())
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step) if step != 4 else 0.0  # and that is no rate for what is left
-        optimizer.zero_grad()
-        model(torch.randn(8, 50)).square().mean().backward()
-        optimizer.step()
-
-
-def again(model, state):
-    """Torch's model is lost after a backward pass that failed: make another one of what it is of."""
-    model = DistributedDataParallel(model.module, bucket_cap_mb=0.3)
-    model.register_comm_hook(state, randomk_hook)
-    return model
-
-
-def weights(model):
-    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
 
 # -- saved and loaded --------------------------------------------------------------------------------------------------
@@ -308,109 +232,3 @@ def accumulated(path):
 
 def test_no_sync_sends_nothing(shared_job, path):
     assert shared_job(**SHAPE).run(accumulated, path) == [{2}] * 3
-
-
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
-
-
-def two_hooks(path):
-    model, optimizer, state = made("two hooks", path)
-    train(model, optimizer, range(1))
-    state.k = 0.5
-    try:
-        train(model, optimizer, range(1))
-    except Exception as exc:
-        return str(exc)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_options_stay_as_they_were_first_used(shared_job, path):
-    for text in shared_job(**SHAPE).run(two_hooks, path):
-        assert "'two hooks' has compressed by" in text and "each hook needs a CompressionState of its own" in text
-
-
-def failing(path, fail_at):
-    """All ranks fail in the midst of the third backward pass, and go on with the state that they have."""
-    model, optimizer, state = made("failing", path, net=Deep)
-    train(model, optimizer, range(2))
-    with pytest.raises(RuntimeError, match="in the midst of backward"):
-        model(torch.randn(8, 50), fail_at).sum().backward()
-    n_left = sum(bool(pack._arrived) for pack in state._packs.packs)
-    model = again(model, state)
-    train(model, optimizer, range(2, 4))
-    assert not any(pack._arrived for pack in state._packs.packs)
-    dist.destroy_process_group()
-    return n_left, weights(model)
-
-
-def test_training_goes_on_after_a_backward_pass_that_failed(shared_job, path):
-    n_left = 0
-    for fail_at in (2, 3, 4):
-        results = shared_job(**SHAPE).run(failing, f"{path} {fail_at}", fail_at)
-        assert len(set(results)) == 1
-        n_left += results[0][0]
-    assert n_left, "a pack had some of its gradients, which are not to be taken for the next pass's"
-
-
-def changed(path):
-    """The same parameters in another dtype."""
-    model, optimizer, state = made("changed", path)
-    train(model, optimizer, range(1))
-    with pytest.raises(MismatchError, match="comes as float64, but came with"):
-        model = again(DistributedDataParallel(model.module.double()), state)
-        model(torch.randn(8, 50).double()).sum().backward()
-    model = DistributedDataParallel(Net())
-    model.register_comm_hook(state, fp16_compress_wrapper(randomk_hook))
-    with pytest.raises(Exception, match="each model needs a CompressionState of its own"):
-        model(torch.randn(8, 50)).sum().backward()
-    dist.destroy_process_group()
-
-
-def test_parameters_that_change_their_dtype_are_refused(shared_job, path):
-    shared_job(**SHAPE).run(changed, path)
-
-
-def sparse(path):
-    group(path)
-    model = DistributedDataParallel(torch.nn.Embedding(100, 8, sparse=True))
-    model.register_comm_hook(CompressionState(name="sparse"), onebit_hook)
-    try:
-        model(torch.tensor([1, 2])).sum().backward()
-    except Exception as exc:
-        return str(exc)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_sparse_gradients_are_refused_in_words(shared_job, path):
-    for text in shared_job(**SHAPE).run(sparse, path):
-        assert "sparse=False in the embedding" in text
-
-
-SECOND_JOB = """
-import os, sys, torch, torch.distributed as dist
-import bpsfast.torch as bps
-from bpsfast.torch.hooks import CompressionState, onebit_hook
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
-state = CompressionState()
-model.register_comm_hook(state, onebit_hook)
-for job in range(2):
-    bps.init()
-    for _ in range(2):
-        model(torch.ones(2, 300)).sum().backward()
-    saved = state.state_dict()
-    assert saved["packs"], saved
-    bps.shutdown()
-    assert state.state_dict() == {"packs": [], "nodes": {}}
-    state.load_state_dict(saved)
-    assert state.state_dict() == saved
-print("done", flush=True)
-os._exit(0)  # gloo's end is not what this is about
-"""
-
-
-def test_a_state_outlives_its_job(path):
-    done = subprocess.run([sys.executable, "-c", SECOND_JOB, path], capture_output=True, text=True, timeout=90)
-    assert done.stdout == "done\n", done.stderr
