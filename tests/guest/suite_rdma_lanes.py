@@ -57,7 +57,7 @@ def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
         assert [(event[0], event[2]) for event in events] == [(native.EVENT_DELIVERED, slot) for slot in range(n)]
         wait_for(lambda: right.lane.counters()["writes_received"], n * round_)
         assert (right.bytes[:4096 * n] == round_).all()
-    assert left.lane.counters()["writes_pending"] == 0
+    wait_for(lambda: left.lane.counters()["writes_pending"], 0)
     with pytest.raises(OSError, match="16 slots are bound, the queue pair was made for 16") as caught:
         right.expect(n, 0, 0, 4096)
     assert caught.value.errno == errno.ENOSPC

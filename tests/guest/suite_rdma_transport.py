@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from bpsfast import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import DONE
 from bpsfast.settings import Settings
+from tests.guest.lane_side import wait_for
 from tests.guest.suite_rdma_trouble import port_down
 from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
     SIZES,
@@ -30,6 +33,10 @@ from tests.test_transport import (  # noqa: F401  the contract's tests, collecte
     test_who_is_missing_is_known,
 )
 from tests.two_nodes import KEY, End, connect, declare, order_of
+
+
+def counted(of: list[Any], name: str) -> int:
+    return sum(each.counters()[name] for each in of)
 
 
 def close_all(made: list[End]) -> None:
@@ -99,8 +106,8 @@ def test_every_setting_that_can_be_tuned_is_followed(wire, tuned):
                 assert end.result(part, round_) == bytes([2 * round_]) * nbytes
     for end in tuned:
         [link] = end.vertex.links.values()
-        counters = link.counters()
-        assert counters["writes_sent"] == counters["writes_received"] == 3 * len(SIZES) * 2
+        for name in ("writes_sent", "writes_received"):  # what has come over there may not be counted here yet
+            wait_for(partial(counted, [link], name), 3 * len(SIZES) * 2)
     # what is not shown by the queue pair is on the wire: IPv4, UDP to RoCE's port, type of service and length
     sizes = []
     while (packet := received(wire)) is not None:
@@ -126,10 +133,10 @@ def test_parts_take_turns_over_rails_and_queue_pairs(railed):
     for end in railed:
         [link] = end.vertex.links.values()
         lanes = list(dict.fromkeys(link.lane_of(part) for part in range(len(SIZES) * 2)))
-        written = [lane.counters()["writes_sent"] for lane in lanes]
         # the result of a part that is owned here, the partial of any other: one write each
-        assert [lane.counters()["writes_received"] for lane in lanes] == written
-        assert sum(written) == len(SIZES) * 2 and min(written) > 0
+        wait_for(partial(counted, lanes, "writes_sent"), len(SIZES) * 2)
+        written = [lane.counters()["writes_sent"] for lane in lanes]
+        assert [lane.counters()["writes_received"] for lane in lanes] == written and min(written) > 0
         assert len(lanes) == link.counters()["queue_pairs"] == 4
         assert end.vertex.counters()["rdma"]["rails"] == 2
 
