@@ -135,6 +135,12 @@ class CardQueue(Generic[Item]):
         """Send nothing more to *peer* until `resume`. Any thread."""
         self._peers[peer].held = True
 
+    def remove(self, peer: int) -> None:
+        """Forget *peer*, and all that waits for it or is under way to it."""
+        for found in (self._peers, self._waiting, self._busy):
+            found.pop(peer, None)
+        self.plan({index: each.share_nbytes for index, each in self._peers.items()})
+
     def is_held(self, peer: int) -> bool:
         """Whether nothing is sent to *peer*."""
         return self._peers[peer].held

@@ -9,10 +9,11 @@ from . import codec_choice
 from .credit_queue import rank_parts
 from .errors import CapacityError
 from .layout import lay_out
-from .messages import Commit, NodeInfo, Plan, TensorSpec, UnitPlan
+from .messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
 from .partition import MAX_PARTS, has_state
-from .placement import assign
+from .placement import assign, assign_among
 from .rates import bound_remark, bounded, machines_of, ownable
+from .recovery import Heir
 from .shares import Machine
 from .store import workers_of
 
@@ -44,6 +45,8 @@ class Generations:
         self._retiring: dict[int, set[int]] = {}
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
+        self._lost: set[int] = set()
+        self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
@@ -66,12 +69,15 @@ class Generations:
         """
         assert self.in_flight is None, f"generation {self.number} is in flight"
         family, ranks = specs[0].edition_of, specs[0].ranks
+        declared = specs
         owned = self._owned_beside(family)
         specs, choice, remark = self._settled(specs)
         most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
         keeps_state = any(has_state(spec) for spec in specs)
         candidates = self._candidates(ranks, helpers=not keeps_state)
-        policy = "colocated" if keeps_state and self._policy == "ps" else self._policy
+        policy = self._policy
+        if policy == "ps" and (keeps_state or all(machine.has_ranks for _, machine in candidates)):
+            policy = "colocated"  # without a helper, those that were there are lost
         units = self._numbered(self._for_workers(_at(candidates, lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
@@ -86,6 +92,7 @@ class Generations:
         if family:
             self._edition_of |= {unit.unit: family for unit in units}
         self._ready = set()
+        self._specs = declared
         self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark, choice=choice)
         return self.in_flight
 
@@ -104,7 +111,8 @@ class Generations:
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
         """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
-                if (helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks)))]
+                if node.index not in self._lost
+                and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
 
     def _for_workers(self, units: Sequence[UnitPlan], most: int) -> list[UnitPlan]:
         """Return *units*, of those with a store one for each worker, numbered anew; `CapacityError`: over *most* parts.
@@ -196,7 +204,7 @@ class Generations:
         if self.in_flight is None or generation != self.number:
             return None
         self._ready.add(node)
-        if len(self._ready) < len(self._machines):
+        if self._unready():
             return None
         self.units += self.in_flight.units
         for unit in self.in_flight.units:
@@ -222,7 +230,44 @@ class Generations:
         return self._unready() if self.in_flight is not None and not _has(self.units, name) else []
 
     def _unready(self) -> list[int]:
-        return [node for node in range(len(self._machines)) if node not in self._ready]
+        return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._lost]
+
+    # -- when a node is lost --------------------------------------------------------------------------------------
+
+    def lose(self, node: int) -> Sequence[TensorSpec]:
+        """Place nothing on *node* any more; return what was in flight, to be proposed anew: it is given up."""
+        self._lost.add(node)
+        withdrawn: Sequence[TensorSpec] = self._specs if self.in_flight is not None else ()
+        self.in_flight = None
+        return withdrawn
+
+    def succeed(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
+        """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
+
+        Those of lost nodes only: what survivors own stays.
+        """
+        self.number += 1
+        owned = [0 if node in self._lost else nbytes for node, nbytes in enumerate(self._owned)]
+        machines = bounded(self._machines, owned, self._more)
+        owners = assign_among([heir.part.wire_nbytes for heir in heirs], machines, owned,
+                              lambda position: self._allowed(heirs[position].candidates))
+        of = {heir.part.part: owner for heir, owner in zip(heirs, owners)}
+        units = [msgspec.structs.replace(unit, parts=tuple(
+            msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
+            for unit in {heir.unit.unit: heir.unit for heir in heirs}.values()]
+        return units, [heir.succession(owner) for heir, owner in zip(heirs, owners)]
+
+    def succeeded(self, units: Sequence[UnitPlan]) -> Commit:
+        """Count on the new owners of *units*, for which everybody is ready; return the commit."""
+        known = {unit.unit: unit for unit in units}
+        self.units = [known.get(unit.unit, unit) for unit in self.units]
+        self._owned = _and([0] * len(self._owned), self.units)
+        return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
+
+    def _allowed(self, candidates: Sequence[int]) -> Sequence[int]:
+        """Return those of *candidates* that the policy would place something on, if there is one."""
+        wanted = [node for node in candidates if self._machines[node].has_ranks == (self._policy == "colocated")]
+        return wanted if wanted and self._policy in ("colocated", "ps") else candidates
 
 
 def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:

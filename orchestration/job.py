@@ -3,7 +3,8 @@
     joins -> Admission -> Welcome
     declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?" -> Stalls,  notices -> Notices
-    silence -> Abort,  all ranks left -> Finish
+    a helper is lost -> Freeze -> Frozen from all who are left -> Recovery: Recover -> Ready from all -> Commit
+    silence, or any other node is lost -> Abort,  all ranks left -> Finish
 
 Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
 Welcome, Plans and Commits in the same order, or the same Abort.
@@ -24,13 +25,17 @@ from .generations import Generations
 from .lags import Lags
 from .notices import Notices
 from .placement import check_policy
+from .recovery import Recovery
 from .roster import Roster
 from .stalls import Finding, Stalls
 
 Outgoing = list[tuple[bytes, m.Message]]
 
-#: The first epoch; each recovery would begin the next.
+#: The first epoch; each recovery begins the next.
 FIRST_EPOCH = 1
+
+#: What waits while a recovery is under way: it changes what is committed.
+_DEFERRED = (m.Declare, m.Retire)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ class Job:
         self._held: list[tuple[bytes, m.Declare]] = []
         self._roster = Roster(())
         self._admitted = False
+        self._epoch = FIRST_EPOCH
+        self._recovery: Recovery | None = None
+        self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a recovery began
+        self._deferred: list[tuple[bytes, m.Message]] = []
         self._declarations: Declarations
         self._generations: Generations
         self._barriers: Barriers
@@ -83,7 +92,7 @@ class Job:
         self._notices: Notices
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
-            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room,
+            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen,
             m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
             m.StallReport: self._stall_report, m.LagQuestion: self._lag_question, m.LagReport: self._lag_report,
             m.Publish: self._publish, m.Withdraw: self._withdraw, m.Lookup: self._lookup,
@@ -106,7 +115,7 @@ class Job:
         if isinstance(message, m.Heartbeat):
             return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
         if isinstance(message, m.Lost):
-            return self._lost(sender, message)
+            return self._lost(now, sender, message)
         if isinstance(message, m.Join):
             return self._join(sender, message)
         if not self._admitted:
@@ -116,14 +125,17 @@ class Job:
         if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
             return self.abort(ProtocolError(f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, "
                                             "which is not its own"))
+        if self._recovery is not None and isinstance(message, _DEFERRED):
+            self._deferred.append((sender, message))
+            return []
         return self._handlers[type(message)](now, sender, message)
 
     def unreachable(self, now: float, sender: bytes) -> Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
         if self.over or sender not in self._last_seen:
             return []
-        return self.abort(PeerLostError(f"{self._name(sender)} closed its connection to the scheduler without leaving: "
-                                        "its process is gone"))
+        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
+                                                     "without leaving: its process is gone"))
 
     def tick(self, now: float) -> Outgoing:
         """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
@@ -136,11 +148,19 @@ class Job:
         if not self._admitted and now - self._started >= self.settings.start_timeout_s:
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}"))
-        for sender, seen in self._last_seen.items():
-            if now - seen >= self.settings.lease_s:
-                return self.abort(PeerLostError(f"{self._name(sender)} has been silent for {now - seen:.1f} s "
-                                                f"(lease_s = {self.settings.lease_s:g})"))
         out: Outgoing = []
+        for sender, seen in list(self._last_seen.items()):
+            if now - seen >= self.settings.lease_s:
+                out += self._gone(now, sender, PeerLostError(
+                    f"{self._name(sender)} has been silent for {now - seen:.1f} s (lease_s = "
+                    f"{self.settings.lease_s:g})"))
+        if self._recovery is not None and now >= self._recovery.deadline and not self.over:
+            names = "; ".join(map(self._roster.describe_node, self._recovery.missing))
+            out += self.abort(StallError(f"{names} did not answer within start_timeout_s = "
+                                         f"{self.settings.start_timeout_s:g} s, when the job was to go on without what "
+                                         f"it has lost: {self._recovery.reason}"))
+        if self.over:
+            return out
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.settings.heartbeat_s
             self._n_heartbeats += 1
@@ -212,6 +232,9 @@ class Job:
             return self.abort(ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         self._unmeasured.remove(index)
         self._rates[index] = message.nic_rate_bytes
+        return self._all_measured()
+
+    def _all_measured(self) -> Outgoing:
         if self._unmeasured:
             return []
         self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
@@ -231,9 +254,10 @@ class Job:
 
     def _plan(self) -> Outgoing:
         """Begin a generation with everything that is complete, unless one is in flight or NICs are being measured."""
-        if self._generations.in_flight is not None or self._unmeasured:
+        if self._generations.in_flight is not None or self._unmeasured or self._recovery is not None:
             return []
-        specs = self._declarations.take_complete()
+        specs = self._withdrawn or self._declarations.take_complete()
+        self._withdrawn = ()
         if not specs:
             return []
         try:
@@ -244,12 +268,17 @@ class Job:
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
+        if self._recovery is not None and self._recovery.ready(index, message.generation):
+            return self._go_on(now)
         commit = self._generations.ready(index, message.generation)
         return [] if commit is None else self._to_all(commit) + self._plan()
 
     def _prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
         self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
         names = self._generations.abandon(message.generation)
+        if self._recovery is not None and message.generation == self._recovery.generation:
+            return self.abort(CapacityError(f"{self._name(sender)} cannot go on without what the job has lost "
+                                            f"({self._recovery.reason}): {message.reason}"))
         if not names:
             return []
         error = CapacityError(f"{self._name(sender)} cannot prepare generation {message.generation}: {message.reason}")
@@ -261,7 +290,7 @@ class Job:
 
     def _give_up(self, names: Sequence[str], error: BpsError) -> Outgoing:
         self._declarations.give_up(names, error)
-        return self._declare_failed(Failed(tuple(names), error, ()), self._roster.senders)
+        return self._declare_failed(Failed(tuple(names), error, ()), self._roster.alive_senders)
 
     @staticmethod
     def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
@@ -321,6 +350,11 @@ class Job:
         failed = self._declarations.why_failed(name)
         if failed is not None:
             return Finding(f"the declaration failed: {failed}", "declare")
+        if self._recovery is not None:
+            nodes = self._recovery.missing
+            words = ", ".join(map(self._roster.describe_node, nodes))
+            return Finding(f"missing: {words}: to go on without what was lost ({self._recovery.reason})", "declare",
+                           nodes=tuple(nodes))
         ranks = self._declarations.missing(name)
         if ranks:
             return self._stalls.without(ranks, "declare", f"has not declared {name!r}")
@@ -355,9 +389,66 @@ class Job:
     def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.Found]) -> Outgoing:
         return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]
 
-    def _lost(self, sender: bytes, message: m.Lost) -> Outgoing:
-        who = self._roster.describe(message.who)
-        return self.abort(PeerLostError(f"{who} is lost: {message.reason} (seen by {self._name(sender)})"))
+    # -- losses -------------------------------------------------------------------------------------------
+
+    def _lost(self, now: float, sender: bytes, message: m.Lost) -> Outgoing:
+        error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
+                              f"{self._name(sender)})")
+        kind, _, number = message.who.partition(" ")
+        if not self._admitted or kind != "node" or not number.isdecimal() or int(number) >= len(self._roster.nodes):
+            return self.abort(error)
+        if int(number) in self._roster.lost:
+            return []
+        seen_by = self._roster.nodes[self._roster.index_of(sender)]
+        # Of a helper and a machine with ranks that do not reach each other, the job can do without the helper.
+        return self._gone(now, self._roster.senders[int(number)] if seen_by.ranks else sender, error)
+
+    def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
+        """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
+        if self.over or sender not in self._last_seen:
+            return []
+        if not self._admitted or self._roster.nodes[self._roster.index_of(sender)].ranks:
+            return self.abort(error)
+        index = self._roster.index_of(sender)
+        before = self._recovery
+        self._roster.lost.add(index)
+        del self._last_seen[sender]
+        out = []
+        if index in self._unmeasured:
+            self._unmeasured.remove(index)
+            out = self._all_measured()
+        self._withdrawn = self._generations.lose(index) or self._withdrawn
+        self._epoch += 1
+        self._recovery = Recovery(
+            self._epoch, {index} if before is None else {index, *before.lost}, self._roster.alive,
+            f"{before.reason}; {error}" if before is not None else str(error), now + self.settings.start_timeout_s)
+        farewell = m.Abort(error="PeerLostError", reason=f"the job goes on without this node: {error}")
+        return [(sender, farewell), *out, *self._to_all(m.Freeze(
+            epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)), reason=self._recovery.reason))]
+
+    def _frozen(self, now: float, sender: bytes, message: m.Frozen) -> Outgoing:
+        recovery = self._recovery
+        if recovery is None or not recovery.frozen(self._roster.index_of(sender), message):
+            return []
+        try:
+            heirs = recovery.heirs(self._generations.units, self._roster.nodes)
+        except BpsError as exc:
+            return self.abort(type(exc)(f"{recovery.reason}; and the job cannot go on without it: {exc}"))
+        units, successions = self._generations.succeed(heirs)
+        recovery.generation, recovery.units = self._generations.number, units
+        return self._to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
+                                      successions=tuple(successions)))
+
+    def _go_on(self, now: float) -> Outgoing:
+        """Commit what everybody is prepared for, and do what was put off."""
+        assert self._recovery is not None
+        out = self._to_all(self._generations.succeeded(self._recovery.units))
+        self._recovery = None
+        deferred, self._deferred = self._deferred, []
+        out += self._plan()
+        for sender, message in deferred:
+            out += self.receive(now, sender, message)
+        return out
 
     # -- addressing ---------------------------------------------------------------------------------------
 
@@ -369,5 +460,5 @@ class Job:
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
 
     def _to_all(self, message: m.Message) -> Outgoing:
-        senders = self._roster.senders if self._admitted else list(self._admission.joins)
+        senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
         return [(sender, message) for sender in senders]

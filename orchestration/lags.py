@@ -40,7 +40,7 @@ class Lags:
         if inquiry is None:
             return []
         inquiry.reports[node] = report
-        return [self._close(report.number)] if len(inquiry.reports) == len(self._roster.nodes) else []
+        return [self._close(report.number)] if inquiry.reports.keys() >= set(self._roster.alive) else []
 
     def expire(self, now: float) -> list[LagAnswer]:
         """Return the answers to questions whose deadline has passed, from the nodes that have reported."""
@@ -49,7 +49,7 @@ class Lags:
 
     def _close(self, number: int) -> LagAnswer:
         inquiry = self._open.pop(number)
-        silent = tuple(node.index for node in self._roster.nodes if node.index not in inquiry.reports)
+        silent = tuple(index for index in self._roster.alive if index not in inquiry.reports)
         return LagAnswer(rank=inquiry.asker.rank, question=inquiry.asker.question, silent_nodes=silent,
                          ranks=combined(inquiry.reports))
 

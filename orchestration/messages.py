@@ -19,7 +19,7 @@ from .errors import ProtocolError
 from .store import StoreSpec
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 8
+VERSION = 9
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -235,6 +235,19 @@ class PrepareFailed(Message):
     ownable_nbytes: int = -1
 
 
+class Frozen(Message):
+    """Nothing is summed or passed on at this node, and nothing can come any more from those whom `Freeze` names.
+
+    `progress`: of partitions that those owned and ranks here push, (part, the last round that was passed on from here,
+    the last one that is complete here, the node in whose memory ranks here read results). `near`: the nodes that this
+    one shares memory with, those included that are lost.
+    """
+
+    epoch: int
+    progress: tuple[tuple[int, int, int, int], ...] = ()
+    near: tuple[int, ...] = ()
+
+
 class BarrierEnter(Message):
     """Rank `rank` has reached its `sequence`-th barrier."""
 
@@ -395,6 +408,39 @@ class Commit(Message):
 
     generation: int
     order: tuple[int, ...]
+
+
+class Freeze(Message):
+    """First step into `epoch`: sum and pass on nothing, part with nodes `lost`, answer `Frozen`."""
+
+    epoch: int
+    lost: tuple[int, ...]
+    reason: str
+
+
+class Succession(Record):
+    """`owner` sums `part` from the round after `kept_round` on, in the place of a node that is lost.
+
+    The result of `kept_round` is there somewhere; nodes `lacking` get it from node `keeper`.
+    """
+
+    part: int
+    owner: int
+    kept_round: int
+    keeper: int = -1
+    lacking: tuple[int, ...] = ()
+
+
+class Recover(Message):
+    """Second step: prepare for these owners, and answer `Ready`. The `Commit` of `generation` is the third.
+
+    `units`: those with partitions that have new owners, as they are from now on.
+    """
+
+    epoch: int
+    generation: int
+    units: tuple[UnitPlan, ...]
+    successions: tuple[Succession, ...]
 
 
 class Retired(Message):
@@ -635,12 +681,12 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | BarrierEnter | Heartbeat | Lost
-    | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | BarrierEnter | Heartbeat
+    | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
 )
 SchedulerMessage = (
-    Welcome | Rates | Refuse | Plan | Commit | Retired | CreditChanged | DeclareFailed | BarrierDone | Heartbeat | Echo
-    | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed | Abort | Finish
+    Welcome | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired | CreditChanged | DeclareFailed | BarrierDone
+    | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire

@@ -5,7 +5,7 @@ Pure: same input, same answer, on any machine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from . import hashes
@@ -67,6 +67,23 @@ def assign(nbytes_of: Sequence[int], machines: Sequence[Machine], policy: str = 
         keys = range(len(nbytes_of)) if keys is None else keys
         return [hashes.server(policy[5:], key, len(workers), len(helpers)) for key in keys]
     return _greedy(nbytes_of, machines, workers + helpers if policy == "optimal" else workers, owned)
+
+
+def assign_among(nbytes_of: Sequence[int], machines: Sequence[Machine], owned: Sequence[int],
+                 candidates_of: Callable[[int], Sequence[int]]) -> list[int]:
+    """Return the owner of each new partition where not everybody can be: of position p one of ``candidates_of(p)``.
+
+    The largest first, each where it is done first beside what is *owned* already; of equals where least is owned.
+    """
+    own = list(owned)
+    times = _Times(machines, sum(own) + sum(nbytes_of))
+    owners = [-1] * len(nbytes_of)
+    for position in sorted(range(len(nbytes_of)), key=lambda p: (-nbytes_of[p], p)):
+        nbytes = nbytes_of[position]
+        best = min(candidates_of(position), key=lambda m: (times.of(m, own[m] + nbytes), own[m], m))
+        own[best] += nbytes
+        owners[position] = best
+    return owners
 
 
 def _greedy(nbytes_of: Sequence[int], machines: Sequence[Machine], candidates: Sequence[int],

@@ -7,14 +7,25 @@ from .messages import NodeInfo
 
 
 class Roster:
-    """All nodes in node order with the identities they send from. Never changes within an epoch."""
+    """All nodes in node order with the identities they send from. Who is lost keeps its index, for good."""
 
     def __init__(self, entries: Sequence[tuple[bytes, NodeInfo]]) -> None:
         self.senders = [sender for sender, _ in entries]
         self.nodes = tuple(node for _, node in entries)
         self.size = sum(len(node.ranks) for node in self.nodes)
+        self.lost: set[int] = set()
         self._index_of = {sender: index for index, sender in enumerate(self.senders)}
         self._node_of_rank = {rank: node.index for node in self.nodes for rank in node.ranks}
+
+    @property
+    def alive(self) -> list[int]:
+        """The nodes that are not lost."""
+        return [node.index for node in self.nodes if node.index not in self.lost]
+
+    @property
+    def alive_senders(self) -> list[bytes]:
+        """The identities of the nodes that are not lost, in node order."""
+        return [self.senders[index] for index in self.alive]
 
     def index_of(self, sender: bytes) -> int:
         """Return the node index of *sender*."""

@@ -57,7 +57,7 @@ class Stalls:
         if inquiry is None:
             return []
         inquiry.reports[node] = report
-        if len(inquiry.reports) < len(self._roster.nodes):
+        if not inquiry.reports.keys() >= set(self._roster.alive):
             return []
         return self._close(report.part, report.round)
 
@@ -83,7 +83,7 @@ class Stalls:
         stages = [report.stage for report in reports.values()]
         stage: Stage = next((each for each in _STAGES if each in stages), "done")
         ranks = {rank for report in reports.values() for rank in report.missing_ranks}
-        silent = {node for node in range(len(self._roster.nodes)) if node not in reports}
+        silent = {node for node in self._roster.alive if node not in reports}
         if stage == "done" and silent:
             stage = "unknown"
         texts = [self.rank_is_missing(rank, "has not pushed") for rank in sorted(ranks)]

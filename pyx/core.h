@@ -48,6 +48,12 @@ struct bps_worker {
     struct bps_rows_cursor cursors[BPS_MAX_SOURCES];
 };
 
+/* What a transport has received while the engine was frozen: whose it is, only the commit says. */
+struct bps_early {
+    uint32_t source, part, round, flags;
+    uint64_t time_ns;
+};
+
 struct bps_core {
     pthread_mutex_t lock;
     pthread_cond_t idle; /* no kernel runs */
@@ -59,6 +65,8 @@ struct bps_core {
     int fifo;      /* every part is a pass of its own: what is complete first is summed first */
     struct bps_source *sources;
     uint32_t n_sources;
+    struct bps_early *early;
+    uint32_t n_early, early_capacity;
     int frozen, stopping, running, n_workers;
     uint32_t aborted; /* the board's reason has its one writer */
     void *board;
@@ -142,28 +150,37 @@ static inline void bps_announce(struct bps_core *core, uint32_t peer, uint32_t p
 {
     struct bps_source *source = &core->sources[peer];
     struct bps_entry entry = {part, 1, round, flags, segment, offset, bps_now_ns()};
+    if (source->kind == BPS_CLOSED)
+        return;
     if (bps_lane_push(source->outgoing, source->outgoing_capacity, &entry) != 0)
         bps_broken(core, peer, part, round);
     else
         bps_ring_doorbell(source->doorbell, 1);
 }
 
-/* Member: pass this node's partial of the current round to the owner. */
-static inline void bps_forward(struct bps_core *core, uint32_t index, int empty, uint16_t segment, uint64_t offset,
-                               uint64_t address)
+/* Member: send the owner this node's partial of a round. */
+static inline void bps_pass_on(struct bps_core *core, uint32_t index, uint32_t round, int empty, uint16_t segment,
+                               uint64_t offset, uint64_t address)
 {
     struct bps_part *part = &core->parts[index];
     uint64_t nbytes = empty                 ? 0
                       : part->codec != NULL ? bps_frame_length(part->codec->frame)
                                             : bps_nbytes_at(part, (const void *)address);
-    uint32_t round = part->round + 1;
     uint16_t flags = empty ? BPS_FLAG_EMPTY : 0;
-    bps_part_next_round(part);
     core->forwarded++;
     if (core->sources[part->owner].kind == BPS_SHM_PEER)
         bps_announce(core, part->owner, index, round, flags, segment, offset);
     else
         bps_event_out(core, BPS_EVENT_FORWARD, part->owner, index, round, flags, address, nbytes);
+}
+
+/* Member: pass this node's partial of the current round to the owner. */
+static inline void bps_forward(struct bps_core *core, uint32_t index, int empty, uint16_t segment, uint64_t offset,
+                               uint64_t address)
+{
+    uint32_t round = core->parts[index].round + 1;
+    bps_part_next_round(&core->parts[index]);
+    bps_pass_on(core, index, round, empty, segment, offset, address);
 }
 
 /* Owner: publish the result here and tell everybody who waits for it; the word to wake, or NULL. */
@@ -245,11 +262,13 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
         return 0;
     }
     struct bps_part *part = &core->parts[index];
-    if (!part->owned && source == part->owner) { /* the result of what we forwarded */
-        if (round != part->round) {
+    int is_kept = part->is_kept && source == part->keeper && round == part->kept_round;
+    if (!part->owned && (source == part->owner || is_kept)) { /* the result of what we forwarded */
+        if (!is_kept && round != part->round) {
             core->stale++;
             return 0;
         }
+        part->is_kept &= !is_kept;
         if (part->codec != NULL && part->codec->results[0] != NULL) { /* it is a frame */
             part->codec->has_result = 1;
             part->codec->result_round = round;
@@ -304,10 +323,12 @@ static inline void bps_take_rate(struct bps_core *core, uint32_t source, const s
         part->codec->rate = rate;
 }
 
-/* Take in what ranks and peers of this host have announced. */
+/* Take in what ranks and peers of this host have announced; a frozen engine leaves it to the commit. */
 static inline void bps_drain(struct bps_core *core)
 {
     struct bps_entry entry;
+    if (core->frozen)
+        return;
     for (uint32_t i = 0; i < core->n_sources; i++) {
         struct bps_source *source = &core->sources[i];
         if (source->kind != BPS_RANK && source->kind != BPS_SHM_PEER)
@@ -353,13 +374,47 @@ static inline void bps_ran(struct bps_core *core, uint32_t *word)
     }
 }
 
+/* Keep an arrival for the thaw: a peer that has committed before us may write for what is to be a part's owner here. */
+static inline void bps_keep_early(struct bps_core *core, struct bps_early early)
+{
+    static const char reason[] = "CapacityError: the node of this machine ran out of memory for what arrived before a "
+                                 "commit, and ended the job: give it more memory";
+    if (core->n_early == core->early_capacity) {
+        uint32_t capacity = core->early_capacity ? 2 * core->early_capacity : 256;
+        struct bps_early *grown = realloc(core->early, capacity * sizeof *grown);
+        if (grown == NULL) {
+            bps_abort(core, reason, sizeof reason);
+            return;
+        }
+        core->early = grown;
+        core->early_capacity = capacity;
+    }
+    core->early[core->n_early++] = early;
+}
+
+/* Go on after a freeze, first with what came meanwhile; nothing of sources that were given up. Called with the lock. */
+static inline void bps_thaw(struct bps_core *core)
+{
+    core->frozen = 0;
+    for (uint32_t i = 0; i < core->n_early; i++) {
+        const struct bps_early *early = &core->early[i];
+        if (core->sources[early->source].kind != BPS_CLOSED)
+            bps_arrive(core, early->source, early->part, early->round, early->flags, 0, 0, early->time_ns);
+    }
+    core->n_early = 0;
+}
+
 /* `bps_arrived_fn`: a transport has received a payload whole. */
 static void bps_on_arrived(void *engine, uint32_t source, uint32_t part, uint32_t round, uint32_t flags)
 {
     struct bps_core *core = engine;
     uint64_t now_ns = bps_now_ns();
+    int queued = 0;
     pthread_mutex_lock(&core->lock);
-    int queued = bps_arrive(core, source, part, round, flags, 0, 0, now_ns);
+    if (core->frozen)
+        bps_keep_early(core, (struct bps_early){source, part, round, flags, now_ns});
+    else
+        queued = bps_arrive(core, source, part, round, flags, 0, 0, now_ns);
     pthread_mutex_unlock(&core->lock);
     if (queued)
         bps_ring_doorbell(core->doorbell, 1);

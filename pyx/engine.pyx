@@ -22,13 +22,14 @@ from libc.string cimport memcpy, memset
 from array import array as _array
 
 from pyx.core cimport (
-    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER,
-    bps_abort, bps_codec, bps_core, bps_core_free, bps_core_make, bps_decode_fn, bps_divide_fn, bps_encode_fn,
-    bps_event, bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_feed_fn, bps_freeze, bps_gap,
-    bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify,
-    bps_part, bps_part_free, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind,
-    bps_store_free, bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing, bps_table_put,
-    bps_table_remove, bps_table_report, bps_table_retire, bps_weight_store,
+    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_NOT_FROZEN, BPS_NO_PART, BPS_OTHER_ROUND, BPS_RANK,
+    BPS_RETIRED, BPS_SHM_PEER, BPS_SUCCEEDED, BPS_WIRE_PEER, bps_abort, bps_codec, bps_core, bps_core_free,
+    bps_core_make, bps_decode_fn, bps_detach, bps_divide_fn, bps_encode_fn, bps_event, bps_events, bps_events_await,
+    bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag,
+    bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_progress,
+    bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free, bps_store_kernel,
+    bps_store_make, bps_succeed, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
+    bps_table_report, bps_table_retire, bps_weight_store,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
@@ -49,6 +50,7 @@ include "engine_held.pxi"
 include "engine_parts.pxi"
 include "engine_stores.pxi"
 include "engine_lags.pxi"
+include "engine_succession.pxi"
 
 
 @cython.final
@@ -157,7 +159,7 @@ cdef class Engine:
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                   uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
-                  codec=None, rows=None, uintptr_t store=0):
+                  codec=None, rows=None, uintptr_t store=0, int64_t kept_round=-1):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
@@ -170,6 +172,9 @@ cdef class Engine:
 
         *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
         frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing.
+
+        *kept_round* >= 0, only while frozen: own it from the round after that one on, in the place of an owner that is
+        gone. What a member's part of the same number has taken in of that round counts.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
@@ -179,7 +184,7 @@ cdef class Engine:
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
         _install(self._open(), part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers,
-                 codec, rows)
+                 codec, rows, kept_round)
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
@@ -217,6 +222,22 @@ cdef class Engine:
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
         _install(self._open(), part, fresh, kernel, [(source, 0) for source in local], (), codec, rows)
+
+    def detach(self, uint32_t source):
+        """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""
+        _succeeded(bps_detach(self._open(), source), f"source {source}")
+
+    def progress(self, uint32_t part):
+        """Return the last rounds of *part* that were passed on from here, or summed, and that are complete here."""
+        return _progress(self._open(), part)
+
+    def follow(self, uint32_t part, uint32_t owner, uint32_t kept_round, uint32_t keeper=NOBODY):
+        """Take part in *part* under a new owner, a source, from the round after *kept_round* on. Only while frozen.
+
+        What was passed on of that round is passed on again. *kept_round* itself, if it is not complete here, comes from
+        the source *keeper*; without one its result is in place already. Raises ValueError if the part is not that far.
+        """
+        _succeeded(bps_follow(self._open(), part, owner, kept_round, keeper), f"part {part} after round {kept_round}")
 
     def remove(self, uint32_t part):
         """Forget a part whose generation was refused before it was committed."""

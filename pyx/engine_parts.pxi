@@ -28,9 +28,13 @@ cdef bps_codec *_codec(plan) except NULL:
     return codec
 
 
-cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec, rows
-                  ) except -1:
-    """Put *fresh* into the table as part *index*, with these *inputs*, (source, slot), and what is its own."""
+cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec, rows,
+                  int64_t kept_round=-1) except -1:
+    """Put *fresh* into the table as part *index*, with these *inputs*, (source, slot), and what is its own.
+
+    With *kept_round* >= 0 in the place of an owner that is gone (`bps_succeed`).
+    """
+    cdef int status
     if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
         raise ValueError(f"part {index}: {len(inputs)} inputs, kernel at {kernel}")
     for source, _ in inputs:
@@ -59,7 +63,12 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
         fresh.inputs[i].source, fresh.inputs[i].slot = source, slot
     for i, peer in enumerate(shm_peers):
         fresh.shm_peers[i] = peer
-    if bps_table_put(core, index, &fresh):
+    if kept_round >= 0:
+        status = bps_succeed(core, index, &fresh, <uint32_t>kept_round)
+        if status != BPS_SUCCEEDED:
+            bps_part_free(&fresh)
+            _succeeded(status, f"part {index} after round {kept_round}")
+    elif bps_table_put(core, index, &fresh):
         bps_part_free(&fresh)
         raise ValueError(f"part {index} is there already")
     return 0

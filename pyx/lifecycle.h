@@ -18,7 +18,7 @@ static inline int bps_freeze(struct bps_core *core, uint64_t timeout_ns)
     }
     int running = core->running;
     if (running != 0)
-        core->frozen = 0;
+        bps_thaw(core);
     pthread_mutex_unlock(&core->lock);
     return running;
 }
@@ -49,6 +49,7 @@ static inline void bps_core_free(struct bps_core *core)
     free(core->parts);
     free(core->heap.index);
     free(core->parked);
+    free(core->early);
     free(core->sources);
     free(core->local_lags);
     free(core->owner_lags);

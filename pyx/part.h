@@ -44,6 +44,8 @@ struct bps_part {
     struct bps_weight_store *store; /* owned: what its pushes are applied to (store.h); NULL: the sum is the result */
     uint32_t applied;        /* of a store: the last round whose push was applied */
     uint8_t held;            /* of a store: nothing but the answer is missing, and that waits for others */
+    uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (succession.h) */
+    uint32_t keeper, kept_round;
     uint32_t order;     /* integer rank given by the policy; 0 is most urgent */
     uint32_t pass;      /* the one that it joined when it was last complete; until it is summed it stays in it */
     uint32_t round;     /* last round whose inputs were all consumed */

@@ -143,7 +143,7 @@ static inline int bps_table_commit(struct bps_core *core, uint32_t generation, c
             if (core->parts[i].inputs != NULL && core->parts[i].n_missing == 0 && !core->parts[i].held)
                 bps_ready(core, i);
         }
-        core->frozen = 0;
+        bps_thaw(core);
     }
     pthread_mutex_unlock(&core->lock);
     if (is_next)

@@ -134,6 +134,11 @@ class Job:
         self.daemons[name].kill()
         self.daemons[name].wait(10)
 
+    def lose(self, name: str) -> None:
+        """``kill -9`` a daemon that the job goes on without: how it ended is not looked at in the end."""
+        self.kill_daemon(name)
+        del self.daemons[name]
+
     # -- innards ---------------------------------------------------------------------------------------------------
 
     def _send(self, path: str | None, name: str, arguments: tuple[Any, ...], only: tuple[int, ...] | None) -> None:

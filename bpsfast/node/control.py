@@ -3,6 +3,7 @@
     gather    local ranks attach (a helper has none)
     join      Join -> Welcome -> connect to all peers -> Attached
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
+              a helper is lost: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
     end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
 
 Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
@@ -32,6 +33,7 @@ from .event_loop import EventLoop
 from .household import Household
 from .peers import GRACE_S, Peers
 from .plans import Plans
+from .recovery import Recovery
 from .regions import PAGE_NBYTES
 from .stop_signals import StopSignals
 from .vertex import Vertex
@@ -85,6 +87,7 @@ class Node:
         self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
+        self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with)
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._unread: list[messages.Message] = []
@@ -94,7 +97,8 @@ class Node:
         self._handlers: dict[type, Callable[..., None]] = {
             messages.Welcome: self._on_welcome, messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
-            messages.Commit: self._plans.commit, messages.DeclareFailed: self._plans.refused,
+            messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
+            messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,
             messages.Retired: self._plans.retired,
             messages.CreditChanged: lambda message: self._vertex.set_credit(message.nbytes),
             messages.BarrierDone: self._home.tell_all, messages.StallAsk: self._on_stall_ask,
@@ -185,7 +189,7 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted here."""
-        return told(self._vertex, self._n_control)
+        return told(self._vertex, self._n_control) | {"recoveries": self._recovery.count}
 
     def _end(self, code: int) -> None:
         self._exit_code = code
@@ -276,6 +280,10 @@ class Node:
         self._peers.welcomed(message)
         self._reception.know(message.index, message.epoch, self._vertex.doorstep)
         self._exporter = metrics.exporter_for(self._settings, message, self._loop, self._vertex)
+
+    def _on_commit(self, message: messages.Commit) -> None:
+        if not self._recovery.commit(message):
+            self._plans.commit(message)
 
     def _on_refuse(self, message: messages.Refuse) -> None:
         self.fail(error_of(message.error, message.reason), tell=False)

@@ -104,6 +104,10 @@ class Detours:
                 self._patiently(partial(self._vertex.resume, link, detour.awaited))
                 log.warning("node %d is reached by tcp from now on, not by rdma: %s", index, detour.reason)
 
+    def forget(self, index: int) -> None:
+        """Go on with nothing for node *index*: it is lost, and the job goes on without it."""
+        self._under_way.pop(index, None)
+
     def channel_ended(self, index: int) -> bool:
         """The channel to node *index* is at its end: whether that is in order, since all was said on it."""
         detour = self._under_way.get(index)

@@ -43,6 +43,16 @@ class Write(NamedTuple):
     since_ns: int = 0
 
 
+class Loan(NamedTuple):
+    """The result of `round` of `part`, of which the owner is lost and which the node behind `source` lacks."""
+
+    source: int
+    part: int
+    round: int
+    address: int
+    nbytes: int
+
+
 class Detour(NamedTuple):
     """From now on `link` leads to `source`, which has not got `awaited` (part -> round) over the link before."""
 
@@ -92,11 +102,14 @@ class Dispatcher:
         self._planned = self._shares
         self._detours: deque[Detour] = deque()
         self._retired: deque[Sequence[int]] = deque()
+        self._dropped: deque[int] = deque()
+        self._lent: deque[Loan] = deque()
         self._credit_nbytes = self._wanted_nbytes = credit_nbytes
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
-        self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._cpu_ns = self._peak_queued = 0
+        self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._n_lent = 0
+        self._cpu_ns = self._peak_queued = 0
 
     def add(self, source: int, link: WireLink, place: int = 0) -> None:
         """Add the node that the engine knows as *source*; *place* as in `CardQueue.add`. Before `start`."""
@@ -162,6 +175,18 @@ class Dispatcher:
                 raise StallError(f"the communication service did not take over a new link within {_DETOUR_TIMEOUT_S:g} "
                                  f"s, or failed ({self.error!r})")
 
+    def drop(self, source: int) -> None:
+        """Post nothing more to *source*, which is lost, and forget what waits for it. Any thread."""
+        if source in self._destinations:
+            self._card.hold(source)
+            self._dropped.append(source)
+            self._engine.wake()
+
+    def lend(self, loan: Loan) -> None:
+        """Write a result to a node that lacks it, after its owner is lost. Any thread, after `commit`."""
+        self._lent.append(loan)
+        self._engine.wake()
+
     def abandon(self) -> None:
         """Post nothing more: the job is over and links are being cut. Any thread."""
         self._abandoned = True
@@ -174,12 +199,15 @@ class Dispatcher:
             self._thread.join()
 
     def counters(self) -> dict[str, int]:
-        """Return events, batches, partitions and detours handled, and the thread's own CPU time in nanoseconds."""
+        """Return events, batches, partitions and detours handled, results lent to nodes that lacked them when their
+        owner was lost, and the thread's own CPU time in nanoseconds.
+        """
         return {
             "events": self._n_events,
             "batches": self._n_batches,
             "partitions": self._n_partitions,
             "detours": self._n_detours,
+            "lent": self._n_lent,
             "cpu_ns": self._cpu_ns,
             "queued": self._card.queued,
             "peak_queued": self._peak_queued,
@@ -215,6 +243,8 @@ class Dispatcher:
             self._card.plan(self._planned)
         now_ns = time.monotonic_ns() if self._sends is not None else 0
         for kind, source, part, round_, code, address, nbytes in batch:
+            if kind in (EVENT_DELIVERED, EVENT_FORWARD) and source not in self._destinations:
+                continue  # it is lost; what was for it goes to its successor
             if kind == EVENT_DELIVERED:
                 self._card.release(source, nbytes)
             elif kind == EVENT_FORWARD:
@@ -236,11 +266,20 @@ class Dispatcher:
 
     def _keep_up(self) -> None:
         """Take over what other threads have told, before any event that may come of it."""
+        while self._dropped:
+            source = self._dropped.popleft()
+            self._destinations.pop(source, None)
+            self._card.remove(source)
         while self._retired:
             for part in self._retired.popleft():
                 self._write_order.forget(part)
                 for destination in self._destinations.values():
                     destination.posted.pop(part, None)
+        while self._lent:
+            loan = self._lent.popleft()
+            self._put(loan.source, Write(loan.part, loan.round, 0, loan.address, loan.nbytes,
+                                         self._place_of(loan.part, is_result=True), time.monotonic_ns()))
+            self._n_lent += 1
         if self._wanted_nbytes != self._credit_nbytes:
             self._credit_nbytes = self._wanted_nbytes
             self._card.set_credit(self._credit_nbytes)
@@ -273,6 +312,8 @@ class Dispatcher:
                     raise
 
     def _take(self, detour: Detour) -> None:
+        if detour.source not in self._destinations:
+            return  # it is lost meanwhile, and nobody waits for this
         self._keep_up()  # what was posted of parts that are retired is not to be written again
         self.handle(self._engine.events(0.0))  # what the old link had still to say: it is closed, so that is all
         destination = self._destinations[detour.source]
@@ -288,6 +329,8 @@ class Dispatcher:
         detour.taken.set()
 
     def _lose(self, source: int, code: int) -> None:
+        if source in self._dropped:
+            return
         if source in self._destinations:
             if self._card.is_held(source):
                 return  # its other streams

@@ -28,6 +28,15 @@ class Holding:
     dtype: str = ""
     coded: list[CodedPart] = field(default_factory=list)
     vaults: list[Vault] = field(default_factory=list)  # that its parts use
+    extents: dict[int, Extent] = field(default_factory=dict)  # part -> where ranks here read its result, if they do
+    arriving: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> where its owner writes it, by parity
+
+    def absorb(self, other: Holding) -> None:
+        """Use what *other* does, too."""
+        self.bound += other.bound
+        self.places += other.places
+        self.coded += other.coded
+        self.arriving |= other.arriving
 
 
 @dataclass
@@ -40,6 +49,7 @@ class Generation:
     extents: dict[int, Extent] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     announced: bool = False
+    is_succession: bool = False  # of committed units: their owners change (`succession`)
 
     @property
     def names(self) -> set[str]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, UnitPlan
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
 from ..orchestration.partition import ITEM_NBYTES
 from ..orchestration.rows import ROWS, part_rows
 from ..pyx.engine import Engine
@@ -27,16 +28,19 @@ from .vaults import Vault, Vaults
 
 
 class Installation:
-    """What becomes of one *plan* here. Lives while its generation is prepared; parameters are `Wiring`'s.
+    """What becomes of one plan here. Lives while its generation is prepared; parameters are `Wiring`'s, but for
+
+    *room*, bytes by kind of arena that will be allocated, and *purpose*, which errors name.
 
     Raises
     ------
     CapacityError
-        If the machine cannot hold the plan; nothing was allocated.
+        If the machine cannot hold so much; nothing was allocated.
     """
 
     def __init__(self, me: NodeInfo, engine: Engine, regions: Regions, links: Mapping[int, Link],
-                 sources: Mapping[int, int], standing: Standing, vaults: Vaults, plan: Plan, sums: bool) -> None:
+                 sources: Mapping[int, int], standing: Standing, vaults: Vaults, sums: bool, room: dict[str, int],
+                 purpose: str) -> None:
         self._me = me
         self._engine = engine
         self._regions = regions
@@ -45,25 +49,20 @@ class Installation:
         self._standing = standing
         self._vaults = vaults
         self._sums = sums
-        self._room = room = standing.room(plan)  # bytes that are not allocated yet, by kind of arena
+        self._room = room  # what is not allocated yet
         wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
                                                           regions.frames, regions.states, regions.stores)]
         shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
-        regions.require(wanted, f"generation {plan.generation} on node {me.index} ({shown} bytes)")
+        regions.require(wanted, f"{purpose} on node {me.index} ({shown} bytes)")
 
     def put(self, unit: UnitPlan, generation: Generation, holding: Holding) -> None:
         """Allocate for *unit*, bind what is written to this node, tell the engine; note all of it in *holding* at once:
         what fails half way is given back like the rest.
         """
-        from .. import kernels
-        from . import no_sum  # compiles: not before somebody needs a sum
-
         holding.ranks = unit.ranks
         coded = self._standing.is_coded(unit)
         if coded:
             holding.codec, holding.dtype = unit.codec, unit.dtype
-        op = "sum" if unit.op == ROWS else unit.op
-        kernel = kernels.address(unit.dtype, op) if self._sums else no_sum.address()
         here = [part for part in unit.parts if self._standing.appears_here(unit, part)]
         even_nbytes = sum(page_round(part.nbytes) for part in here)
         # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
@@ -77,11 +76,13 @@ class Installation:
                 at = Place(at.segment, at.offset + step, at.address + step)
             if part.owner != self._me.index and not self._standing.members_of(unit.ranks).local:
                 continue
-            codec = self._codec(unit, part, holding) if coded else None
             if part.owner == self._me.index:
-                self._own(unit, part, kernel, outputs, holding, codec)
+                arguments, vault = self.owned(unit, part, outputs, holding)
+                self._engine.add_owned(part.part, **arguments)
+                if vault is not None:
+                    vault.is_engaged = True
             else:
-                self._join_in(unit, part, kernel, outputs, holding, codec)
+                self._join_in(unit, part, outputs, holding)
             holding.parts.append(part)
 
     def _codec(self, unit: UnitPlan, part: PartPlan, holding: Holding) -> PartCodec:
@@ -97,8 +98,12 @@ class Installation:
         return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
             error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
 
-    def _own(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
-             codec: PartCodec | None) -> None:
+    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding
+              ) -> tuple[dict[str, Any], Vault | None]:
+        """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
+        one: allocated, and bound to the lanes of those who write here.
+        """
+        codec = self._codec(unit, part, holding) if self._standing.is_coded(unit) else None
         if codec is not None:
             codec = codec._replace(frames=self._frames(part, self._regions.frames, holding))
         members = self._standing.members_of(unit.ranks)
@@ -112,7 +117,7 @@ class Installation:
             if link is not None:
                 nbytes = part.nbytes if codec is None else part.wire_nbytes
                 slot = self._allocate(holding, self._regions.slots, nbytes).address
-                self._bind(holding, link, unit, part, slot, slot, codec is not None)
+                bind(holding, link, unit, part, (slot, slot), codec is not None)
             (before if index < self._me.index else after).append((self._sources[index], slot))
         vault: Vault | None = None
         if unit.store is not None:
@@ -120,26 +125,31 @@ class Installation:
             holding.vaults.append(vault)
             if vault.n_users == 1:  # made just now
                 self._room["store"] -= page_round(vault.nbytes)
-        self._engine.add_owned(
-            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, divisor=members.n_ranks if unit.average else 1, before=before, local=list(members.local),
-            after=after, outputs=outputs, to_wire=bool(members.wired),
+        return dict(
+            nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+            kernel=self._kernel(unit), divisor=members.n_ranks if unit.average else 1, before=before,
+            local=list(members.local), after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[index] for index, link in sorted(self._links.items())
                        if isinstance(link, ShmLink) and index in members.nodes],
             codec=codec, rows=_rows(unit, part), store=vault.handle if vault is not None else 0,
-        )
-        if vault is not None:
-            vault.is_engaged = True
+        ), vault
 
-    def _join_in(self, unit: UnitPlan, part: PartPlan, kernel: int, outputs: tuple[int, int], holding: Holding,
-                 codec: PartCodec | None) -> None:
+    def results(self, part: PartPlan, holding: Holding) -> tuple[int, int]:
+        """Return addresses of new memory for the result of *part*, by parity."""
+        nbytes = page_round(part.nbytes)
+        at = self._allocate(holding, self._regions.results, 2 * nbytes).address
+        return at, at + nbytes
+
+    def _join_in(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding) -> None:
+        codec = self._codec(unit, part, holding) if self._standing.is_coded(unit) else None
         link = wire(self._links[part.owner])
         arriving = outputs
         if codec is not None and link is not None:
             arriving = self._frames(part, self._regions.slots, holding)
             codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
-            self._bind(holding, link, unit, part, *arriving, codec is not None)
+            bind(holding, link, unit, part, arriving, codec is not None)
+            holding.arriving[part.part] = arriving
         partial = Place(0, 0, 0)
         if nbytes := self._standing.partial_nbytes(unit, part):
             partial = self._allocate(holding, self._regions.partials, nbytes)
@@ -147,8 +157,9 @@ class Installation:
             codec = codec._replace(frame=partial.address)
         self._engine.add_member(
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=kernel, local=list(self._standing.members_of(unit.ranks).local), owner=self._sources[part.owner],
-            partial=(partial.address, partial.segment, partial.offset), codec=codec, rows=_rows(unit, part),
+            kernel=self._kernel(unit), local=list(self._standing.members_of(unit.ranks).local),
+            owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
+            rows=_rows(unit, part),
         )
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -165,12 +176,18 @@ class Installation:
         at = self._allocate(holding, arena, 2 * nbytes).address
         return at, at + nbytes
 
-    @staticmethod
-    def _bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, even: int, odd: int, coded: bool
-              ) -> None:
-        link.bind(part.part, even, odd, part.wire_nbytes if coded else part.nbytes, unit.n_streams,
-                  coded or unit.op == ROWS)
-        holding.bound.append((link.index, part.part))
+    def _kernel(self, unit: UnitPlan) -> int:
+        from .. import kernels
+        from . import no_sum  # compiles: not before somebody needs a sum
+
+        op = "sum" if unit.op == ROWS else unit.op
+        return kernels.address(unit.dtype, op) if self._sums else no_sum.address()
+
+
+def bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool) -> None:
+    """Expect *part* over *link* at these addresses, by parity, and note it in *holding*."""
+    link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS)
+    holding.bound.append((link.index, part.part))
 
 
 def _rows(unit: UnitPlan, part: PartPlan) -> tuple[int, int, int, int] | None:

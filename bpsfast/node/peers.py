@@ -21,7 +21,7 @@ from ..orchestration import forecast, messages, rates
 from ..orchestration.errors import PeerLostError, ProtocolError
 from ..pyx.engine import NOBODY
 from ..settings import Settings
-from ..transport import Peering, TalkingLink, nic_probe, rdma, shm
+from ..transport import Peering, TalkingLink, nic_probe, rdma, shm, talking
 from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
@@ -58,6 +58,7 @@ class Peers:
         self._detours: Detours | None = None
         self._welcome: messages.Welcome | None = None
         self._lost_peers: set[int] = set()
+        self._parted: set[int] = set()  # with whom the whole job has parted
 
     def welcomed(self, message: messages.Welcome) -> None:
         """Begin to connect."""
@@ -83,6 +84,17 @@ class Peers:
     def source_lost_soon(self, source: int, code: int) -> None:
         """Hear, from any thread, that the engine or a lane gave *source* up; *code* is an errno."""
         self._loop.call_soon(lambda: self._source_lost(source, code))
+
+    def part_with(self, index: int) -> None:
+        """Watch and expect node *index* no more: the job goes on without it."""
+        self._parted.add(index)
+        link = self._node.vertex.links.get(index)
+        if link is not None and (talking_link := talking(link)) is not None:
+            self._loop.forget(talking_link.channel.fileno())
+        if isinstance(link, shm.ShmLink):
+            self._loop.forget(link.pidfd)
+        if self._detours is not None:
+            self._detours.forget(index)
 
     def close(self) -> None:
         """Stop connecting; close what was not handed on."""
@@ -166,6 +178,8 @@ class Peers:
             rubbish = f"{who} announced or sent what fits no partition ({what})"
             self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), who)
             return
+        if index in self._parted:
+            return
         reason = f"its data connection ended ({self._node.vertex.why_lost(index, code)})"
         if self._detours is None or not self._detours.begin(index, reason):
             self._lost(index, reason)
@@ -183,4 +197,9 @@ class Peers:
         log.info("node %d (%s) is lost: %s", index, host, reason)
         self._node.send(messages.Lost(who=f"node {index}", reason=reason))
         error = PeerLostError(f"node {index} ({host}) is lost: {reason}")
-        self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._node.fail(error, tell=False))
+        self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
+
+    def _without_word(self, index: int, error: PeerLostError) -> None:
+        """End the job unless the scheduler has said meanwhile that it goes on without node *index*."""
+        if index not in self._parted:
+            self._node.fail(error, tell=False)

@@ -58,6 +58,18 @@ class Plans:
         self._vertex.peer_said(link, message, fds, self._generation)
         self._announce()
 
+    def await_for(self, generation: Generation) -> None:
+        """Answer Ready for *generation*, which is prepared, once peers have said what they have to."""
+        self._generation = generation
+        self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(generation.plan))
+        self._announce()
+
+    def forget(self) -> None:
+        """Expect no commit any more: what was prepared and not committed is given back."""
+        if self._generation is not None and not self._generation.is_succession:
+            self._vertex.wiring.drop(self._generation)
+        self._generation = None
+
     def without(self, index: int) -> None:
         """Expect nothing more from node *index* on its channel."""
         if self._generation is not None:

@@ -141,6 +141,7 @@ class Regions:
         self._arenas: list[Arena] = []
         self._kinds: list[str] = []
         self._registrar: Registrar | None = None
+        self._adopted: list[Segment] = []
         self.partials = self.arena("partial")
         self.slots = self.arena("slot")
         self.results = self.arena("result", pool=False)
@@ -185,6 +186,12 @@ class Regions:
             if kind not in _UNSENT:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
+
+    def adopt(self, segment: Segment) -> None:
+        """Take over memory that a lost peer has left: written from now on, by peers too, and closed in the end."""
+        self._adopted.append(segment)
+        if self._registrar is not None:
+            self._registrar.register("result", segment)
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Return the bytes of segments per kind: input, partial, slot, result, frame, state, store."""
@@ -244,8 +251,8 @@ class Regions:
             Somebody still holds memory; what nobody holds is unmapped.
         """
         with contextlib.ExitStack() as last:
-            for chunk in self._chunks:
-                last.callback(chunk.segment.close)
+            for segment in (*(chunk.segment for chunk in self._chunks), *self._adopted):
+                last.callback(segment.close)
 
     def _require(self, nbytes: int, purpose: str) -> None:
         if self._max_nbytes and self.nbytes + nbytes > self._max_nbytes:

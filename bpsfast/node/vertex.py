@@ -27,12 +27,15 @@ from .dispatch import Dispatcher
 from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
+from .succession import Succession
 from .wiring import Wiring
 
 log = logging.getLogger("bpsfast.node")
 
 #: A kernel takes milliseconds; one that takes this long is stuck.
 _FREEZE_TIMEOUT_S = 30.0
+#: A process that was killed ends at once, unless the kernel is in its way.
+_END_TIMEOUT_S = 5.0
 #: Counters of a wire that go on when another link takes its place.
 _ADDED_UP = ("bytes_sent", "bytes_received", "writes_sent", "writes_received")
 
@@ -67,6 +70,7 @@ class Vertex:
         self._source_of: dict[int, int] = {}
         self._records: list[bytes] = []
         self._moved: dict[int, dict[str, int]] = {}
+        self._left: list[shm.ShmLink] = []  # by lost nodes of this host: their memory stays in use
         self._stopped = False
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
@@ -209,14 +213,18 @@ class Vertex:
                 os.close(fd)
             raise ProtocolError(f"node {link.index} sent {type(message).__name__} with {len(fds)} descriptors")
 
+    def freeze(self, purpose: str) -> None:
+        """Sum and pass on nothing until a commit; `StallError`, which names the *purpose*, if a kernel does not end."""
+        try:
+            self.engine.freeze(_FREEZE_TIMEOUT_S)
+        except TimeoutError as exc:
+            raise StallError(f"{purpose}: {exc}") from exc
+
     def commit(self, generation: Generation, order: tuple[int, ...]) -> None:
         """Freeze, look, commit: from now on the parts of *generation* are summed, all in the policy's *order*."""
         engine = self.engine
         assert self._dispatcher is not None
-        try:
-            engine.freeze(_FREEZE_TIMEOUT_S)
-        except TimeoutError as exc:
-            raise StallError(f"generation {generation.plan.generation} cannot be committed: {exc}") from exc
+        self.freeze(f"generation {generation.plan.generation} cannot be committed")
         if log.isEnabledFor(logging.DEBUG):
             under_way = sum(1 for part in engine.report() if part[1])
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
@@ -224,6 +232,49 @@ class Vertex:
         self.wiring.committed(generation)
         self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares, self.wiring.readers)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
+        engine.commit(engine.generation + 1, order)
+
+    def exclude(self, index: int) -> None:
+        """Part for good with node *index*, which is lost: nothing of it reaches this node any more. While frozen.
+
+        Raises
+        ------
+        PeerLostError
+            If that is not certain: it may still write into memory here.
+        """
+        link = self.links.get(index)
+        if link is None:
+            return  # neither of the two has ranks
+        source = self._source_of[index]
+        assert self._dispatcher is not None
+        self._dispatcher.drop(source)
+        if isinstance(link, shm.ShmLink):
+            link.end_process(_END_TIMEOUT_S)
+            self._left.append(link)
+        else:
+            self._close_wire(link)
+        self.engine.detach(source)
+        self.wiring.bereave(link)
+        del self.links[index]
+
+    def _close_wire(self, link: WireLink) -> None:
+        self._records += link.traces() if self._limits.trace_capacity else []
+        link.close()
+        if isinstance(link, rdma.RdmaLink):
+            self.rails.settle()
+            if not link.sealed:
+                raise PeerLostError(f"node {link.index} is lost, and a queue pair to it could not be destroyed: it may "
+                                    "still write into this node's memory")
+
+    def succeed(self, generation: Generation, succession: Succession, order: tuple[int, ...]) -> None:
+        """Commit a frozen engine to new owners of parts whose owners were excluded."""
+        engine = self.engine
+        assert self._dispatcher is not None
+        self.wiring.succeeded(generation)
+        self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares, self.wiring.readers)
+        succession.begin()
+        for loan in succession.loans:
+            self._dispatcher.lend(loan)
         engine.commit(engine.generation + 1, order)
 
     def retire(self, units: Sequence[int]) -> None:
@@ -332,7 +383,7 @@ class Vertex:
 
         What cannot be closed keeps nothing else open: its error comes when all others are closed.
         """
-        for link in self.talking_links():
+        for link in (*self.talking_links(), *self._left):
             link.close()
         # The last references: the engine's exports of board and doorbell end with them.
         self._engine = self._dispatcher = self._wiring = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..orchestration.errors import ProtocolError
-from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..trace import Part
@@ -21,6 +21,7 @@ from .generation import Generation, Holding
 from .installation import Installation
 from .regions import Chunk, Regions
 from .standing import Standing
+from .succession import Estate, Succession
 from .vaults import Vaults
 
 
@@ -53,6 +54,7 @@ class Wiring:
         self._shared: set[int] = set()
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
+        self._estates: dict[int, Estate] = {}  # of nodes of this host that are lost
         self._vaults = Vaults(engine, regions.stores)
         self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
@@ -82,8 +84,7 @@ class Wiring:
         CapacityError
             If the machine cannot hold it; nothing of it was kept.
         """
-        installation = Installation(self._me, self._engine, self._regions, self._links, self._sources, self._standing,
-                                    self._vaults, plan, self._sums)
+        installation = self._installation(self._standing.room(plan), f"generation {plan.generation}")
         generation = Generation(plan)
         try:
             for unit in plan.units:
@@ -101,6 +102,10 @@ class Wiring:
             self._take(generation, index, message)
         return generation
 
+    def _installation(self, room: dict[str, int], purpose: str) -> Installation:
+        return Installation(self._me, self._engine, self._regions, self._links, self._sources, self._standing,
+                            self._vaults, self._sums, room, purpose)
+
     def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
         """Note where node *index* keeps its results, or its slots; it may be ahead of our own plan."""
         if generation is not None and generation.plan.generation == message.generation:
@@ -111,7 +116,7 @@ class Wiring:
     def drop(self, generation: Generation) -> None:
         """Forget a generation that was refused: its parts and its memory."""
         for holding in generation.holdings.values():
-            for part in holding.parts:
+            for part in holding.parts if not generation.is_succession else ():
                 self._engine.remove(part.part)
             self._give_back(holding)
         self._early.pop(generation.plan.generation, None)
@@ -119,6 +124,8 @@ class Wiring:
     def committed(self, generation: Generation) -> None:
         """Remember the names of the parts, for traces, where their units begin, and what is written to whom."""
         for unit in generation.plan.units:
+            generation.holdings[unit.unit].extents = {
+                part.part: generation.extents[part.part] for part in unit.parts if part.part in generation.extents}
             for number, part in enumerate(unit.parts):
                 self.first_parts[part.part] = unit.parts[0].part
                 self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
@@ -162,6 +169,66 @@ class Wiring:
         if holding is None or holding.codec is None:
             return None
         return CodedState(self._engine, self._me.index, holding.codec, holding.dtype, holding.coded)
+
+    # -- when a node is lost ------------------------------------------------------------------------------
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The nodes that this one shares memory with, those included that are lost."""
+        return tuple(sorted({*(link.index for link in self._shm_links()), *self._estates}))
+
+    def bereave(self, link: Link) -> None:
+        """Know that the node behind *link*, which is closed or whose process is gone, is lost; keep what it leaves."""
+        if isinstance(link, ShmLink):
+            self._estates[link.index] = Estate(link, self._regions)
+        self.shares.pop(self._sources[link.index], None)
+        for holding in self._holdings.values():
+            holding.bound = [bound for bound in holding.bound if bound[0] != link.index]
+
+    def progress(self, lost: Sequence[int]) -> tuple[tuple[int, int, int, int], ...]:
+        """Return, of partitions that *lost* nodes owned and ranks here push, what `Frozen` says of them."""
+        return tuple((part.part, *self._engine.progress(part.part), holding.extents[part.part].node)
+                     for holding in self._holdings.values() if holding.extents
+                     for part in holding.parts if part.owner in lost)
+
+    def prepare_succession(self, message: Recover) -> tuple[Generation, Succession]:
+        """Allocate and bind what the new owners of *message* need here; raises as `prepare`."""
+        generation = Generation(Plan(generation=message.generation, units=message.units), is_succession=True)
+        succession = Succession(self._me, self._engine, self._links, self._sources, self._standing, self._holdings,
+                                self._regions, self._estates, message)
+        try:
+            succession.prepare(generation, self._installation)
+        except BaseException:
+            self.drop(generation)
+            raise
+        for wired in self._rdma_links():
+            wired.announce(message.generation)
+        generation.awaited = {link.index for link in self._rdma_links()}
+        for index, said in self._early.pop(message.generation, ()):
+            self._take(generation, index, said)
+        return generation, succession
+
+    def succeeded(self, generation: Generation) -> None:
+        """Count on the new owners of a generation that `prepare_succession` has made."""
+        for unit in generation.plan.units:
+            fresh = generation.holdings.get(unit.unit)
+            holding = self._holdings[unit.unit]
+            mine = {part.part for part in holding.parts}
+            if fresh is not None:
+                holding.absorb(fresh)
+                mine |= {part.part for part in fresh.parts}
+            holding.parts = [part for part in unit.parts if part.part in mine]
+            for number, part in enumerate(unit.parts):
+                known = self.parts.get(part.part)
+                if known is not None and known.owner == part.owner:
+                    continue
+                self.first_parts[part.part] = unit.parts[0].part
+                self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
+                written_to = self._written_to(unit.ranks, part)
+                if part.owner == self._me.index:
+                    self.readers[part.part] = written_to
+                for source in written_to:
+                    self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""

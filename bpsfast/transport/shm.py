@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -149,6 +151,22 @@ class ShmLink:
                                 f"instead of {message.nbytes}")
         self.segments[message.segment] = mapped
         return mapped
+
+    def end_process(self, timeout_s: float) -> None:
+        """Kill the peer's process, if it is not dead, and wait until it is: it writes nothing any more.
+
+        Raises
+        ------
+        PeerLostError
+            If it does not end within *timeout_s*.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        if not ended.poll(timeout_s * 1000):
+            raise PeerLostError(f"node {self.index} is lost, but its process does not end within {timeout_s:g} s of "
+                                "SIGKILL: it may still write into memory that is shared with this node")
 
     def close(self) -> None:
         """Unmap and close everything. Only after the engine has ended."""

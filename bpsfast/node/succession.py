@@ -1,0 +1,156 @@
+"""What becomes here of partitions whose owner is lost: who sums them from now on, and what is owed of the last round.
+
+Prepared whole before anybody is told `Ready`, while the engine is frozen; `begin` at the commit. Where ranks read
+results does not change: an owner behind a wire writes them into this node's memory, as the lost one did; and what was
+read in the memory of a lost node of this host is read there still, and written there by the new owner (`Estate`).
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..orchestration import messages
+from ..orchestration.errors import ProtocolError
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
+from ..orchestration.rows import ROWS
+from ..pyx.engine import NOBODY, Engine
+from ..pyx.pages import Segment
+from ..transport import Link, wire
+from ..transport.shm import ShmLink
+from .dispatch import Loan
+from .generation import Generation, Holding
+from .installation import Installation, bind
+from .regions import Regions, page_round
+from .standing import Standing
+
+
+class Estate:
+    """The memory that a lost node of this host has left: it lasts for as long as somebody has it mapped.
+
+    Nobody else writes there: the lost process was killed, if it was not dead, before anything is taken over.
+    """
+
+    def __init__(self, link: ShmLink, regions: Regions) -> None:
+        self._link = link
+        self._regions = regions
+        self._taken: dict[int, Segment] = {}
+
+    def address(self, number: int) -> int:
+        """Return where its segment *number* begins here, to be written to."""
+        if number not in self._taken:
+            segment = Segment.attach(os.dup(self._link.segments[number].fileno()), writable=True, populate=False)
+            self._regions.adopt(segment)
+            self._taken[number] = segment
+        return self._taken[number].address
+
+
+class Succession:
+    """One `Recover`, carried out. Parameters are those of `Wiring`, which makes it; *holdings*: of committed units."""
+
+    def __init__(self, me: NodeInfo, engine: Engine, links: Mapping[int, Link], sources: Mapping[int, int],
+                 standing: Standing, holdings: Mapping[int, Holding], regions: Regions, estates: Mapping[int, Estate],
+                 message: Recover) -> None:
+        self._me = me
+        self._engine = engine
+        self._links = links
+        self._sources = sources
+        self._standing = standing
+        self._holdings = holdings
+        self._regions = regions
+        self._estates = estates
+        self._message = message
+        self._owned: list[tuple[messages.Succession, dict[str, Any]]] = []
+        self._followed: list[messages.Succession] = []
+        #: What this node has to send others once the commit has come.
+        self.loans: list[Loan] = []
+
+    def prepare(self, generation: Generation, installation: Callable[[dict[str, int], str], Installation]) -> None:
+        """Allocate and bind; what is used is noted in *generation* at once. Raises `CapacityError`."""
+        of = {each.part: each for each in self._message.successions}
+        changed = [(unit, part, of[part.part]) for unit in self._message.units for part in unit.parts
+                   if part.part in of]
+        made = installation(self._room([(unit, part) for unit, part, _ in changed]),
+                            f"the succession in epoch {self._message.epoch}")
+        for unit, part, succession in changed:
+            here = bool(self._standing.members_of(unit.ranks).local)
+            if part.owner != self._me.index and not here:
+                continue
+            holding = generation.holdings.setdefault(unit.unit, Holding(ranks=unit.ranks))
+            coded = self._standing.is_coded(unit)
+            if coded:
+                holding.codec, holding.dtype = unit.codec, unit.dtype
+            if part.owner == self._me.index:
+                outputs = self._results_at(unit, part) if here else made.results(part, holding)
+                arguments, _ = made.owned(unit, part, outputs, holding)
+                self._owned.append((succession, arguments))
+                holding.parts.append(part)
+            else:
+                self._followed.append(succession)
+                self._expect(unit, part, part.owner, holding, coded)
+            if self._me.index in succession.lacking and succession.keeper != part.owner:
+                self._expect(unit, part, succession.keeper, holding, coded)
+            if self._me.index == succession.keeper:
+                self._lend(unit, part, succession, coded)
+
+    @property
+    def parts(self) -> set[int]:
+        """The partitions that change hands."""
+        return {each.part for each in self._message.successions}
+
+    def begin(self) -> None:
+        """Let the engine go on with the new owners; it is frozen. The dispatcher knows them already."""
+        for succession, arguments in self._owned:
+            self._engine.add_owned(succession.part, **arguments, kept_round=succession.kept_round)
+        for succession in self._followed:
+            keeper = self._sources[succession.keeper] if self._me.index in succession.lacking else NOBODY
+            self._engine.follow(succession.part, self._sources[succession.owner], succession.kept_round, keeper)
+
+    # -- innards ------------------------------------------------------------------------------------------
+
+    def _room(self, changed: list[tuple[UnitPlan, PartPlan]]) -> dict[str, int]:
+        """Return the bytes to be allocated here, by the kinds of `Regions`: what a new owner needs."""
+        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
+        for unit, part in changed:
+            if part.owner != self._me.index:
+                continue
+            coded, members = self._standing.is_coded(unit), self._standing.members_of(unit.ranks)
+            wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
+            room["result"] += 0 if members.local else 2 * page_round(part.nbytes)
+            room["slot"] += wire_nbytes * len(members.wired)
+            room["frame"] += 2 * wire_nbytes * coded
+        return room
+
+    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, holding: Holding, coded: bool) -> None:
+        """Let *node* write what is owed of *part*, if it is reached over a wire and may not do so yet."""
+        link = wire(self._links[node])
+        known = self._holdings[unit.unit]
+        if link is not None and (node, part.part) not in (*known.bound, *holding.bound):
+            bind(holding, link, unit, part, self._arriving_at(unit, part), coded)
+
+    def _arriving_at(self, unit: UnitPlan, part: PartPlan) -> tuple[int, int]:
+        """Return where results of *part* are written by their owner, by parity: they are frames if it is compressed."""
+        known = self._holdings[unit.unit].arriving.get(part.part)
+        return known if known is not None else self._results_at(unit, part)
+
+    def _results_at(self, unit: UnitPlan, part: PartPlan) -> tuple[int, int]:
+        """Return where ranks of this node read results of *part*, by parity."""
+        extent = self._holdings[unit.unit].extents[part.part]
+        begin = self._begin_of(extent)
+        return begin + extent.offset_even, begin + extent.offset_odd
+
+    def _begin_of(self, extent: Extent) -> int:
+        if extent.node == self._me.index:
+            return self._regions.chunk(extent.segment).segment.address
+        if extent.node not in self._estates:
+            raise ProtocolError(f"results lie in the memory of node {extent.node}, which is not lost: our bug")
+        return self._estates[extent.node].address(extent.segment)
+
+    def _lend(self, unit: UnitPlan, part: PartPlan, succession: messages.Succession, coded: bool) -> None:
+        address = self._arriving_at(unit, part)[succession.kept_round & 1]
+        nbytes = part.nbytes
+        if coded or unit.op == ROWS:  # a frame: its first eight bytes say how many follow
+            nbytes = ctypes.c_uint64.from_address(address).value + 8
+        self.loans += [Loan(self._sources[node], part.part, succession.kept_round, address, nbytes)
+                       for node in succession.lacking]

@@ -1,0 +1,161 @@
+"""A helper is lost: which round of what it summed is kept, and who sums it from now on. Pure.
+
+What a step's truth is made of lies with the ranks until its result has been read (DESIGN.md, "When a helper is lost"),
+so nothing is rolled back. Of each partition that the lost one owned the survivors say which round they passed on last,
+and which is complete with them. Rounds are synchronous: nobody begins one before the one before is complete with
+it, and nobody completes one that somebody has not passed on. So if the latest complete round anywhere is k,
+
+    complete with a node    k, or k - 1: then it lacks the result of k, which a node that has it sends it: it is kept
+    passed on by a node     k, or k + 1: then it passes that on again, to the new owner, from where its inputs still are
+
+and all who are left go on with the bits that an undisturbed job has.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from .errors import PeerLostError, ProtocolError
+from .messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
+
+_ROUNDS = 1 << 32
+
+
+class Recovery:
+    """One change of epoch under way: who has stopped, then who is ready for the new owners.
+
+    Parameters
+    ----------
+    lost, survivors
+        Node indices: who is lost since the last epoch, and who is to take part.
+    deadline
+        When to give up, on the job's clock.
+    """
+
+    def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float
+                 ) -> None:
+        self.epoch = epoch
+        self.lost = frozenset(lost)
+        self.reason = reason
+        self.deadline = deadline
+        self.generation = 0
+        self.units: Sequence[UnitPlan] = ()  # with their new owners
+        self._survivors = frozenset(survivors)
+        self._reports: dict[int, Frozen] = {}
+        self._ready: set[int] = set()
+
+    def frozen(self, node: int, message: Frozen) -> bool:
+        """Take the word of *node* that it has stopped; whether it was the last. Late words are ignored."""
+        if message.epoch != self.epoch or self.generation:
+            return False
+        self._reports[node] = message
+        return self._reports.keys() >= self._survivors
+
+    def ready(self, node: int, generation: int) -> bool:
+        """Take the word of *node* that it is prepared; whether it was the last. Late words are ignored."""
+        if not self.generation or generation != self.generation:
+            return False
+        self._ready.add(node)
+        return self._ready >= self._survivors
+
+    @property
+    def missing(self) -> list[int]:
+        """The nodes that have not answered."""
+        return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
+
+    def heirs(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo]) -> list[Heir]:
+        """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
+
+        Raises
+        ------
+        PeerLostError
+            If nobody can go on with one of them.
+        ProtocolError
+            If what nodes say contradicts what they can have done.
+        """
+        said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
+                for node, report in self._reports.items()}
+        near = {node: set(report.near) for node, report in self._reports.items()}
+        found = []
+        for unit in units:
+            ranks = set(unit.ranks)
+            members = [node.index for node in nodes if node.ranks and (not ranks or ranks & set(node.ranks))]
+            helpers = [node.index for node in nodes if not node.ranks]
+            for part in unit.parts:
+                if part.owner not in self.lost:
+                    continue
+                unheard = [node for node in members if part.part not in said.get(node, {})]
+                if unheard:
+                    raise ProtocolError(f"nodes {unheard} say nothing of partition {part.part} of {unit.name!r}, which "
+                                        "their ranks push")
+                found.append(_heir(unit, part, {node: said[node][part.part] for node in members},
+                                   [node for node in helpers if node in self._survivors], near))
+        return found
+
+
+class Heir:
+    """A partition without an owner: `candidates` for it, and all else of its `Succession`."""
+
+    def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
+                 lacking: Sequence[int]) -> None:
+        self.unit = unit
+        self.part = part
+        self.candidates = list(candidates)
+        self.kept_round = kept_round
+        self.keeper = keeper
+        self.lacking = tuple(lacking)
+
+    def succession(self, owner: int) -> Succession:
+        """Return how *owner* takes over."""
+        return Succession(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
+                          lacking=self.lacking)
+
+
+class _Progress(NamedTuple):
+    """One member's word on one partition, as in `Frozen`."""
+
+    passed_on: int
+    complete: int
+    place: int
+
+
+def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
+          near: Mapping[int, set[int]]) -> Heir:
+    """Return who can own *part*, of which *done* tells by member."""
+    kept = next(iter(done.values())).complete
+    for each in done.values():
+        kept = each.complete if _ahead(each.complete, kept) > 0 else kept
+    for node, each in done.items():
+        if _ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1):
+            raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
+                                f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
+    holders = [node for node, each in done.items() if each.complete == kept]
+    behind = [node for node in done if node not in holders]
+    # Who reads results in the lost owner's own memory has this one in place, and was only not told.
+    lacking = [node for node in behind if done[node].place != part.owner]
+    keepers = [node for node in holders if not near[node] & set(lacking)]
+    if lacking and not keepers:
+        raise PeerLostError(f"the result of round {kept} of partition {part.part} of {unit.name!r} cannot reach nodes "
+                            f"{lacking} from nodes {holders}, with which they share memory")
+    candidates = [node for node in holders if _reaches(node, done, near)] if unit.codec is None else []
+    if unit.codec is None or all(each.place != part.owner for each in done.values()):
+        candidates += [node for node in helpers if not any(node in near[member] for member in done)]
+    if not candidates:
+        why = (" (it is compressed, and no helper is left)" if unit.codec is not None
+               else " (some nodes read results where the lost one has put them, others do not)")
+        raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
+    return Heir(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking)
+
+
+def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, set[int]]) -> bool:
+    """Whether results of the member *owner* reach all *members* where they read those of the lost one.
+
+    Over a wire they are written anywhere. By shared memory they are read where the owner writes them.
+    """
+    return all(node == owner or node not in near[owner] or each.place == members[owner].place
+               for node, each in members.items())
+
+
+def _ahead(round_: int, than: int) -> int:
+    """Return by how much a round is ahead of another one; they are counted modulo 2^32."""
+    return (round_ - than + _ROUNDS // 2) % _ROUNDS - _ROUNDS // 2

@@ -1,0 +1,137 @@
+/* Succession: what becomes of a part whose owner is gone. Between a freeze and its commit, under the engine's own lock.
+ *
+ * Of such a part some round was completed last by anybody who is left: `after`. Its result is kept: who lacks it gets it
+ * from a keeper. The next round, if it has begun, is pushed again to the new owner, from where its inputs still are:
+ * a rank writes the next ones only once all of this round is complete (DESIGN.md, "When a helper is lost").
+ */
+#ifndef BPS_SUCCESSION_H
+#define BPS_SUCCESSION_H
+
+#include "table.h"
+
+enum { BPS_SUCCEEDED = 0, BPS_NOT_FROZEN = 1, BPS_NO_PART = 2, BPS_OTHER_ROUND = 3 };
+
+/* Hear nothing more of a source, and tell it nothing. */
+static inline int bps_detach(struct bps_core *core, uint32_t source)
+{
+    pthread_mutex_lock(&core->lock);
+    int is_frozen = core->frozen;
+    if (is_frozen)
+        core->sources[source].kind = BPS_CLOSED;
+    pthread_mutex_unlock(&core->lock);
+    return is_frozen ? BPS_SUCCEEDED : BPS_NOT_FROZEN;
+}
+
+/* Which rounds of a part were passed on from here, or summed, and are complete here. */
+static inline int bps_progress(struct bps_core *core, uint32_t index, uint32_t *passed_on, uint32_t *complete)
+{
+    pthread_mutex_lock(&core->lock);
+    int is_there = index < core->n_parts && core->parts[index].inputs != NULL;
+    if (is_there) {
+        *passed_on = core->parts[index].round;
+        *complete = bps_load(bps_board_word(core->board, index));
+    }
+    pthread_mutex_unlock(&core->lock);
+    return is_there ? BPS_SUCCEEDED : BPS_NO_PART;
+}
+
+/* Send the partial of the last round again: as it is where it was, or the only input. */
+static inline void bps_pass_on_again(struct bps_core *core, uint32_t index)
+{
+    struct bps_part *part = &core->parts[index];
+    struct bps_input *only = NULL;
+    uint32_t n_filled = 0;
+    for (uint32_t i = 0; i < part->n_inputs; i++)
+        if (!part->inputs[i].empty) {
+            n_filled++;
+            only = &part->inputs[i];
+        }
+    if (n_filled == 0)
+        bps_pass_on(core, index, part->round, 1, 0, 0, 0);
+    else if (n_filled == 1 && part->codec == NULL)
+        bps_pass_on(core, index, part->round, 0, only->segment, only->offset,
+                    (uint64_t)bps_resolve(core, only, part->nbytes));
+    else
+        bps_pass_on(core, index, part->round, 0, part->partial_segment, part->partial_offset, part->outputs[0]);
+}
+
+/* Whether a part has passed on `after` or the round that follows it: nothing else can be. */
+static inline int bps_is_at(const struct bps_part *part, uint32_t after)
+{
+    return part->round == after || part->round == after + 1;
+}
+
+/* A member's part has the new owner `owner`. What is complete up to `after` but not here comes from `keeper`; if that is
+ * BPS_NOBODY, it lies here already and was only not announced. */
+static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t owner, uint32_t after, uint32_t keeper)
+{
+    uint32_t *word = NULL;
+    pthread_mutex_lock(&core->lock);
+    struct bps_part *part = &core->parts[index];
+    int status = !core->frozen                                                          ? BPS_NOT_FROZEN
+                 : index >= core->n_parts || part->inputs == NULL || part->owned ? BPS_NO_PART
+                 : !bps_is_at(part, after)                                       ? BPS_OTHER_ROUND
+                                                                                 : BPS_SUCCEEDED;
+    if (status == BPS_SUCCEEDED) {
+        part->owner = owner;
+        if (part->codec != NULL)
+            part->codec->has_result = 0; /* not decoded yet: then it counts as not arrived */
+        part->is_kept = 0;
+        if (!bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
+            part->is_kept = keeper != BPS_NOBODY;
+            part->keeper = keeper;
+            part->kept_round = after;
+            if (keeper == BPS_NOBODY)
+                word = bps_publish(core, index, after, bps_nbytes_at(part, NULL));
+        }
+        if (part->round != after)
+            bps_pass_on_again(core, index);
+    }
+    pthread_mutex_unlock(&core->lock);
+    if (word != NULL)
+        bps_wake(word, INT_MAX);
+    return status;
+}
+
+/* Take over what a member of this node has pushed of a part. */
+static inline void bps_inherit(struct bps_part *fresh, const struct bps_part *old, uint32_t after)
+{
+    for (uint32_t i = 0; i < fresh->n_inputs; i++)
+        for (uint32_t j = 0; j < old->n_inputs; j++)
+            if (fresh->inputs[i].source == old->inputs[j].source) {
+                uint64_t slot = fresh->inputs[i].slot;
+                fresh->inputs[i] = old->inputs[j];
+                fresh->inputs[i].slot = slot;
+                fresh->inputs[i].arrived |= old->round != after;
+                fresh->n_missing -= fresh->inputs[i].arrived;
+            }
+    fresh->pass = old->pass;
+}
+
+/* This node owns the part from the round after `after` on: `fresh`, in the place of a member's part if there was one.
+ * What the latter had stays its memory's owner's. */
+static inline int bps_succeed(struct bps_core *core, uint32_t index, struct bps_part *fresh, uint32_t after)
+{
+    pthread_mutex_lock(&core->lock);
+    struct bps_part *old = &core->parts[index];
+    int status = !core->frozen                                                              ? BPS_NOT_FROZEN
+                 : old->inputs != NULL && (old->owned || old->generation > core->generation) ? BPS_NO_PART
+                 : old->inputs != NULL && !bps_is_at(old, after)                             ? BPS_OTHER_ROUND
+                                                                                             : BPS_SUCCEEDED;
+    if (status == BPS_SUCCEEDED) {
+        if (old->inputs != NULL) {
+            bps_inherit(fresh, old, after);
+            bps_part_free(old);
+        } else
+            bps_store(bps_board_word(core->board, index), after);
+        fresh->round = after;
+        fresh->generation = core->generation + 1;
+        *old = *fresh;
+        core->n_parts = core->n_parts > index + 1 ? core->n_parts : index + 1;
+        core->allocations++;
+    }
+    pthread_mutex_unlock(&core->lock);
+    return status;
+}
+
+#endif

@@ -1,0 +1,63 @@
+"""Training whose every sum is compared with a reading by NumPy, for jobs that lose somebody meanwhile."""
+from __future__ import annotations
+
+import functools
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+import bpsfast
+
+#: Bytes of each gradient: some are one partition, some many, so that every owner has parts of most of them.
+SIZES = (1000, 40_000, 700_000, 17 * 4, 200_000, 250_000)
+
+
+@functools.cache
+def base(rank: int, gradient: int) -> np.ndarray:
+    return np.random.default_rng((rank, gradient)).standard_normal(SIZES[gradient] // 4, dtype=np.float32)
+
+
+def pushed(rank: int, step: int, gradient: int) -> np.ndarray:
+    """What *rank* pushes: float32, so that its sum depends on the order of adding, and other in every step."""
+    return base(rank, gradient) * np.float32(1 + step / 7)
+
+
+def expected(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> np.ndarray:
+    """The sum by machine, ranks of each first: that grouping, and nothing else, its bits depend on."""
+    partials = [functools.reduce(np.add, (pushed(rank, step, gradient) for rank in ranks)) for ranks in machines]
+    return functools.reduce(np.add, partials)
+
+
+def train(machines: tuple[tuple[int, ...], ...], begin: int, end: int, path: str = "") -> list[str]:
+    """Push all gradients in each of the steps *begin* to *end*; return which sums were others than expected.
+
+    *path*: a file in which rank 0 says which step it has begun.
+    """
+    rank, wrong = bpsfast.rank(), []
+    for step in range(begin, end):
+        if path and rank == 0:
+            Path(path + ".new").write_text(str(step))
+            os.replace(path + ".new", path)
+        handles = [bpsfast.push_pull_async(pushed(rank, step, i), name=f"g{i}", average=False)
+                   for i in range(len(SIZES))]
+        for i, handle in enumerate(handles):
+            found, right = bpsfast.synchronize(handle), expected(machines, step, i)
+            if found.tobytes() != right.tobytes():
+                wrong.append(f"step {step}, gradient {i}: {np.count_nonzero(found != right)} of {len(right)} elements")
+    return wrong
+
+
+def until_step(path: Path, step: int, timeout_s: float = 40.0) -> None:
+    """Wait until rank 0 has begun *step*."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or int(path.read_text()) < step:
+        assert time.monotonic() < deadline, f"step {step} was not begun within {timeout_s:g} s"
+        time.sleep(0.002)
+
+
+def counts() -> tuple[int, int]:
+    """How often the node of this rank has gone on without somebody, and how many results it has lent others then."""
+    counters = bpsfast.stats().counters
+    return counters["recoveries"], counters["dispatch_lent"]
