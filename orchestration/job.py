@@ -422,7 +422,8 @@ class Job:
         self._recovery = Recovery(
             self._epoch, {index} if before is None else {index, *before.lost}, self._roster.alive,
             f"{before.reason}; {error}" if before is not None else str(error), now + self.settings.start_timeout_s)
-        farewell = m.Abort(error="PeerLostError", reason=f"the job goes on without this node: {error}")
+        farewell = m.Abort(error="PeerLostError", goes_on=True,
+                           reason=f"the job goes on without this node: {error}")
         return [(sender, farewell), *out, *self._to_all(m.Freeze(
             epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)), reason=self._recovery.reason))]
 

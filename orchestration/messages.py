@@ -531,10 +531,12 @@ class Departed(Message):
 
 
 class Abort(Message):
-    """The job is over: raise `error` with `reason` on every rank."""
+    """The job is over: raise `error` with `reason` on every rank. `goes_on`: for this node only, others go on without it.
+    """
 
     error: str
     reason: str
+    goes_on: bool = False
 
 
 class Finish(Message):

@@ -134,10 +134,13 @@ class Job:
         self.daemons[name].kill()
         self.daemons[name].wait(10)
 
-    def lose(self, name: str) -> None:
-        """``kill -9`` a daemon that the job goes on without: how it ended is not looked at in the end."""
-        self.kill_daemon(name)
-        del self.daemons[name]
+    def lose(self, *names: str) -> None:
+        """``kill -9`` daemons that the job goes on without: how they ended is not looked at in the end."""
+        lost = [self.daemons.pop(name) for name in names]
+        for process in lost:
+            process.kill()
+        for process in lost:
+            process.wait(10)
 
     # -- innards ---------------------------------------------------------------------------------------------------
 

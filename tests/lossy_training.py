@@ -37,9 +37,8 @@ def train(machines: tuple[tuple[int, ...], ...], begin: int, end: int, path: str
     """
     rank, wrong = bpsfast.rank(), []
     for step in range(begin, end):
-        if path and rank == 0:
-            Path(path + ".new").write_text(str(step))
-            os.replace(path + ".new", path)
+        if path:
+            say_step(path, step)
         handles = [bpsfast.push_pull_async(pushed(rank, step, i), name=f"g{i}", average=False)
                    for i in range(len(SIZES))]
         for i, handle in enumerate(handles):
@@ -47,6 +46,13 @@ def train(machines: tuple[tuple[int, ...], ...], begin: int, end: int, path: str
             if found.tobytes() != right.tobytes():
                 wrong.append(f"step {step}, gradient {i}: {np.count_nonzero(found != right)} of {len(right)} elements")
     return wrong
+
+
+def say_step(path: str, step: int) -> None:
+    """Write into the file at *path*, if this is rank 0, that *step* begins."""
+    if bpsfast.rank() == 0:
+        Path(path + ".new").write_text(str(step))
+        os.replace(path + ".new", path)
 
 
 def until_step(path: Path, step: int, timeout_s: float = 40.0) -> None:

@@ -23,6 +23,7 @@ class Kind(enum.Enum):
 
     RANK = "rank"
     DAEMON = "daemon"
+    HELPER = "helper"  # a daemon that the job can do without, once it has begun
 
 
 class Command(msgspec.Struct, frozen=True):

@@ -37,6 +37,9 @@ PLACE_VARIABLES = frozenset({
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL", "PS_HEARTBEAT_TIMEOUT",
 })
 
+#: What a node exits with that is lost to its job, while the job goes on.
+LEFT_BEHIND = 3
+
 _STARTER_GRACE_S = 5.0
 #: How often a process that waits for others' end says so.
 _REMARK_S = 30.0

@@ -86,7 +86,8 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
         host = machine.address if machine else job.node_host or ("" if python else _LOOPBACK)
         here = msgspec.structs.replace(job, node_id=name, node_index=index, local_size=n_local, node_host=host)
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
-        commands.append(_daemon("node", title, here, base, machine, python))
+        kind = Kind.DAEMON if n_local else Kind.HELPER
+        commands.append(_daemon("node", title, here, base, machine, python, kind))
         for local_rank in range(n_local):
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
             variables = {**({} if python else thread_defaults(mine.size)), **base, **environment(mine)}
@@ -171,9 +172,9 @@ def check_program(program: Sequence[str]) -> None:
 
 
 def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None,
-            python: str) -> Command:
+            python: str, kind: Kind = Kind.DAEMON) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
-    return Command(title, Kind.DAEMON, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine))
+    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine))
 
 
 def _via(machine: Machine | None) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import msgspec
 
 from .. import logs
 from .child import Children, Command, Kind, Place, Process, watch
+from .daemons import LEFT_BEHIND
 from .output import Output, Transcript
 
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
@@ -157,7 +158,9 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if process.code != 0 and self._phase in ("run", "failed", "leaving"):
+            if self._phase == "run" and _can_be_missed(process):
+                self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
+            elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
                 self._failed.append(process)
                 if self._phase != "failed":
                     self._enter("failed")
@@ -237,6 +240,12 @@ class Supervisor:
                 return process
             silent = silent or process
         return silent or (self._failed[0] if self._failed else None)
+
+
+def _can_be_missed(process: Process) -> bool:
+    """Whether the job goes on without *process*: the scheduler decides that, unless it has never come that far."""
+    code = process.code or 0
+    return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND)
 
 
 def _traceback_of(tail: Sequence[bytes], n_lines: int = 20) -> list[bytes]:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from .. import __version__, logs, transport
+from ..launch.daemons import LEFT_BEHIND
 from ..launch.reach import local_host, nobody_at
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
@@ -179,9 +180,13 @@ class Node:
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
+        # What a helper fails of the job survives, once it has begun.
+        self._leave(error, LEFT_BEHIND if tell and self._vertex.connected and not self._home.ranks else 1)
+
+    def _leave(self, error: BpsError, code: int) -> None:
         self._vertex.abort(error)
         self._home.abort(error)
-        self._end(1)
+        self._end(code)
 
     def heard(self) -> None:
         """Count a message of a peer."""
@@ -290,6 +295,11 @@ class Node:
 
     def _on_abort(self, message: messages.Abort) -> None:
         error = error_of(message.error, message.reason)
+        if message.goes_on:
+            if not self.ending:
+                log.warning("%s: %s", type(error).__name__, error)
+                self._leave(error, LEFT_BEHIND)
+            return
         # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
         quiet = bool(self._home.ranks) or isinstance(error, ClosedError)
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
