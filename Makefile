@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem bench expr1 expr3 setup system sshd mpi guest clean
+.PHONY: demo test test-guest test-ecosystem bench expr1 expr3 chaos soak setup system sshd mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -41,6 +41,16 @@ expr1: $(stamp)
 # The simulator beside the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
 expr3: $(stamp)
 	$(bin)/python -m bpsfast.bench.expr3
+
+# Jobs of which processes are killed and stopped: about ten seconds each. Ends with 0 if none hangs or sums anything wrong.
+SEEDS ?= 20
+chaos: $(stamp)
+	$(bin)/bpsfast bench chaos --seeds $(SEEDS)
+
+# One job that trains for so long: memory, descriptors and threads of its processes must not grow.
+MINUTES ?= 5
+soak: $(stamp)
+	$(bin)/bpsfast bench soak --minutes $(MINUTES)
 
 setup: $(stamp)
 

@@ -294,6 +294,32 @@ def bench_neighbour(**options: Any) -> None:
     neighbour.run(options)
 
 
+@bench.command("chaos")
+@click.option("--seeds", type=_COUNT, default=20, show_default=True, help="Trials, each a job of its own.")
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
+@bench_options.result()
+@errors_in_words
+def bench_chaos(**options: Any) -> None:
+    """Kill and stop processes of training jobs: every sum stays right, or the job ends in words, and never hangs."""
+    from .bench import chaos
+
+    if not chaos.run(options):
+        raise SystemExit(1)
+
+
+@bench.command("soak")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
+@click.option("--transport", type=click.Choice(["auto", "tcp", "shm"]), default="tcp", show_default=True)
+@bench_options.result()
+@errors_in_words
+def bench_soak(**options: Any) -> None:
+    """A job that trains for long: every sum is right, and memory, descriptors and threads of no process grow."""
+    from .bench import soak
+
+    if not soak.run(options):
+        raise SystemExit(1)
+
+
 @bench.command("ladder")
 @click.argument("peer", required=False, metavar="[HOST]")
 @click.option("--listen", is_flag=False, flag_value="", metavar="[ADDRESS]",

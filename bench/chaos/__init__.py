@@ -1,0 +1,61 @@
+"""bpsfast bench chaos: jobs to which something happens, and what their ranks have seen of it.
+
+Each seed is one trial: a job of real processes that trains, of which one or two are killed or stopped at a moment drawn
+at random (`scenario`). Ranks write a history (`rank`), an oracle reads it (`history`): the contribution of each rank is
+in every sum exactly once, or the job has ended with an error that names who is lost, soon after that could be known.
+Never a wrong sum, never a hang, never a crash.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..machine import describe
+from . import trial
+from .scenario import MAY_RAISE, MUST_RECOVER, draw
+
+_OUTCOMES = ("recovered", "raised", "late", "wrong", "crashed", "hung")
+
+
+def run(options: dict[str, Any]) -> bool:
+    """Run the trials of *options* (seeds, first, json_path); return whether all of them came out as they must.
+
+    The folder of a trial that did not is kept, and named.
+    """
+    console, counts = Console(), Counter[tuple[str, str]]()
+    rows, folders = [], Path(tempfile.mkdtemp(prefix="bpsfast-chaos-"))
+    bad = 0
+    for seed in range(options["first"], options["first"] + options["seeds"]):
+        scenario, folder = draw(seed), folders / f"seed_{seed}"
+        verdict = trial.run(scenario, folder)
+        counts[scenario.kind, verdict.outcome] += 1
+        rows.append(verdict.row())
+        if verdict.is_good:
+            shutil.rmtree(folder)
+        else:
+            bad += 1
+            console.print(f"seed {seed}: {scenario.kind}: {verdict.outcome}: {verdict.words} (kept: {folder})")
+    _show(console, counts)
+    if not bad:
+        shutil.rmtree(folders)
+    if options["json_path"]:
+        with open(options["json_path"], "w") as out:
+            for row in ({"machine": describe()}, *rows):
+                out.write(json.dumps(row) + "\n")
+    return not bad
+
+
+def _show(console: Console, counts: Counter[tuple[str, str]]) -> None:
+    table = Table("what happened", "must", *_OUTCOMES)
+    for kind in (*MUST_RECOVER, *MAY_RAISE):
+        of = [counts[kind, outcome] for outcome in _OUTCOMES]
+        if any(of):
+            table.add_row(kind, "recover" if kind in MUST_RECOVER else "recover or raise", *map(str, of))
+    console.print(table)

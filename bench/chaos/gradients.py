@@ -1,0 +1,33 @@
+"""What each rank pushes in each step of a trial, and the sums that must come of it: a reading by NumPy."""
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+#: Bytes of each gradient: of one partition and of many, so that every owner has some of them.
+SIZES = (1000, 40_000, 400_000, 68, 100_000)
+PARTITION_NBYTES = 16_384
+
+
+@functools.cache
+def _base(rank: int, gradient: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng((rank, gradient)).standard_normal(SIZES[gradient] // 4, dtype=np.float32)
+
+
+def pushed(rank: int, step: int, gradient: int) -> npt.NDArray[np.float32]:
+    """Return what *rank* pushes: of no two ranks or steps the same, so a sum shows whose inputs are in it."""
+    return _base(rank, gradient) * np.float32(1 + step / 7)
+
+
+def digest(array: npt.NDArray[np.float32]) -> str:
+    """Return a short name of these bits."""
+    return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
+
+
+def expected(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> str:
+    """Return the digest of the sum in which each rank's input is once: by machine, and ranks of one first."""
+    partials = [functools.reduce(np.add, (pushed(rank, step, gradient) for rank in ranks)) for ranks in machines]
+    return digest(functools.reduce(np.add, partials))

@@ -1,0 +1,80 @@
+"""The processes of a job on this machine, to be watched and struck one by one."""
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bpsfast import settings
+from bpsfast.launch import daemons, job
+from bpsfast.launch.child import Kind
+
+
+class Processes:
+    """Scheduler, nodes, helpers and ranks by name ("helper 0"); a context manager that leaves none.
+
+    Each rank runs ``python -m program FILE *arguments``, where FILE is its `path`; outputs are kept in *folder*, too.
+    *values*: settings of the job.
+    """
+
+    def __init__(self, folder: Path, ranks: tuple[int, ...], n_helpers: int, values: Mapping[str, object],
+                 program: str, *arguments: object) -> None:
+        self._folder = folder
+        self._popen: dict[str, subprocess.Popen[bytes]] = {}
+        shape = job.Shape(ranks=ranks, n_helpers=n_helpers)
+        try:
+            with daemons.reserve_port("127.0.0.1") as reserved:
+                commands = job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
+                                    {**os.environ, "OMP_NUM_THREADS": "1"}, reserved.getsockname(),
+                                    secrets.token_hex(32))
+                n_ranks = 0
+                for command in commands:
+                    argv = list(command.argv)
+                    if command.kind is Kind.RANK:
+                        argv += [str(self.path(n_ranks)), *map(str, arguments)]
+                        n_ranks += 1
+                    self._start(command.name, argv, command.environ)
+        except BaseException:
+            self._end()
+            raise
+
+    def path(self, rank: int) -> Path:
+        """Return the file that *rank* writes."""
+        return self._folder / f"rank_{rank}.jsonl"
+
+    def __getitem__(self, name: str) -> subprocess.Popen[bytes]:
+        return self._popen[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._popen)
+
+    def wait(self, deadline: float) -> dict[str, int | None]:
+        """Return the exit codes by name, None of those that have not ended by *deadline* (monotonic seconds)."""
+        codes: dict[str, int | None] = {}
+        for name, process in self._popen.items():
+            try:
+                codes[name] = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                codes[name] = None
+        return codes
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def _start(self, name: str, argv: list[str], environ: Mapping[str, str]) -> None:
+        with (self._folder / f"{name.replace(' ', '_')}.log").open("wb") as log:
+            self._popen[name] = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=log,
+                                                 stderr=subprocess.STDOUT)
+
+    def _end(self) -> None:
+        for process in self._popen.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()

@@ -1,0 +1,108 @@
+"""bpsfast bench soak: a job that trains for long, and what its processes hold meanwhile.
+
+Memory, descriptors and threads of every process are looked at all the time. Once it has warmed up nothing may grow:
+threads and descriptors not at all, memory by no more than the allocator's noise.
+"""
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from ..chaos.processes import Processes
+from ..machine import describe
+
+#: The first part of the time, in which caches fill and memory is touched for the first time.
+_WARM_UP = 0.2
+#: What two looks at a process that holds the same may differ by.
+_NOISE_NBYTES = 2 << 20
+#: All processes end within this after the last step.
+_END_S = 60.0
+_VALUES = {"timeout_s": 60, "start_timeout_s": 60}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one process held at one time: private resident bytes, open descriptors, threads."""
+
+    process: str
+    at_s: float
+    private_nbytes: int
+    n_fds: int
+    n_threads: int
+
+
+def run(options: dict[str, Any]) -> bool:
+    """Run the job for *options* (minutes, transport, json_path); return whether all sums were right and nothing grew.
+    """
+    console, seconds = Console(), 60.0 * options["minutes"]
+    with tempfile.TemporaryDirectory(prefix="bpsfast-soak-") as folder:
+        values = {**_VALUES, "transport": options["transport"]}
+        with Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
+            looks = _watch(processes, seconds)
+            codes = processes.wait(time.monotonic() + _END_S)
+            ends = [json.loads(processes.path(rank).read_text().splitlines()[-1]) for rank in range(3)]
+    _show(console, looks)
+    troubles = [f"{name} ended with {code}" for name, code in codes.items() if code != 0]
+    troubles += [f"rank {rank}: {end}" for rank, end in enumerate(ends) if end.get("wrong") != 0]
+    troubles += growth(looks)
+    for trouble in troubles:
+        console.print(trouble)
+    console.print(f"{ends[0].get('steps', 0)} steps of {options['minutes']:g} minutes")
+    if options["json_path"]:
+        with open(options["json_path"], "w") as out:
+            rows = [{"machine": describe()}, {"steps": ends[0].get("steps", 0), "troubles": troubles},
+                    *map(asdict, looks)]
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    return not troubles
+
+
+def _watch(processes: Processes, seconds: float) -> list[Look]:
+    """Look at all processes, some hundred times, while the ranks train."""
+    known = {name: psutil.Process(processes[name].pid) for name in processes}
+    begin, looks = time.monotonic(), []
+    pause_s = max(0.2, seconds / 300)
+    while time.monotonic() - begin + pause_s < seconds:
+        time.sleep(pause_s)
+        for name, process in known.items():
+            try:
+                memory, at_s = process.memory_full_info(), time.monotonic() - begin
+                looks.append(Look(name, at_s, memory.uss, process.num_fds(), process.num_threads()))
+            except psutil.NoSuchProcess:
+                return looks
+    return looks
+
+
+def growth(looks: list[Look]) -> list[str]:
+    """Return, in words, what has grown between the first quarter after the warm-up and the last: medians of both."""
+    if not looks:
+        return ["nothing was seen: the job ended at once"]
+    end_s = max(look.at_s for look in looks)
+    found = []
+    for process in dict.fromkeys(look.process for look in looks):
+        mine = [look for look in looks if look.process == process and look.at_s >= _WARM_UP * end_s]
+        quarter = max(1, len(mine) // 4)
+        for what, noise in (("private_nbytes", _NOISE_NBYTES), ("n_fds", 0), ("n_threads", 0)):
+            first, last = (statistics.median(getattr(look, what) for look in part)
+                           for part in (mine[:quarter], mine[-quarter:]))
+            if last > first + noise:
+                found.append(f"{process}: {what} has grown from {first:g} to {last:g}")
+    return found
+
+
+def _show(console: Console, looks: list[Look]) -> None:
+    table = Table("process", "private MB", "descriptors", "threads")
+    for process in dict.fromkeys(look.process for look in looks):
+        mine = [look for look in looks if look.process == process]
+        first, last = mine[len(mine) // 5], mine[-1]
+        table.add_row(process, f"{first.private_nbytes / 1e6:.1f} -> {last.private_nbytes / 1e6:.1f}",
+                      f"{first.n_fds} -> {last.n_fds}", f"{first.n_threads} -> {last.n_threads}")
+    console.print(table)

@@ -1,0 +1,104 @@
+"""Trials of chaos: drawn from seeds, judged by an oracle that notices what must not be."""
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bpsfast.bench.chaos import run
+from bpsfast.bench.chaos.gradients import SIZES, digest, expected, pushed
+from bpsfast.bench.chaos.history import RankHistory, read, wrong_sums
+from bpsfast.bench.chaos.scenario import HANG_S, LEASE_S, MAY_RAISE, MUST_RECOVER, Fault, Scenario, draw
+from bpsfast.bench.chaos.trial import judge
+
+MACHINES = ((0,), (1,))
+
+
+def scenario(kind, *faults, n_steps=3):
+    return Scenario(1, kind, (1, 1), 1, "tcp", "ps", n_steps, faults)
+
+
+def whole(n_steps=3, **fields):
+    """The history of a rank that has seen the right sums."""
+    steps = {step: [expected(MACHINES, step, i) for i in range(len(SIZES))] for step in range(n_steps)}
+    return RankHistory(**{"steps": steps, "end": "ok", **fields})
+
+
+def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
+    drawn = [draw(seed) for seed in range(300)]
+    assert drawn == [draw(seed) for seed in range(300)]
+    kinds = Counter(each.kind for each in drawn)
+    assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 5
+    for each in drawn:
+        roles = {"scheduler", *(f"helper {i}" for i in range(each.n_helpers)),
+                 *(f"node {i}" for i in range(len(each.ranks))), *(f"rank {i}" for i in range(sum(each.ranks)))}
+        assert {fault.role for fault in each.faults} <= roles and len(each.faults) == len({*each.faults})
+        assert all((0 < fault.step < each.n_steps and fault.seconds in (0, HANG_S)) or fault.seconds <= LEASE_S / 3
+                   for fault in each.faults)
+
+
+def test_an_input_that_is_missing_or_twice_is_another_sum():
+    right = expected(MACHINES, 2, 0)
+    assert digest(pushed(0, 2, 0) + pushed(1, 2, 0)) == right
+    missing, twice = pushed(0, 2, 0), pushed(0, 2, 0) + pushed(1, 2, 0) + pushed(1, 2, 0)
+    for wrong in (missing, twice, pushed(0, 2, 0) + pushed(1, 1, 0)):
+        assert digest(wrong) != right
+
+
+def test_a_history_is_read_as_far_as_it_goes(tmp_path):
+    path = tmp_path / "rank_0.jsonl"
+    assert read(path) == RankHistory()
+    path.write_text('{"step": 0, "sums": ["a"]}\n{"step": 1, "su')
+    assert read(path) == RankHistory(steps={0: ["a"]})
+    path.write_text('{"step": 0, "sums": ["a"]}\n{"end": "PeerLostError", "text": "x", "at_s": 7.5}\n')
+    assert read(path) == RankHistory({0: ["a"]}, "PeerLostError", "x", 7.5)
+
+
+def test_wrong_sums_and_steps_left_out_are_found():
+    assert wrong_sums({0: whole(), 1: whole()}, MACHINES) == []
+    bad = whole()
+    bad.steps[1] = ["0", *bad.steps[1][1:]]
+    [words] = wrong_sums({0: whole(), 1: bad}, MACHINES)
+    assert words.startswith("rank 1, step 1, gradient 0: 0 instead of")
+    del bad.steps[1]
+    assert wrong_sums({0: bad}, MACHINES) == ["rank 0 has steps [0, 2]"]
+
+
+KILLED = Fault(1, 0.0, "node 1")
+LOST = {"end": "PeerLostError", "text": "node 1 is lost", "at_s": 101.0}
+FINE = {"scheduler": 0, "node 0": 0, "rank 0": 0, "rank 1": 0}
+
+
+@pytest.mark.parametrize(("outcome", "of", "histories", "codes"), [
+    ("recovered", scenario("undisturbed"), {0: whole(), 1: whole()}, FINE),
+    ("wrong", scenario("undisturbed"), {0: whole(), 1: whole()}, {**FINE, "node 0": 1}),
+    ("hung", scenario("lost node", KILLED), {0: whole(), 1: whole()}, {**FINE, "node 0": None}),
+    ("raised", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, **LOST)}, {**FINE, "node 0": 1}),
+    ("late", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, **{**LOST, "at_s": 103.5})}, FINE),
+    ("wrong", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, **{**LOST, "end": "StallError"})}, FINE),
+    ("crashed", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, end="")}, FINE),
+    ("crashed", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(2, **LOST)},
+     {**FINE, "node 0": -signal.SIGSEGV}),
+    ("wrong", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: RankHistory({0: ["x"] * len(SIZES)}, **LOST)},
+     FINE),
+])
+def test_a_verdict_says_what_became_of_it(outcome, of, histories, codes):
+    assert judge(of, histories, codes, {"node 1": 100.0})[0] == outcome
+
+
+def test_what_must_recover_may_not_raise_and_what_is_killed_says_nothing():
+    told = {0: whole(2, **LOST), 1: RankHistory()}
+    assert judge(scenario("lost rank", Fault(1, 0.0, "rank 1")), told, FINE, {"rank 1": 100.0})[0] == "raised"
+    assert "lost helper" in MUST_RECOVER and "lost rank" in MAY_RAISE
+
+
+def test_a_trial_is_run_and_written_down(tmp_path):
+    kinds = {seed: draw(seed).kind for seed in range(200)}
+    first = next(seed for seed in kinds if kinds[seed] == "lost helper")
+    path = tmp_path / "chaos.jsonl"
+    assert run({"seeds": 1, "first": first, "json_path": str(path)})
+    machine, row = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert "machine" in machine and (row["seed"], row["kind"], row["outcome"]) == (first, "lost helper", "recovered")

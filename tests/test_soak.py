@@ -1,0 +1,35 @@
+"""A soak: a short one finds nothing, and what grows is found."""
+from __future__ import annotations
+
+import json
+
+from bpsfast.bench.soak import Look, growth, run
+
+
+def looks(process="node 0", private_nbytes=lambda i: 80_000_000, n_fds=lambda i: 30, n_threads=lambda i: 9, n=100):
+    return [Look(process, float(i), private_nbytes(i), n_fds(i), n_threads(i)) for i in range(n)]
+
+
+def test_what_stays_is_no_growth_and_neither_is_the_warm_up():
+    assert growth(looks()) == []
+    assert growth(looks(private_nbytes=lambda i: 80_000_000 + min(i, 15) * 5_000_000, n_fds=lambda i: min(i, 20))) == []
+    assert growth(looks(private_nbytes=lambda i: 80_000_000 + i % 7 * 100_000, n_threads=lambda i: 9 + (i == 95))) == []
+
+
+def test_what_grows_is_named():
+    [words] = growth([*looks("rank 0"), *looks(private_nbytes=lambda i: 80_000_000 + i * 100_000)])
+    assert words.startswith("node 0: private_nbytes has grown from 8")
+    [words] = growth(looks(n_fds=lambda i: 30 + i // 40))
+    assert words == "node 0: n_fds has grown from 30 to 32"
+    [words] = growth(looks(n_threads=lambda i: 9 + (i > 60)))
+    assert words == "node 0: n_threads has grown from 9 to 10"
+    assert growth([]) == ["nothing was seen: the job ended at once"]
+
+
+def test_a_short_one_is_run_and_written_down(tmp_path):
+    path = tmp_path / "soak.jsonl"
+    run({"minutes": 0.1, "transport": "auto", "json_path": str(path)})  # too short for a word on growth
+    machine, summary, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert "machine" in machine and summary["steps"] >= 100
+    assert not [each for each in summary["troubles"] if "has grown" not in each]
+    assert {row["process"] for row in rows} == {"scheduler", "node 0", "node 1", "helper 0", "rank 0", "rank 1", "rank 2"}
