@@ -7,17 +7,15 @@ Never a wrong sum, never a hang, never a crash.
 """
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from bpsfast.bench.table import finish, plain
 
-from ..machine import describe
 from . import trial
 from .scenario import MAY_RAISE, MUST_RECOVER, draw
 
@@ -29,7 +27,7 @@ def run(options: dict[str, Any]) -> bool:
 
     The folder of a trial that did not is kept, and named.
     """
-    console, counts = Console(), Counter[tuple[str, str]]()
+    counts, begin_unix_s = Counter[tuple[str, str]](), time.time()
     rows, folders = [], Path(tempfile.mkdtemp(prefix="bpsfast-chaos-"))
     bad = 0
     for seed in range(options["first"], options["first"] + options["seeds"]):
@@ -41,21 +39,19 @@ def run(options: dict[str, Any]) -> bool:
             shutil.rmtree(folder)
         else:
             bad += 1
-            console.print(f"seed {seed}: {scenario.kind}: {verdict.outcome}: {verdict.words} (kept: {folder})")
-    _show(console, counts)
+            print(f"seed {seed}: {scenario.kind}: {verdict.outcome}: {verdict.words} (kept: {folder})")
+    print(_shown(counts))
     if not bad:
         shutil.rmtree(folders)
-    if options["json_path"]:
-        with open(options["json_path"], "w") as out:
-            for row in ({"machine": describe()}, *rows):
-                out.write(json.dumps(row) + "\n")
+    finish("chaos", {name: value for name, value in options.items() if value is not None}, begin_unix_s, rows)
     return not bad
 
 
-def _show(console: Console, counts: Counter[tuple[str, str]]) -> None:
-    table = Table("what happened", "must", *_OUTCOMES)
+def _shown(counts: Counter[tuple[str, str]]) -> str:
+    """Return a table: how many trials of each kind came out how."""
+    lines = [["what happened", "must", *_OUTCOMES]]
     for kind in (*MUST_RECOVER, *MAY_RAISE):
         of = [counts[kind, outcome] for outcome in _OUTCOMES]
         if any(of):
-            table.add_row(kind, "recover" if kind in MUST_RECOVER else "recover or raise", *map(str, of))
-    console.print(table)
+            lines.append([kind, "recover" if kind in MUST_RECOVER else "recover or raise", *map(str, of)])
+    return plain(lines)

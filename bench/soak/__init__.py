@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
+from bpsfast.bench.table import finish, plain
 
 from ..chaos.processes import Processes
-from ..machine import describe
 
 #: The first part of the time, in which caches fill and memory is touched for the first time.
 _WARM_UP = 0.2
@@ -43,25 +41,22 @@ class Look:
 def run(options: dict[str, Any]) -> bool:
     """Run the job for *options* (minutes, transport, json_path); return whether all sums were right and nothing grew.
     """
-    console, seconds = Console(), 60.0 * options["minutes"]
+    seconds, begin_unix_s = 60.0 * options["minutes"], time.time()
     with tempfile.TemporaryDirectory(prefix="bpsfast-soak-") as folder:
         values = {**_VALUES, "transport": options["transport"]}
         with Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
             looks = _watch(processes, seconds)
             codes = processes.wait(time.monotonic() + _END_S)
             ends = [json.loads(processes.path(rank).read_text().splitlines()[-1]) for rank in range(3)]
-    _show(console, looks)
+    print(_shown(looks))
     troubles = [f"{name} ended with {code}" for name, code in codes.items() if code != 0]
     troubles += [f"rank {rank}: {end}" for rank, end in enumerate(ends) if end.get("wrong") != 0]
     troubles += growth(looks)
     for trouble in troubles:
-        console.print(trouble)
-    console.print(f"{ends[0].get('steps', 0)} steps of {options['minutes']:g} minutes")
-    if options["json_path"]:
-        with open(options["json_path"], "w") as out:
-            rows = [{"machine": describe()}, {"steps": ends[0].get("steps", 0), "troubles": troubles},
-                    *map(asdict, looks)]
-            out.writelines(json.dumps(row) + "\n" for row in rows)
+        print(trouble)
+    print(f"{ends[0].get('steps', 0)} steps of {options['minutes']:g} minutes")
+    finish("soak", {name: value for name, value in options.items() if value is not None}, begin_unix_s,
+           [{"steps": ends[0].get("steps", 0), "troubles": troubles}, *map(asdict, looks)])
     return not troubles
 
 
@@ -98,11 +93,12 @@ def growth(looks: list[Look]) -> list[str]:
     return found
 
 
-def _show(console: Console, looks: list[Look]) -> None:
-    table = Table("process", "private MB", "descriptors", "threads")
+def _shown(looks: list[Look]) -> str:
+    """Return a table: what each process held after the warm-up, and at the end."""
+    lines = [["process", "private MB", "descriptors", "threads"]]
     for process in dict.fromkeys(look.process for look in looks):
         mine = [look for look in looks if look.process == process]
         first, last = mine[len(mine) // 5], mine[-1]
-        table.add_row(process, f"{first.private_nbytes / 1e6:.1f} -> {last.private_nbytes / 1e6:.1f}",
-                      f"{first.n_fds} -> {last.n_fds}", f"{first.n_threads} -> {last.n_threads}")
-    console.print(table)
+        lines.append([process, f"{first.private_nbytes / 1e6:.1f} -> {last.private_nbytes / 1e6:.1f}",
+                      f"{first.n_fds} -> {last.n_fds}", f"{first.n_threads} -> {last.n_threads}"])
+    return plain(lines)
