@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from bpsfast.bench.table import finish, plain
 
 from ..chaos.processes import Processes
