@@ -65,7 +65,9 @@ static inline uint64_t bps_rows_length(const void *frame, uint64_t room)
 static inline int bps_rows_open(const struct bps_rows *shape, const struct bps_rows_frame *frame,
                                 struct bps_rows_cursor *cursor, uint64_t *needed, int *overflow)
 {
-    uint64_t following = frame->following, n_rows = frame->n_rows, flags = frame->flags;
+    uint64_t following = __atomic_load_n(&frame->following, __ATOMIC_RELAXED);
+    uint64_t n_rows = __atomic_load_n(&frame->n_rows, __ATOMIC_RELAXED);
+    uint64_t flags = __atomic_load_n(&frame->flags, __ATOMIC_RELAXED);
     *cursor = (struct bps_rows_cursor){frame->indices, NULL, 0, 0};
     *needed += n_rows;
     if (flags == BPS_ROWS_OVERFLOW) {
