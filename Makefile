@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem bench expr1 expr3 setup system sshd mpi guest clean
+.PHONY: demo test test-guest test-ecosystem races bench expr1 expr3 setup system sshd mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -29,6 +29,10 @@ test-guest: $(stamp) guest
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
+races: $(stamp)
+	$(bin)/python -m tests.races $(SECONDS)
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick
