@@ -39,6 +39,7 @@ struct bps_codec {
     char *frames[2];  /* of results by parity: the owner's, or where it writes them */
     void *results[2]; /* member: where they are decoded */
     int has_result, queued; /* member: the frame of `result_round` is to be decoded; the part is in the heap */
+    int parked;             /* it is among the parked ones: a result may come meanwhile, any number of times */
     uint32_t result_round;
 };
 
