@@ -16,7 +16,8 @@ NATIVE = ROOT / "tests" / "native"
 
 # -Wno-tsan: it knows no fences; ours order words against sleepers, no data (`bps_publish`).
 # -Wno-unused-function: headers define hooks that a program may have no use for.
-_FLAGS = ("-std=gnu11", "-g", "-O1", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function")
+_FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror",
+          "-Wno-unused-function")
 _THREAD = ("-fsanitize=thread", "-Wno-tsan")
 _ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 

@@ -99,9 +99,11 @@ static inline void sum_words(void *dst, void **inputs, int64_t n_before, int64_t
 {
     (void)divisor, (void)nontemporal;
     for (int64_t k = 0; k < n; k++) {
-        uint64_t sum = 0;
-        for (int64_t i = 0; i < n_before + n_local + n_after; i++)
-            sum += ((const uint64_t *)inputs[i])[k];
+        uint64_t sum = 0, term;
+        for (int64_t i = 0; i < n_before + n_local + n_after; i++) { /* they lie where their ranks say */
+            memcpy(&term, (const char *)inputs[i] + 8 * k, 8);
+            sum += term;
+        }
         ((uint64_t *)dst)[k] = sum;
     }
 }
