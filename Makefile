@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem bench expr1 expr3 chaos soak setup system sshd mpi guest clean
+.PHONY: demo test test-guest test-ecosystem races fuzz fuzzers bench expr1 expr3 chaos soak setup system sshd mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -29,6 +29,14 @@ test-guest: $(stamp) guest
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
+races: $(stamp)
+	$(bin)/python -m tests.races $(SECONDS)
+
+# What reads a peer's bytes, fuzzed for so many SECONDS in all (600). What crashed is kept in out/fuzz.
+fuzz: $(stamp) fuzzers
+	$(bin)/python -m tests.fuzzing $(SECONDS)
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick
@@ -91,6 +99,17 @@ sshd:
 	  test -z "$$installed" || exit 0; \
 	fi; \
 	echo "no sshd (package openssh-server): tests of jobs over ssh are skipped"
+
+# What fuzzing is guided by: clang with its libFuzzer, and atheris for what is Python.
+fuzzers: $(stamp)
+	@if ! command -v clang >/dev/null || ! test -e "$$(clang -print-file-name=libclang_rt.fuzzer-$$(uname -m).a)" \
+	    && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends clang && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    "libclang-rt-$$(clang -dumpversion | cut -d. -f1)-dev" || true; \
+	fi
+	@$(bin)/python -c 'import atheris' 2>/dev/null || $(bin)/pip install --quiet atheris
 
 # What the tests' guest with RDMA devices needs. Where it cannot be had, the tests that are skipped say so themselves.
 guest:

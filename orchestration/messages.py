@@ -17,6 +17,7 @@ import msgspec
 from .codec import CodecSpec
 from .errors import ProtocolError
 from .store import StoreSpec
+from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 9
@@ -719,5 +720,5 @@ def decode(data: bytes, sender: str) -> Message:
     """
     try:
         return _DECODERS[sender].decode(data)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"{len(data)} bytes from a {sender} are no control message: {exc}") from exc

@@ -17,6 +17,7 @@ from . import messages as m
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
 from .job import Job, JobSettings, Outgoing
 from .security import curve_pair
+from .unreadable import UNREADABLE
 
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -168,7 +169,7 @@ class Scheduler:
         reason: ProtocolError | MismatchError = error
         try:
             version = msgspec.msgpack.decode(data, type=_Versioned).version
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             version = m.VERSION
         if version != m.VERSION:
             reason = MismatchError(f"protocol version differs: {version} on a node, {m.VERSION} on the scheduler; "

@@ -39,6 +39,7 @@ struct bps_codec {
     char *frames[2];  /* of results by parity: the owner's, or where it writes them */
     void *results[2]; /* member: where they are decoded */
     int has_result, queued; /* member: the frame of `result_round` is to be decoded; the part is in the heap */
+    int parked;             /* it is among the parked ones: a result may come meanwhile, any number of times */
     uint32_t result_round;
 };
 
@@ -55,7 +56,13 @@ struct bps_desk {
 
 enum { BPS_CODED = 0, BPS_CODE_MALFORMED = 1, BPS_CODE_MEMORY = 2, BPS_CODE_ROOM = 3 };
 
-static inline uint64_t bps_frame_length(const char *frame) { return BPS_FRAME_LENGTH + *(const uint64_t *)frame; }
+/* The bytes that follow, read once: a frame of another process may say something else the next time. */
+static inline uint64_t bps_frame_following(const char *frame)
+{
+    return __atomic_load_n((const uint64_t *)frame, __ATOMIC_RELAXED);
+}
+
+static inline uint64_t bps_frame_length(const char *frame) { return BPS_FRAME_LENGTH + bps_frame_following(frame); }
 
 /* Lay the desk out in the workspace; 0, or -1 without memory. */
 static inline int bps_desk_lay(struct bps_desk *desk, struct bps_workspace *space, const struct bps_codec *codec,
@@ -83,7 +90,7 @@ static inline int bps_desk_lay(struct bps_desk *desk, struct bps_workspace *spac
 static inline int bps_unpack(const struct bps_codec *codec, void *out, uint64_t n_elements, const char *frame, int add,
                              const struct bps_desk *desk)
 {
-    uint64_t nbytes = *(const uint64_t *)frame;
+    uint64_t nbytes = bps_frame_following(frame);
     if (nbytes > codec->room_nbytes - BPS_FRAME_LENGTH)
         return 0;
     return codec->decode(out, (int64_t)n_elements, frame + BPS_FRAME_LENGTH, (int64_t)nbytes, codec->k, codec->flags,

@@ -34,6 +34,7 @@ struct bps_source {
     uint64_t *addresses;           /* where its segments are mapped here; 0: not yet */
     uint64_t *nbytes;
     uint32_t n_segments;
+    int is_broken; /* it broke the protocol: the job ends with it, and nothing that it announces is looked at */
     uint64_t pushed_nbytes; /* of inputs */
 };
 
@@ -102,6 +103,7 @@ static inline void bps_event_out(struct bps_core *core, uint32_t kind, uint32_t 
 
 static inline void bps_broken(struct bps_core *core, uint32_t source, uint32_t part, uint32_t round)
 {
+    core->sources[source].is_broken = 1;
     bps_event_out(core, BPS_EVENT_LOST, source, part, round, EPROTO, 0, 0);
 }
 
@@ -211,10 +213,23 @@ static inline void bps_queue(struct bps_core *core, uint32_t index)
     bps_heap_push(&core->heap, core->parts, index);
 }
 
+/* Let a complete part wait until somebody maps the segment that it lacks; once. */
+static inline void bps_park(struct bps_core *core, uint32_t index)
+{
+    struct bps_codec *codec = core->parts[index].codec;
+    if (codec != NULL && codec->parked)
+        return;
+    if (codec != NULL)
+        codec->parked = 1;
+    core->parked[core->n_parked++] = index;
+}
+
 /* Queue a complete part for a thread, or forward at once what needs no sum; whether it was queued. */
 static inline int bps_ready(struct bps_core *core, uint32_t index)
 {
     struct bps_part *part = &core->parts[index];
+    if (part->codec != NULL)
+        part->codec->parked = 0;
     if (!part->owned) {
         struct bps_input *only = NULL;
         uint32_t n_filled = 0;
@@ -226,7 +241,7 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
         int as_it_is = n_filled == 1 && part->codec == NULL;
         void *address = as_it_is ? bps_resolve(core, only, part->nbytes) : NULL;
         if (as_it_is && address == NULL) { /* it may have no partial to be summed into */
-            core->parked[core->n_parked++] = index;
+            bps_park(core, index);
             return 0;
         }
         if (as_it_is && bps_nbytes_at(part, address) == 0) {
@@ -264,12 +279,14 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     struct bps_part *part = &core->parts[index];
     int is_kept = part->is_kept && source == part->keeper && round == part->kept_round;
     if (!part->owned && (source == part->owner || is_kept)) { /* the result of what we forwarded */
-        if (!is_kept && round != part->round) {
+        int is_frame = part->codec != NULL && part->codec->results[0] != NULL;
+        /* decoded once: whoever retires a part has seen its result, and nothing else of it may be in the heap */
+        if ((!is_kept && round != part->round) || (is_frame && part->codec->result_round == round)) {
             core->stale++;
             return 0;
         }
         part->is_kept &= !is_kept;
-        if (part->codec != NULL && part->codec->results[0] != NULL) { /* it is a frame */
+        if (is_frame) {
             part->codec->has_result = 1;
             part->codec->result_round = round;
             bps_queue(core, index);
@@ -333,18 +350,22 @@ static inline void bps_drain(struct bps_core *core)
         struct bps_source *source = &core->sources[i];
         if (source->kind != BPS_RANK && source->kind != BPS_SHM_PEER)
             continue;
-        while (bps_lane_pop(source->lane, source->capacity, &entry) == 0) {
+        int rc = -1;
+        while (!source->is_broken && (rc = bps_lane_pop(source->lane, source->capacity, &entry)) == 0) {
             if (entry.count > BPS_MAX_PARTS || entry.part > BPS_MAX_PARTS - entry.count) {
                 bps_broken(core, i, entry.part, entry.round);
                 continue;
             }
-            for (uint32_t k = entry.part; (entry.flags & BPS_FLAG_RATE) != 0 && k < entry.part + entry.count; k++)
-                bps_take_rate(core, i, &entry, k);
-            for (uint32_t k = entry.part; (entry.flags & BPS_FLAG_RATE) == 0 && k < entry.part + entry.count; k++)
-                bps_arrive(core, i, k, entry.round, entry.flags, entry.segment,
-                           entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset,
-                           entry.time_ns);
+            for (uint32_t k = entry.part; k < entry.part + entry.count && !source->is_broken; k++)
+                if (entry.flags & BPS_FLAG_RATE)
+                    bps_take_rate(core, i, &entry, k);
+                else
+                    bps_arrive(core, i, k, entry.round, entry.flags, entry.segment,
+                               entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset,
+                               entry.time_ns);
         }
+        if (rc > 0)
+            bps_broken(core, i, 0, 0);
     }
 }
 

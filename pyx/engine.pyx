@@ -34,8 +34,8 @@ from pyx.core cimport (
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    bps_arrived_fn, bps_board, bps_board_word, bps_doorbell, bps_lane, bps_lane_capacity, bps_load, bps_notify_fn,
-    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    bps_arrived_fn, bps_board, bps_board_word, bps_counted, bps_doorbell, bps_lane, bps_lane_capacity, bps_load,
+    bps_notify_fn, bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
 
@@ -51,6 +51,7 @@ include "engine_parts.pxi"
 include "engine_stores.pxi"
 include "engine_lags.pxi"
 include "engine_succession.pxi"
+include "engine_counters.pxi"
 
 
 @cython.final
@@ -376,18 +377,13 @@ cdef class Engine:
 
     def counters(self):
         """Return what the engine has done since it was made. `allocations` grows with commits, never with rounds."""
-        cdef bps_core *core = self.core
-        return {"sums": core.sums, "bytes_summed": core.bytes_summed, "published": core.published,
-                "published_bytes": core.published_nbytes, "forwarded": core.forwarded, "stale": core.stale,
-                "allocations": core.allocations + core.events.grown,
-                "trace_dropped": max(0, <int64_t>core.trace.used - <int64_t>core.trace.capacity)
-                if core.trace.records else 0}
+        return _counters(self.core)
 
     def pushed_nbytes(self, uint32_t source):
         """Return how many bytes of inputs *source* has delivered."""
         if source >= self.core.n_sources:
             raise ValueError(f"there is no source {source}")
-        return self.core.sources[source].pushed_nbytes
+        return _pushed_nbytes(self.core, source)
 
     def lags(self, bint owned):
         """Return how late the first inputs of units were, by source, compared to the earliest one of the same round.

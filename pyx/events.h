@@ -49,9 +49,10 @@ static inline int bps_events_push(struct bps_events *events, struct bps_event ev
         }
         events->items = more;
         events->capacity *= 2;
-        events->grown++;
+        __atomic_store_n(&events->grown, events->grown + 1, __ATOMIC_RELAXED);
     }
-    events->items[events->used++] = event;
+    events->items[events->used] = event;
+    bps_store(&events->used, events->used + 1); /* the reader looks without the lock */
     bps_add(&events->word, 1);
     pthread_mutex_unlock(&events->lock);
     if (__atomic_load_n(&events->reader_waits, __ATOMIC_SEQ_CST) != 0)
@@ -63,7 +64,7 @@ static inline int bps_events_push(struct bps_events *events, struct bps_event ev
 static inline void bps_events_await(struct bps_events *events, uint64_t timeout_ns)
 {
     uint32_t seen = bps_load(&events->word);
-    if (__atomic_load_n(&events->used, __ATOMIC_ACQUIRE) != 0)
+    if (bps_load(&events->used) != 0)
         return;
     bps_add(&events->reader_waits, 1);
     bps_wait(&events->word, seen, timeout_ns);
@@ -78,7 +79,7 @@ static inline uint32_t bps_events_take(struct bps_events *events)
     uint32_t capacity = events->capacity, used = events->used;
     events->items = events->taken;
     events->capacity = events->taken_capacity;
-    events->used = 0;
+    bps_store(&events->used, 0);
     events->taken = items;
     events->taken_capacity = capacity;
     pthread_mutex_unlock(&events->lock);

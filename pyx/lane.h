@@ -69,12 +69,15 @@ static inline int bps_lane_push(struct bps_lane *lane, uint32_t capacity, const 
     return 0;
 }
 
-/* 0, or -1 when the ring is empty. Consumer only. */
+/* 0; -1 when the ring is empty; 1 when it says that it has more than it holds: it is broken, and nothing is taken.
+ * Consumer only. */
 static inline int bps_lane_pop(struct bps_lane *lane, uint32_t capacity, struct bps_entry *entry)
 {
-    uint32_t tail = lane->tail;
-    if (bps_load(&lane->head) == tail)
+    uint32_t tail = lane->tail, ready = bps_load(&lane->head) - tail;
+    if (ready == 0)
         return -1;
+    if (ready > capacity)
+        return 1;
     *entry = lane->entries[tail & (capacity - 1)];
     bps_store(&lane->tail, tail + 1);
     return 0;

@@ -11,6 +11,9 @@ cdef extern from "pace.h" nogil:
         uint64_t piece_nbytes, next_ns, bytes, waited_ns
     int bps_await_turn(bps_pace *, uint64_t, const uint32_t *)
 
+cdef extern from "lane.h" nogil:
+    uint64_t bps_counted(const uint64_t *)
+
 cdef enum:
     LEAST_PIECE_NBYTES = 4096
     MOST_PIECE_NBYTES = 1048576
@@ -45,4 +48,4 @@ cdef class Pace:
 
     def counters(self):
         """Return the bytes that had a turn, and the nanoseconds that all threads together waited for theirs."""
-        return {"bytes": self.pace.bytes, "waited_ns": self.pace.waited_ns}
+        return {"bytes": bps_counted(&self.pace.bytes), "waited_ns": bps_counted(&self.pace.waited_ns)}

@@ -41,7 +41,7 @@ static inline void bps_lane_bad_completion(struct bps_rdma_lane *lane, const str
 {
     uint32_t low = (uint32_t)wc->wr_id;
     struct bps_failure failure = {BPS_FAILED_COMPLETION, wc->status, wc->vendor_err, BPS_PROOF_SLOT, 0, 0,
-                                  (low & BPS_WRITE_RECEIVE) != 0};
+                                  (low & BPS_WRITE_RECEIVE) != 0, 0};
     pthread_mutex_lock(&lane->lock);
     if (!(low & (BPS_WRITE_RECEIVE | BPS_WRITE_PROOF))) {
         uint64_t at = lane->delivered + ((low - lane->delivered) & BPS_WRITE_INDEX);
@@ -101,7 +101,7 @@ static inline void bps_rail_look_for_silence(struct bps_rail *rail, uint64_t sin
         if (lane->sent != lane->delivered && !lane->lost && lane->silent_ns > patience_ns) {
             struct bps_write *write = &lane->queue[lane->delivered % lane->capacity];
             bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_SILENCE, (int)(lane->silent_ns / 1000000000u), 0,
-                                                     write->slot, write->round, write->nbytes, 0});
+                                                     write->slot, write->round, write->nbytes, 0, 0});
         }
         pthread_mutex_unlock(&lane->lock);
     }
@@ -119,7 +119,7 @@ static inline void bps_rail_look(struct bps_rail *rail)
         int type = event.event_type;
         if (type == 0 || type == 8 || (type >= 1 && type <= 3))
             bps_rail_fail(rail, type >= 1 && type <= 3 ? event.element.qp : NULL,
-                          (struct bps_failure){BPS_FAILED_EVENT, type, 0, BPS_PROOF_SLOT, 0, 0, 0});
+                          (struct bps_failure){BPS_FAILED_EVENT, type, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
         else if (type == 10 && (uint32_t)event.element.port_num == rail->port)
             rail->port_error_ns = rail->looked_ns;
         bps_verbs.ack_async_event(&event);
@@ -147,7 +147,7 @@ static inline int bps_rail_poll(struct bps_rail *rail)
         rail->completions += (uint64_t)n;
         rail->batches++;
     } else if (n < 0)
-        bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, -n, 0, BPS_PROOF_SLOT, 0, 0, 0});
+        bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, -n, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
     pthread_mutex_unlock(&rail->lanes_lock);
     return n;
 }
@@ -164,7 +164,7 @@ static inline int bps_rail_sleep(struct bps_rail *rail)
     for (int i = 0; i < 3; i += 2)
         if ((waited[i].revents & (POLLERR | POLLHUP | POLLNVAL)) && !(waited[i].revents & POLLIN)) {
             pthread_mutex_lock(&rail->lanes_lock);
-            bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_EVENT, 8, 0, BPS_PROOF_SLOT, 0, 0, 0});
+            bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_EVENT, 8, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
             pthread_mutex_unlock(&rail->lanes_lock);
             return -1;
         }
@@ -196,7 +196,7 @@ static void *bps_rail_run(void *argument)
             continue;
         if (bps_req_notify_cq(rail->cq, 0) != 0) {
             pthread_mutex_lock(&rail->lanes_lock);
-            bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, EIO, 0, BPS_PROOF_SLOT, 0, 0, 0});
+            bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, EIO, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
             pthread_mutex_unlock(&rail->lanes_lock);
             return NULL;
         }

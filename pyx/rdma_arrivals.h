@@ -85,9 +85,9 @@ static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps
         }
         if (!fits)
             bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_ARRIVAL, (int)(immediate >> 24), 0, slot,
-                                                     immediate >> 20 & 15, wc->byte_len, 1});
+                                                     immediate >> 20 & 15, wc->byte_len, 1, 0});
         else if (rc != 0)
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1});
+            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1, 0});
     }
     pthread_mutex_unlock(&lane->lock);
     if (!fits)

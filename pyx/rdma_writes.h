@@ -28,7 +28,7 @@ static inline void bps_lane_pump(struct bps_rdma_lane *lane)
                                     bps_lane_flags(lane, write->nbytes));
         if (rc != 0) {
             bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, write->slot, write->round, write->nbytes,
-                                                     0});
+                                                     0, 0});
             return;
         }
         lane->sent++;

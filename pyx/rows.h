@@ -18,6 +18,7 @@
 #define BPS_ROWS_H
 
 #include <stdint.h>
+#include <string.h>
 
 #define BPS_ROWS_HEADER 24u
 #define BPS_ROWS_OVERFLOW 1u
@@ -54,9 +55,14 @@ static inline uint64_t bps_rows_nbytes(const struct bps_rows *shape, uint64_t n_
     return bps_rows_values(n_rows) + n_rows * shape->row_nbytes;
 }
 
+/* Whether a frame may lie there: who announces where, may say anything. */
+static inline int bps_rows_aligned(const void *frame) { return ((uintptr_t)frame & 7) == 0; }
+
 /* The bytes of the frame as its head says, or 0 if it cannot have so many. */
 static inline uint64_t bps_rows_length(const void *frame, uint64_t room)
 {
+    if (!bps_rows_aligned(frame))
+        return 0;
     uint64_t following = __atomic_load_n((const uint64_t *)frame, __ATOMIC_RELAXED);
     return following < BPS_ROWS_HEADER - 8 || following > room - 8 ? 0 : following + 8;
 }
@@ -65,7 +71,11 @@ static inline uint64_t bps_rows_length(const void *frame, uint64_t room)
 static inline int bps_rows_open(const struct bps_rows *shape, const struct bps_rows_frame *frame,
                                 struct bps_rows_cursor *cursor, uint64_t *needed, int *overflow)
 {
-    uint64_t following = frame->following, n_rows = frame->n_rows, flags = frame->flags;
+    if (!bps_rows_aligned(frame))
+        return -1;
+    uint64_t following = __atomic_load_n(&frame->following, __ATOMIC_RELAXED);
+    uint64_t n_rows = __atomic_load_n(&frame->n_rows, __ATOMIC_RELAXED);
+    uint64_t flags = __atomic_load_n(&frame->flags, __ATOMIC_RELAXED);
     *cursor = (struct bps_rows_cursor){frame->indices, NULL, 0, 0};
     *needed += n_rows;
     if (flags == BPS_ROWS_OVERFLOW) {
@@ -151,8 +161,11 @@ static inline int64_t bps_rows_merge(const struct bps_rows *shape, bps_kernel ke
         int64_t local = bps_rows_gather(cursors + n_before, n_local, index, shape->row_nbytes, found + before);
         int64_t after = bps_rows_gather(cursors + n_before + n_local, n_after, index, shape->row_nbytes,
                                         found + before + local);
-        kernel(values + (uint64_t)i * shape->row_nbytes, found, before, local, after, (int64_t)shape->row_elements,
-               divisor, 0);
+        char *row = values + (uint64_t)i * shape->row_nbytes;
+        if (before + local + after == 0) /* who had it has changed its mind; a kernel needs a first term */
+            memset(row, 0, shape->row_nbytes);
+        else
+            kernel(row, found, before, local, after, (int64_t)shape->row_elements, divisor, 0);
     }
     return -1;
 }

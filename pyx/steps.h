@@ -23,8 +23,8 @@ static inline void bps_steps_blocked(struct bps_tally *tally, uint64_t entered_n
 /* Note that a result was published. Two threads may do this at once: one of the two times is lost. */
 static inline void bps_steps_result(struct bps_steps *steps, uint64_t published_ns)
 {
-    if (published_ns > steps->last_result_ns)
-        steps->last_result_ns = published_ns;
+    if (published_ns > bps_counted(&steps->last_result_ns))
+        __atomic_store_n(&steps->last_result_ns, published_ns, __ATOMIC_RELAXED);
 }
 
 static inline uint64_t bps_least(uint64_t one, uint64_t other) { return one < other ? one : other; }
@@ -38,7 +38,8 @@ static inline void bps_steps_next(struct bps_steps *steps, struct bps_tally *tal
         struct bps_step *last = &steps->last;
         last->step_ns = now_ns - steps->begin_ns;
         last->exposed_ns = bps_least(exposed_ns - steps->begin_exposed_ns, last->step_ns);
-        last->communication_ns = steps->last_result_ns - bps_least(steps->last_result_ns, steps->begin_ns);
+        uint64_t result_ns = bps_counted(&steps->last_result_ns);
+        last->communication_ns = result_ns - bps_least(result_ns, steps->begin_ns);
         last->hidden_ns = last->communication_ns - bps_least(last->communication_ns, last->exposed_ns);
         bps_count(&tally->step_ns, last->step_ns);
         bps_count(&tally->step_exposed_ns, last->exposed_ns);

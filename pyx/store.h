@@ -162,7 +162,7 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, part->nbytes, local);
     }
     if (total < 0) {
-        core->parked[core->n_parked++] = index;
+        bps_park(core, index);
         return;
     }
     int answers = bps_store_answers(core, index), sets = round == 1 || (round == 2 && store->momentum != NULL);

@@ -74,8 +74,10 @@ static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t own
                                                                                  : BPS_SUCCEEDED;
     if (status == BPS_SUCCEEDED) {
         part->owner = owner;
-        if (part->codec != NULL)
-            part->codec->has_result = 0; /* not decoded yet: then it counts as not arrived */
+        if (part->codec != NULL && part->codec->has_result) { /* not decoded yet: then it counts as not arrived */
+            part->codec->has_result = 0;
+            part->codec->result_round--;
+        }
         part->is_kept = 0;
         if (!bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
             part->is_kept = keeper != BPS_NOBODY;

@@ -10,14 +10,14 @@ nothing but the wire, so every posted write completes whatever other nodes do.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.errno cimport ECONNRESET, EPROTO
-from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 
 from pyx.words cimport (
-    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_RECEIVE, BPS_WIRE, bps_arrived_fn, bps_load, bps_notify_fn,
-    bps_now_ns, bps_record_add, bps_start_thread, bps_trace, bps_trace_open, bps_wait, bps_wake, pthread_join,
-    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
+    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_RECEIVE, BPS_WIRE, bps_add, bps_arrived_fn, bps_count,
+    bps_counted, bps_load, bps_notify_fn, bps_now_ns, bps_record_add, bps_start_thread, bps_store, bps_trace,
+    bps_trace_open, bps_wait, bps_wake, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_t, pthread_mutex_unlock, pthread_t,
 )
 
 
@@ -27,8 +27,6 @@ cdef extern from "wire.h":
         uint64_t nbytes
     enum: BPS_WIRE_MAGIC
     uint32_t bps_immediate(uint32_t, uint32_t, uint32_t) nogil
-    bint bps_frame_may_come(uint64_t, uint64_t) nogil
-    bint bps_frame_is_whole(const void *, uint64_t) nogil
 
 cdef extern from "sockets.h":
     void bps_tune(int, int) nogil
@@ -36,12 +34,18 @@ cdef extern from "sockets.h":
     uint64_t bps_unacknowledged(int) nogil
     struct bps_pace:
         pass
-    int bps_receive_all(int, void *, size_t) nogil
     int bps_send_paced(int, void *, size_t, void *, size_t, bps_pace *, const uint32_t *) nogil
-    int bps_receive_paced(int, void *, size_t, bps_pace *, const uint32_t *) nogil
     int shutdown(int, int) nogil
     int close(int) nogil
     int SHUT_RDWR
+
+cdef extern from "slots.h" nogil:
+    struct bps_slots:
+        uint32_t n, epoch
+    int bps_slots_init(bps_slots *, uint32_t, uint32_t)
+    void bps_slots_free(bps_slots *)
+    void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t)
+    int bps_slots_receive(bps_slots *, int, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
 
 cdef extern from "acks.h" nogil:
     struct bps_acks:
@@ -52,24 +56,19 @@ cdef extern from "acks.h" nogil:
 cdef enum:
     IDLE_NS = 1000000000
 
-cdef struct Slot:
-    uint64_t addresses[2]  # for even and odd rounds; 0: not bound
-    uint64_t nbytes
-    bint framed
-
 cdef struct Post:
     bps_header header
     uint64_t address, end, posted_ns, sent_ns
 
 cdef struct Link:
     int fd
-    uint32_t peer, epoch, n_slots
+    uint32_t peer
     void *engine
     bps_arrived_fn arrived
     bps_notify_fn notify
     bps_pace *pace_out          # NULL: as fast as it goes
     bps_pace *pace_in
-    Slot *slots
+    bps_slots slots
     pthread_mutex_t lock        # the queue
     Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
     uint64_t capacity, posted, sent, delivered
@@ -115,7 +114,7 @@ cdef void *_send(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
     cdef Post post
     cdef uint32_t seen
-    cdef uint64_t sent_ns
+    cdef uint64_t sent_ns = 0
     cdef bint has_work
     cdef int rc
     while not bps_load(&link.closing):
@@ -139,8 +138,8 @@ cdef void *_send(void *argument) noexcept nogil:
         if rc:
             _lost(link, rc)
             return NULL
-        link.bytes_sent += sizeof(bps_header) + post.header.nbytes
-        link.writes_sent += 1
+        bps_count(&link.bytes_sent, sizeof(bps_header) + post.header.nbytes)
+        bps_count(&link.writes_sent, 1)
         pthread_mutex_lock(&link.lock)
         link.queue[link.sent % link.capacity].end = link.bytes_sent
         link.queue[link.sent % link.capacity].sent_ns = bps_now_ns()
@@ -150,45 +149,18 @@ cdef void *_send(void *argument) noexcept nogil:
     return NULL
 
 
-cdef bint _acceptable(Link *link, bps_header *header) noexcept nogil:
-    cdef Slot *slot
-    if header.magic != BPS_WIRE_MAGIC or header.slot >= link.n_slots or header.epoch != link.epoch:
-        return False
-    if header.immediate != bps_immediate(header.slot, header.round, header.epoch):
-        return False
-    slot = &link.slots[header.slot]
-    if slot.addresses[0] == 0:
-        return False
-    if header.flags & BPS_FLAG_EMPTY:
-        return header.nbytes == 0
-    return bps_frame_may_come(header.nbytes, slot.nbytes) if slot.framed else header.nbytes == slot.nbytes
-
-
 cdef void *_receive(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
     cdef bps_header header
-    cdef uint64_t begin_ns, address
+    cdef uint64_t begin_ns
     cdef int rc
     while True:
-        rc = bps_receive_all(link.fd, &header, sizeof(header))
+        rc = bps_slots_receive(&link.slots, link.fd, link.pace_in, &link.closing, &header, &begin_ns)
         if rc:
             break
-        begin_ns = bps_now_ns()
-        if not _acceptable(link, &header):
-            rc = EPROTO
-            break
-        if header.nbytes:
-            address = link.slots[header.slot].addresses[header.round & 1]
-            rc = bps_receive_paced(link.fd, <void *>address, header.nbytes, link.pace_in, &link.closing)
-            if rc:
-                rc = ECONNRESET if rc < 0 else rc  # between header and payload there is no orderly end
-                break
-            if link.slots[header.slot].framed and not bps_frame_is_whole(<void *>address, header.nbytes):
-                rc = EPROTO
-                break
         bps_acknowledge(link.fd)
-        link.bytes_received += sizeof(header) + header.nbytes
-        link.writes_received += 1
+        bps_count(&link.bytes_received, sizeof(header) + header.nbytes)
+        bps_count(&link.writes_received, 1)
         bps_record_add(&link.records, BPS_RECEIVE, <int>link.peer, header.slot, header.round, header.nbytes, begin_ns,
                        bps_now_ns())
         link.arrived(link.engine, link.peer, header.slot, header.round, header.flags)
@@ -225,15 +197,15 @@ cdef class Stream:
         self.link, self.keep = link, keep
         link.fd = -1
         pthread_mutex_init(&link.lock, NULL)
-        link.peer, link.epoch, link.n_slots = peer, epoch, n_slots
+        link.peer = peer
         link.engine = <void *>engine
         link.arrived, link.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
         link.pace_out, link.pace_in = <bps_pace *>pace_out, <bps_pace *>pace_in
         link.capacity = 1024
-        link.slots = <Slot *>calloc(n_slots, sizeof(Slot))
         link.queue = <Post *>calloc(link.capacity, sizeof(Post))
+        without_slots = bps_slots_init(&link.slots, n_slots, epoch)
         rc = bps_trace_open(&link.records, trace_capacity, trace_first_round, trace_last_round)
-        if rc or link.slots == NULL or link.queue == NULL:
+        if rc or without_slots or link.queue == NULL:
             raise MemoryError(f"stream of {n_slots} slots and a trace of {trace_capacity} records")
         link.fd = fd  # nothing can raise any more: it is ours
         bps_tune(fd, send_buffer_nbytes)
@@ -254,18 +226,16 @@ cdef class Stream:
         *framed*: up to so many, of which the first eight say how many follow. The memory is the caller's and stays until `close`. Bind before the peer may write.
         """
         cdef Link *link = self._open()
-        if slot >= link.n_slots:
-            raise ValueError(f"slot {slot} of {link.n_slots}")
-        link.slots[slot].nbytes, link.slots[slot].framed = nbytes, framed
-        link.slots[slot].addresses[1] = address_odd
-        link.slots[slot].addresses[0] = address_even
+        if slot >= link.slots.n:
+            raise ValueError(f"slot {slot} of {link.slots.n}")
+        bps_slots_bind(&link.slots, slot, address_even, address_odd, nbytes, framed)
 
     def unbind(self, uint32_t slot):
         """Take no more writes to *slot*: the peer has none under way. No matter if it is not bound."""
         cdef Link *link = self._open()
-        if slot >= link.n_slots:
-            raise ValueError(f"slot {slot} of {link.n_slots}")
-        link.slots[slot].addresses[0] = link.slots[slot].addresses[1] = 0
+        if slot >= link.slots.n:
+            raise ValueError(f"slot {slot} of {link.slots.n}")
+        bps_slots_bind(&link.slots, slot, 0, 0, 0, False)
 
     def start(self):
         """Start both threads."""
@@ -289,8 +259,8 @@ cdef class Stream:
         cdef Post *grown
         cdef Post *post
         cdef uint64_t i
-        if slot >= link.n_slots:
-            raise ValueError(f"slot {slot} of {link.n_slots}")
+        if slot >= link.slots.n:
+            raise ValueError(f"slot {slot} of {link.slots.n}")
         pthread_mutex_lock(&link.lock)
         if link.posted - link.delivered == link.capacity:
             grown = <Post *>calloc(2 * link.capacity, sizeof(Post))
@@ -304,21 +274,26 @@ cdef class Stream:
             link.capacity *= 2
         post = &link.queue[link.posted % link.capacity]
         post.header.magic = BPS_WIRE_MAGIC
-        post.header.immediate = bps_immediate(slot, round, link.epoch)
-        post.header.slot, post.header.round, post.header.epoch, post.header.flags = slot, round, link.epoch, flags
+        post.header.immediate = bps_immediate(slot, round, link.slots.epoch)
+        post.header.slot, post.header.round, post.header.flags = slot, round, flags
+        post.header.epoch = link.slots.epoch
         post.header.nbytes = 0 if flags & BPS_FLAG_EMPTY else nbytes
         post.address, post.posted_ns = address, bps_now_ns()
         link.posted += 1
-        link.word += 1
+        bps_add(&link.word, 1)
         pthread_mutex_unlock(&link.lock)
         bps_wake(&link.word, 1)
 
     def counters(self):
         """Return bytes and writes in both directions, headers included."""
         cdef Link *link = self.link
-        return {"bytes_sent": link.bytes_sent, "bytes_received": link.bytes_received,
-                "writes_sent": link.writes_sent, "writes_received": link.writes_received,
-                "writes_pending": link.posted - link.delivered}
+        cdef uint64_t pending
+        pthread_mutex_lock(&link.lock)
+        pending = link.posted - link.delivered
+        pthread_mutex_unlock(&link.lock)
+        return {"bytes_sent": bps_counted(&link.bytes_sent), "bytes_received": bps_counted(&link.bytes_received),
+                "writes_sent": bps_counted(&link.writes_sent), "writes_received": bps_counted(&link.writes_received),
+                "writes_pending": pending}
 
     def trace(self):
         """Return the records so far (`record.h`)."""
@@ -333,8 +308,8 @@ cdef class Stream:
             return
         with nogil:
             pthread_mutex_lock(&link.lock)
-            link.closing = 1
-            link.word += 1
+            bps_store(&link.closing, 1)
+            bps_add(&link.word, 1)
             pthread_mutex_unlock(&link.lock)
             shutdown(link.fd, SHUT_RDWR)
             bps_wake(&link.word, 2)
@@ -354,7 +329,7 @@ cdef class Stream:
         if link != NULL:
             if link.fd >= 0:
                 self.close()
-            free(link.slots)
+            bps_slots_free(&link.slots)
             free(link.queue)
             free(link.records.records)
             pthread_mutex_destroy(&link.lock)

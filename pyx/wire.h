@@ -34,7 +34,7 @@ static inline int bps_frame_may_come(uint64_t nbytes, uint64_t room) { return nb
 
 static inline int bps_frame_is_whole(const void *frame, uint64_t nbytes)
 {
-    return *(const uint64_t *)frame == nbytes - BPS_FRAME_HEADER;
+    return __atomic_load_n((const uint64_t *)frame, __ATOMIC_RELAXED) == nbytes - BPS_FRAME_HEADER;
 }
 
 static inline uint32_t bps_immediate(uint32_t slot, uint32_t round, uint32_t epoch)

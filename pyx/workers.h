@@ -75,7 +75,7 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
     int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, foreign_nbytes, local);
     int nontemporal = part->nbytes >= core->nontemporal_nbytes, status = BPS_CODED;
     if (total < 0) {
-        core->parked[core->n_parked++] = index;
+        bps_park(core, index);
         return;
     }
     core->running++;

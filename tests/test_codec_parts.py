@@ -118,13 +118,13 @@ def test_an_engine_that_cannot_compress_tells_its_ranks_and_its_node(vertex):
         made.close()
 
 
-def test_a_learning_rate_that_is_none_is_the_ranks_fault(coded):
+@pytest.mark.parametrize("rate", [float("nan"), -1.0, float("inf")])
+def test_a_learning_rate_that_is_none_is_the_ranks_fault(coded, rate):
     v = coded.vertex
-    for rate in (float("nan"), -1.0, float("inf")):
-        v.ports[0].set_rate(0, 1, 1, rate)
-        v.engine.missing(0)  # what ranks announced before counts
-        [(kind, source, part, *_)] = v.engine.events(10)
-        assert (kind, source, part) == (native.EVENT_LOST, v.ranks[0], 0)
+    v.ports[0].set_rate(0, 1, 1, rate)
+    v.engine.missing(0)  # what ranks announced before counts
+    [(kind, source, part, *_)] = v.engine.events(10)
+    assert (kind, source, part) == (native.EVENT_LOST, v.ranks[0], 0)
 
 
 def test_parts_are_retired_with_their_codecs(coded):

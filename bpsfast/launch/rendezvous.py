@@ -29,6 +29,7 @@ import msgspec
 from ..boot import network_id
 from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from ..orchestration.unreadable import UNREADABLE
 from ..settings import Settings, parse_address
 from .daemons import reserve_port
 from .place import Place, format_address, given_key, is_loopback, job_key
@@ -262,7 +263,7 @@ def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler
 def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise MismatchError(f"what rank {rank} has left in the store cannot be read ({exc}): it has another version of "
                             "bpsfast") from exc
 

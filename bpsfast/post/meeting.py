@@ -25,6 +25,7 @@ from ..boot import network_id
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..orchestration.job import FIRST_EPOCH
+from ..orchestration.unreadable import UNREADABLE
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
@@ -244,7 +245,7 @@ class Meeting:
         data = self._session.notices.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
         try:
             return msgspec.msgpack.decode(data, type=Address)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise ProtocolError(f"the address of rank {rank}'s post cannot be read: {exc}") from exc
 
     def _is_near(self, rank: int, found: Address) -> bool:

@@ -1,0 +1,23 @@
+# What an engine has done; included by engine.pyx. Threads count under the lock, so it is read under it.
+
+
+cdef dict _counters(bps_core *core):
+    """See `Engine.counters`."""
+    cdef uint64_t sums, summed, published, published_nbytes, forwarded, stale, allocations
+    pthread_mutex_lock(&core.lock)
+    sums, summed, published, published_nbytes = core.sums, core.bytes_summed, core.published, core.published_nbytes
+    forwarded, stale, allocations = core.forwarded, core.stale, core.allocations
+    pthread_mutex_unlock(&core.lock)
+    return {"sums": sums, "bytes_summed": summed, "published": published, "published_bytes": published_nbytes,
+            "forwarded": forwarded, "stale": stale, "allocations": allocations + bps_counted(&core.events.grown),
+            "trace_dropped": max(0, <int64_t>bps_counted(&core.trace.used) - <int64_t>core.trace.capacity)
+            if core.trace.records else 0}
+
+
+cdef uint64_t _pushed_nbytes(bps_core *core, uint32_t source):
+    """See `Engine.pushed_nbytes`."""
+    cdef uint64_t nbytes
+    pthread_mutex_lock(&core.lock)
+    nbytes = core.sources[source].pushed_nbytes
+    pthread_mutex_unlock(&core.lock)
+    return nbytes

@@ -1,0 +1,90 @@
+/* Slots: where a peer may write over a stream, and how one of its writes is received.
+ *
+ * The lock spans a look at a slot, not the payload: whoever unbinds a slot knows that nothing is on its way into it.
+ */
+#ifndef BPS_SLOTS_H
+#define BPS_SLOTS_H
+
+#include <string.h>
+
+#include "lane.h"
+#include "sockets.h"
+#include "thread.h"
+#include "wire.h"
+
+struct bps_slot {
+    uint64_t addresses[2]; /* for even and odd rounds; 0: not bound */
+    uint64_t nbytes;
+    uint32_t framed; /* up to nbytes, with their length in front */
+};
+
+struct bps_slots {
+    pthread_mutex_t lock;
+    struct bps_slot *items;
+    uint32_t n, epoch;
+};
+
+/* 0, or -1 without memory. */
+static inline int bps_slots_init(struct bps_slots *slots, uint32_t n, uint32_t epoch)
+{
+    pthread_mutex_init(&slots->lock, NULL);
+    slots->n = n;
+    slots->epoch = epoch;
+    slots->items = (struct bps_slot *)calloc(n, sizeof *slots->items);
+    return slots->items == NULL ? -1 : 0;
+}
+
+static inline void bps_slots_free(struct bps_slots *slots)
+{
+    free(slots->items);
+    pthread_mutex_destroy(&slots->lock);
+}
+
+/* Let the peer write into a slot below n; with the addresses 0 no more. */
+static inline void bps_slots_bind(struct bps_slots *slots, uint32_t slot, uint64_t even, uint64_t odd, uint64_t nbytes,
+                                  uint32_t framed)
+{
+    pthread_mutex_lock(&slots->lock);
+    slots->items[slot] = (struct bps_slot){{even, odd}, nbytes, framed};
+    pthread_mutex_unlock(&slots->lock);
+}
+
+/* Whether the peer may write what the header says; *slot is where, as it is bound now. */
+static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_header *header, struct bps_slot *slot)
+{
+    if (header->magic != BPS_WIRE_MAGIC || header->slot >= slots->n || header->epoch != slots->epoch)
+        return 0;
+    if (header->immediate != bps_immediate(header->slot, header->round, header->epoch))
+        return 0;
+    pthread_mutex_lock(&slots->lock);
+    *slot = slots->items[header->slot];
+    pthread_mutex_unlock(&slots->lock);
+    if (slot->addresses[0] == 0)
+        return 0;
+    if (header->flags & BPS_FLAG_EMPTY)
+        return header->nbytes == 0;
+    return slot->framed ? bps_frame_may_come(header->nbytes, slot->nbytes) : header->nbytes == slot->nbytes;
+}
+
+/* Receive one write whole, into its slot. 0 with its header, and when that had come; -1 at the orderly end of the
+ * connection; else an errno, EPROTO for what the peer may not write. */
+static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_pace *pace, const uint32_t *closing,
+                                    struct bps_header *header, uint64_t *begin_ns)
+{
+    struct bps_slot slot;
+    int rc = bps_receive_all(fd, header, sizeof *header);
+    if (rc != 0)
+        return rc;
+    *begin_ns = bps_now_ns();
+    if (!bps_slots_accept(slots, header, &slot))
+        return EPROTO;
+    if (header->nbytes == 0)
+        return 0;
+    void *payload = (void *)slot.addresses[header->round & 1];
+    rc = bps_receive_paced(fd, payload, header->nbytes, pace, closing);
+    if (rc != 0)
+        return rc < 0 ? ECONNRESET : rc; /* between header and payload there is no orderly end */
+    return slot.framed && !bps_frame_is_whole(payload, header->nbytes) ? EPROTO : 0;
+}
+
+#endif

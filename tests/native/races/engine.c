@@ -1,0 +1,199 @@
+/* Two engines of three threads each: one owns all parts, the other is a member of them; couriers in the transports' and
+ * the event loops' place carry partials and results between them. Four ranks push rounds through `bps_convey`, while a
+ * controller puts parts in, freezes, commits, maps segments that parts wait for, asks what is missing, and retires. */
+#include "../node.h"
+
+enum { N_PARTS = 6, N_RANKS = 4, N_WORDS = 128, NBYTES = 8 * N_WORDS, VISITOR = 9, WIRE = 2 };
+
+/* On the wire: frames, of which dense parts use no head. */
+struct place {
+    char bytes[BPS_FRAME_LENGTH + NBYTES] __attribute__((aligned(64)));
+};
+
+static struct node owner, member;
+static struct bps_port ports[N_RANKS]; /* of the owner's two ranks, of the member's */
+static uint64_t inputs[N_RANKS][N_PARTS][N_WORDS];
+static uint64_t results[2][N_PARTS][2][N_WORDS]; /* by node, part, parity */
+static uint64_t partials[N_PARTS][N_WORDS];
+static struct place slots[N_PARTS], frames[2][N_PARTS][3]; /* by node: results of both parities, the partial */
+static uint64_t visitor[2][2][N_WORDS], visitor_results[2][N_WORDS];
+static uint64_t end_ns;
+static uint32_t couriers_end, controller_end, n_rounds, n_visits;
+
+static int is_coded(uint32_t part) { return part % 2; }
+
+static void *work_as_rank(void *argument)
+{
+    uint32_t rank = (uint32_t)(uintptr_t)argument, goes_on = 1;
+    uint64_t values[N_PARTS][N_WORDS], sums[N_PARTS][N_WORDS];
+    struct bps_leg legs[N_PARTS];
+    for (uint32_t round = 1; goes_on; round++) {
+        for (uint32_t part = 0; part < N_PARTS; part++) {
+            int gives = rank == 0 || (round + part + rank) % 5 != 0;
+            for (uint32_t i = 0; i < N_WORDS; i++)
+                values[part][i] = round * 1000 + part * 10 + rank + i;
+            values[part][N_WORDS - 1] = rank == 0 && bps_now_ns() < end_ns; /* whether rank 0 wants another round */
+            legs[part] = (struct bps_leg){
+                gives ? (uint64_t)values[part] : 0, (uint64_t)sums[part], NBYTES, (uint64_t)inputs[rank][part],
+                (uint64_t)results[rank / 2][part][round & 1], part * NBYTES, part, round, 0, 0, 0,
+            };
+        }
+        uint32_t in = 0, out = 0;
+        int status;
+        do
+            status = bps_convey(&ports[rank], legs, N_PARTS, 4, &in, &out, UINT64_MAX);
+        while (status == BPS_INTERRUPTED);
+        CHECK(status == BPS_DONE && out == N_PARTS);
+        for (uint32_t part = 0; part < N_PARTS; part++)
+            for (uint32_t i = 0; i < N_WORDS - 1; i++) {
+                uint64_t sum = 0;
+                for (uint32_t other = 0; other < N_RANKS; other++)
+                    if (other == 0 || (round + part + other) % 5 != 0)
+                        sum += round * 1000 + part * 10 + other + i;
+                CHECK(sums[part][i] == sum);
+            }
+        goes_on = sums[0][N_WORDS - 1] != 0;
+        bps_steps_next(&ports[rank].steps, &ports[rank].lane->tally, bps_now_ns());
+        if (rank == 0)
+            n_rounds = round;
+    }
+    return NULL;
+}
+
+/* Carries what one node has for the other, as a transport and the node's loop do. */
+static void *carry(void *argument)
+{
+    struct node *from = argument, *to = from == &owner ? &member : &owner;
+    while (!bps_load(&couriers_end)) {
+        bps_events_await(&from->core->events, 50000000);
+        uint32_t n = bps_events_take(&from->core->events);
+        for (uint32_t i = 0; i < n; i++) {
+            const struct bps_event *event = &from->core->events.taken[i];
+            uint32_t flags = event->kind == BPS_EVENT_FORWARD ? event->code : 0;
+            CHECK(event->kind == BPS_EVENT_FORWARD || event->kind == BPS_EVENT_RESULT);
+            void *place = event->kind == BPS_EVENT_FORWARD ? slots[event->part].bytes
+                          : is_coded(event->part)          ? frames[1][event->part][event->round & 1].bytes
+                                                  : (char *)results[1][event->part][event->round & 1];
+            if (!(flags & BPS_FLAG_EMPTY))
+                memcpy(place, (void *)event->address, event->nbytes);
+            bps_on_arrived(to->core, WIRE, event->part, event->round, flags);
+        }
+    }
+    return NULL;
+}
+
+static void commit(struct node *node)
+{
+    uint32_t order[VISITOR + 1];
+    struct bps_row rows[VISITOR + 1];
+    for (uint32_t i = 0; i <= VISITOR; i++)
+        order[i] = (i * 7 + node->core->generation) % (VISITOR + 1);
+    CHECK(bps_freeze(node->core, UINT64_MAX / 2) == 0);
+    bps_table_report(node->core, rows, VISITOR + 1);
+    CHECK(bps_table_commit(node->core, node->core->generation + 1, order, VISITOR + 1) == 0);
+}
+
+/* A part of the owner's ranks alone comes and goes, its inputs in a segment that is mapped after they were announced. */
+static void *control(void *argument)
+{
+    (void)argument;
+    static struct bps_gap gap; /* 16 KiB */
+    for (uint16_t visit = 1; !bps_load(&controller_end); visit = visit % 60 + 1) {
+        struct bps_part part = {.kernel = sum_words, .nbytes = NBYTES, .n_elements = N_WORDS, .divisor = 1, .n_local = 2,
+                                .owned = 1, .outputs = {(uint64_t)visitor_results[0], (uint64_t)visitor_results[1]}};
+        part_inputs(&part, 2, (uint32_t[]){0, 1}, (void *[]){NULL, NULL});
+        CHECK(bps_table_put(owner.core, VISITOR, &part) == 0);
+        commit(&owner);
+        commit(&member);
+        for (int rank = 0; rank < 2; rank++) {
+            for (int i = 0; i < N_WORDS; i++)
+                visitor[rank][visit & 1][i] = visit + (uint64_t)rank;
+            struct bps_entry entry = {VISITOR, 1, 1, 0, visit, (visit & 1) * NBYTES, 0};
+            CHECK(bps_port_announce(&ports[rank], &entry) == BPS_DONE);
+        }
+        CHECK(bps_table_missing(owner.core, VISITOR, &gap) == 0);
+        for (uint32_t rank = 0; rank < 2; rank++)
+            CHECK(bps_map_segment(owner.core, rank, visit, (uint64_t)visitor[rank], sizeof visitor[rank]) == 0);
+        int status;
+        do
+            status = bps_port_wait(&ports[visit & 1], VISITOR, 1, UINT64_MAX);
+        while (status == BPS_INTERRUPTED);
+        CHECK(status == BPS_DONE);
+        for (int i = 0; i < N_WORDS; i++)
+            CHECK(visitor_results[1][i] == 2u * visit + 1);
+        uint32_t index = VISITOR, culprit;
+        CHECK(bps_table_retire(owner.core, &index, 1, &culprit) == BPS_RETIRED);
+        for (uint32_t rank = 0; rank < 2; rank++) /* the next visit of this number waits again */
+            CHECK(bps_map_segment(owner.core, rank, visit, 0, 0) == 0);
+        n_visits++;
+    }
+    return NULL;
+}
+
+static void add_part(uint32_t index)
+{
+    struct bps_part part = {.kernel = sum_words, .nbytes = NBYTES, .n_elements = N_WORDS, .divisor = 1, .n_local = 2};
+    struct bps_part mine = part, theirs = part;
+    mine.owned = mine.to_wire = mine.n_after = 1;
+    for (int parity = 0; parity < 2; parity++)
+        mine.outputs[parity] = (uint64_t)results[0][index][parity];
+    part_inputs(&mine, 3, (uint32_t[]){0, 1, WIRE}, (void *[]){NULL, NULL, slots[index].bytes});
+    theirs.owner = WIRE;
+    theirs.outputs[0] = is_coded(index) ? (uint64_t)frames[1][index][2].bytes : (uint64_t)partials[index];
+    part_inputs(&theirs, 2, (uint32_t[]){0, 1}, (void *[]){NULL, NULL});
+    for (int node = 0; node < 2 && is_coded(index); node++) {
+        struct bps_codec *codec = codec_make(N_WORDS);
+        codec->frame = frames[node][index][2].bytes;
+        for (int parity = 0; parity < 2; parity++) {
+            codec->frames[parity] = frames[node][index][parity].bytes;
+            codec->results[parity] = node == 1 ? results[1][index][parity] : NULL;
+        }
+        (node == 0 ? &mine : &theirs)->codec = codec;
+    }
+    CHECK(bps_table_put(owner.core, index, &mine) == 0 && bps_table_put(member.core, index, &theirs) == 0);
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t ranks[N_RANKS], couriers[2], controller;
+    struct node *nodes[2] = {&owner, &member};
+    end_ns = deadline_of(argc, argv);
+    for (int i = 0; i < 2; i++) {
+        node_make(nodes[i], 3);
+        nodes[i]->core->awake_ns = 20000;
+        CHECK(bps_start(nodes[i]->core, 3) == 0);
+        for (int k = 2 * i; k < 2 * i + 2; k++) {
+            struct bps_lane *lane = lane_make(LANE_CAPACITY);
+            uint32_t source = node_add_source(nodes[i], BPS_RANK, lane);
+            port_make(&ports[k], nodes[i], lane);
+            CHECK(bps_map_segment(nodes[i]->core, source, 0, (uint64_t)inputs[k], sizeof inputs[k]) == 0);
+        }
+        CHECK(node_add_source(nodes[i], BPS_WIRE_PEER, NULL) == WIRE);
+    }
+    for (uint32_t i = 0; i < N_PARTS; i++)
+        add_part(i);
+    commit(&owner);
+    commit(&member);
+    for (int i = 0; i < 2; i++)
+        CHECK(bps_start_thread(&couriers[i], carry, nodes[i]) == 0);
+    CHECK(bps_start_thread(&controller, control, NULL) == 0);
+    for (uintptr_t i = 0; i < N_RANKS; i++)
+        CHECK(bps_start_thread(&ranks[i], work_as_rank, (void *)i) == 0);
+    for (int i = 0; i < N_RANKS; i++)
+        pthread_join(ranks[i], NULL);
+    bps_store(&controller_end, 1);
+    pthread_join(controller, NULL);
+    bps_store(&couriers_end, 1);
+    for (int i = 0; i < 2; i++) {
+        bps_events_wake(&nodes[i]->core->events);
+        pthread_join(couriers[i], NULL);
+    }
+    for (int i = 0; i < 2; i++) {
+        bps_stop(nodes[i]->core);
+        node_free(nodes[i]);
+    }
+    for (int i = 0; i < N_RANKS; i++)
+        free(ports[i].lane);
+    printf("%u rounds, %u visits\n", n_rounds, n_visits);
+    return n_rounds == 0 || n_visits == 0;
+}

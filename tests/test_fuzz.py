@@ -1,0 +1,49 @@
+"""Whatever reads a peer's bytes, for a moment each, from the seeds on and unguided: `make fuzz` does it at length."""
+from __future__ import annotations
+
+import subprocess
+
+import numpy as np
+import pytest
+
+from bpsfast.orchestration import messages, security
+from bpsfast.orchestration.errors import ProtocolError
+from bpsfast.transport import shm
+from bpsfast.transport.rdma import offer
+from tests import fuzz_seeds, fuzzing, sanitized
+from tests.fuzzed_frames import damage
+from tests.fuzzed_parsers import PARSERS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+@pytest.mark.parametrize("name", fuzzing.PROGRAMS)
+def test_no_native_parser_reads_or_writes_beyond_its_memory(name, tmp_path):
+    try:
+        program = sanitized.fuzz_program(name, tmp_path)
+    except sanitized.Unavailable as exc:
+        pytest.skip(str(exc))
+    seeds = tmp_path / "seeds"
+    seeds.mkdir()
+    fuzz_seeds.write(name, seeds)
+    done = subprocess.run([program, "2", seeds], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 100
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_parser_in_python_fails_otherwise_than_in_words(name, tmp_path):
+    rng = np.random.default_rng(7)
+    for seed in fuzz_seeds.write(name, tmp_path):
+        PARSERS[name](seed)
+        for _ in range(20):
+            PARSERS[name](damage(seed, rng)[:2048])
+
+
+@pytest.mark.parametrize("decode", [lambda data: messages.decode(data, "node"), shm.decode, offer.decode,
+                                    lambda data: security._hello(data, "a peer")])
+@pytest.mark.parametrize("data", [b"\x81\xa4type\xa2\xff\xff", b"\x91" * 5000, b"", b"\xc1"],
+                         ids=["no text", "nested", "nothing", "no MessagePack"])
+def test_what_is_no_message_is_refused(decode, data):
+    with pytest.raises(ProtocolError):
+        decode(data)
