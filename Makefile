@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem bench expr1 expr3 setup system sshd mpi guest clean
+.PHONY: demo test test-guest test-ecosystem strangers bench expr1 expr3 setup system sshd mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -29,6 +29,11 @@ test-guest: $(stamp) guest
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# Strangers say so many messages to each kind of socket that a training job listens on: a million in some ten minutes.
+MESSAGES ?= 1000000
+strangers: $(stamp)
+	$(bin)/pytest -q tests/test_strangers.py --strangers-messages=$(MESSAGES)
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick

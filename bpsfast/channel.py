@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 from .orchestration import messages
 from .orchestration.errors import PeerLostError, ProtocolError, StallError
+from .orchestration.unreadable import UNREADABLE
 
 _WORD = struct.Struct("<I")
 _LENGTH_BITS = 28
@@ -302,7 +303,10 @@ class Channel:
             end = start + _WORD.size + nbytes
             if len(self._inbox) < end:
                 break
-            message = self._decode(bytes(self._inbox[start + _WORD.size : end]))
+            try:
+                message = self._decode(bytes(self._inbox[start + _WORD.size : end]))
+            except UNREADABLE as exc:
+                raise ProtocolError(f"{nbytes} bytes on a local channel are no message: {type(exc).__name__}") from exc
             self._ready.append((message, tuple(self._inbox_fds.popleft() for _ in range(n_fds))))
             start = end
         del self._inbox[:start]

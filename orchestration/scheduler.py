@@ -18,6 +18,7 @@ from .doorkeeper import Doorkeeper
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
 from .job import Job, JobSettings, Outgoing
 from .security import curve_pair
+from .unreadable import UNREADABLE
 
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -170,8 +171,9 @@ class Scheduler:
                 continue
             try:
                 message = m.decode(data, "node")
-            except ProtocolError as exc:
-                self._refuse(sender, data, exc)
+            except (ProtocolError, *UNREADABLE) as exc:
+                self._refuse(sender, data, exc if isinstance(exc, ProtocolError) else ProtocolError(
+                    f"{len(data)} bytes from a node are no control message: {type(exc).__name__}"))
                 continue
             self._send(self._job.receive(time.monotonic(), sender, message))
 
@@ -180,7 +182,7 @@ class Scheduler:
         reason: ProtocolError | MismatchError = error
         try:
             version = msgspec.msgpack.decode(data, type=_Versioned).version
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             version = m.VERSION
         if version != m.VERSION:
             reason = MismatchError(f"protocol version differs: {version} on a node, {m.VERSION} on the scheduler; "

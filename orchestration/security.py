@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from .errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from .unreadable import UNREADABLE
 
 #: Begins both sides' first message of a data connection; the digit is the handshake's version.
 MAGIC = b"BPSFAST1"
@@ -133,7 +134,7 @@ def _counted(data: bytes) -> bytes:
 def _hello(data: bytes, peer: str) -> StreamHello:
     try:
         return msgspec.msgpack.decode(data, type=StreamHello)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"the hello of {peer} cannot be read: {exc}") from exc
 
 

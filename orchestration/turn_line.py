@@ -18,6 +18,7 @@ from .doorkeeper import Doorkeeper, interface
 from .errors import ConfigError, PeerLostError, ProtocolError
 from .security import curve_pair
 from .turns import Entry
+from .unreadable import UNREADABLE
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _LINGER_MS = 1000
@@ -65,7 +66,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"what a rank said on the line of its group is no message ({exc}): install one version of "
                             "bpsfast everywhere") from exc
 

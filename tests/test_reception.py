@@ -129,7 +129,9 @@ def test_strangers_beyond_a_number_wait_outside_and_come_in_later(reception):
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n", struct.pack("<I", (64 << 10) + 1),
-                                  struct.pack("<I", 2) + b"no"])
+                                  struct.pack("<I", 2) + b"no",
+                                  struct.pack("<I", 11) + b"\x81\xa4type\xa4" + b"\xff" * 4,
+                                  struct.pack("<I", 30_000) + b"\x81\xa1a" * 10_000])
 def test_nonsense_is_refused_at_once(reception, said):
     door, loop = reception
     with stranger(door) as sock:

@@ -22,6 +22,7 @@ from ..nic.netlink import Address
 from ..nic.route import Rail
 from ..orchestration import security
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ..orchestration.unreadable import UNREADABLE
 from .facts import Facts
 from .peer_report import PeerReport, describe
 from .trial import End, Trial
@@ -224,7 +225,7 @@ def _receive(sock: socket.socket, kind: type[Message]) -> Message:
         raise ProtocolError(f"the other doctor sent a message of {nbytes} bytes, at most {_MAX_NBYTES} are allowed")
     try:
         return msgspec.msgpack.decode(_exactly(sock, nbytes, deadline), type=kind)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; another version?") from exc
 
 

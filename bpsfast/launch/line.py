@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ..orchestration.errors import ProtocolError
+from ..orchestration.unreadable import UNREADABLE
 
 #: No part of it is both its beginning and its end, so it is found at once, whatever stands before it.
 MARK = b"\x00\xffbpsfast agent\xff\xfe"
@@ -125,6 +126,6 @@ class Line:
         del self._came[:end]
         try:
             return self._decoder.decode(data)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise ProtocolError(f"a message cannot be read ({exc}): other version, or something else writes to this "
                                 "line") from exc

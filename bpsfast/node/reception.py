@@ -18,10 +18,10 @@ from ..channel import MAX_NBYTES, Channel
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..pyx.pages import Segment
+from ..refusals import Refusals
 from ..transport import shm
 from .event_loop import EventLoop
 from .local_rank import check_proof, check_user
-from .refusals import Refusals
 
 log = logging.getLogger("bpsfast.node")
 
@@ -255,7 +255,7 @@ def refuse(link: Channel, error: BpsError) -> None:
     try:
         link.post(messages.Refuse(error=type(error).__name__, reason=str(error)))
     except PeerLostError:
-        log.debug("process behind a local channel left before it could be refused: %s", error)
+        pass  # it has not waited for that
 
 
 def attach_server(job_key: bytes, node_id: str, pid: int, timeout_s: float) -> int:

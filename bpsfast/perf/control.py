@@ -17,6 +17,7 @@ import msgspec
 from ..launch.place import format_address
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from ..orchestration.unreadable import UNREADABLE
 from .messages import VERSION, Alive, Message, Stop
 
 DEFAULT_PORT = 18515
@@ -116,7 +117,7 @@ class Control:
         del self._buffer[:_LENGTH.size + nbytes]
         try:
             return _DECODER.decode(data)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}): other version?") from exc
 
     def _read(self) -> None:

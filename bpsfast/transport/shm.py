@@ -25,6 +25,7 @@ from .. import channel
 from ..channel import Channel
 from ..orchestration import messages, security
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ..orchestration.unreadable import UNREADABLE
 from ..pyx import ring
 from ..pyx.pages import Segment
 
@@ -89,7 +90,7 @@ def decode(data: bytes) -> messages.Message:
     """Return the message in *data*: one of a rank's, or of a peer's."""
     try:
         return _DECODER.decode(data)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"{len(data)} bytes on a local channel are no message: {exc}") from exc
 
 

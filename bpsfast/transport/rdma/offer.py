@@ -14,6 +14,7 @@ import msgspec
 
 from ...orchestration import messages
 from ...orchestration.errors import ProtocolError
+from ...orchestration.unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 1
@@ -99,5 +100,5 @@ def decode(data: bytes) -> messages.Message:
     """Return the message in *data*."""
     try:
         return _DECODER.decode(data)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"{len(data)} bytes on an rdma connection are no message: {exc}") from exc
