@@ -33,7 +33,7 @@ test-ecosystem: $(stamp)
 # Strangers say so many messages to each kind of socket that a training job listens on: a million in some ten minutes.
 MESSAGES ?= 1000000
 strangers: $(stamp)
-	$(bin)/pytest -q tests/test_strangers.py --strangers-messages=$(MESSAGES)
+	$(bin)/pytest -q tests/test_strangers.py -o faulthandler_timeout=0 --strangers-messages=$(MESSAGES)
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick

@@ -62,11 +62,11 @@ class Job:
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
-                 **values: Any) -> None:
+                 key: bytes = b"", **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
         shape = launch.Shape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.key = secrets.token_bytes(32)
+        self.key = key or secrets.token_bytes(32)
         with daemons.reserve_port("127.0.0.1") as reserved:
             commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
                                    reserved.getsockname(), self.key.hex())
