@@ -10,7 +10,8 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem races fuzz fuzzers bench expr1 expr3 chaos soak setup system sshd mpi guest clean
+.PHONY: demo test test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr3 chaos soak setup system sshd mpi guest \
+	clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -37,6 +38,11 @@ races: $(stamp)
 # What reads a peer's bytes, fuzzed for so many SECONDS in all (600). What crashed is kept in out/fuzz.
 fuzz: $(stamp) fuzzers
 	$(bin)/python -m tests.fuzzing $(SECONDS)
+
+# Strangers say so many messages to each kind of socket that a training job listens on: a million in some ten minutes.
+MESSAGES ?= 1000000
+strangers: $(stamp)
+	$(bin)/pytest -q tests/test_strangers.py -o faulthandler_timeout=0 --strangers-messages=$(MESSAGES)
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick

@@ -24,12 +24,17 @@ from collections.abc import Callable, Sequence
 
 from .orchestration import messages
 from .orchestration.errors import PeerLostError, ProtocolError, StallError
+from .orchestration.unreadable import UNREADABLE
 
 _WORD = struct.Struct("<I")
 _LENGTH_BITS = 28
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+#: No message is longer, and none comes with more descriptors.
+MAX_NBYTES = _LENGTH_MASK
 MAX_FDS = 15
 _READ_NBYTES = 1 << 16
+#: Of one channel at a time: who never stops talking must not keep others from being heard.
+_MOST_READS = 64
 
 
 def address(job_key: bytes, node_id: str) -> bytes:
@@ -57,6 +62,8 @@ def connect(
     ------
     StallError
         If nobody listened within *timeout_s* seconds.
+    ProtocolError
+        If it is another user's process that listens: once a node has ended, anybody may take its name.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -64,6 +71,10 @@ def connect(
         try:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             sock.connect(name)
+            pid, uid = peer_uid(sock)
+            if uid not in (os.getuid(), 0):
+                raise ProtocolError(f"process {pid} of user {uid} listens on the local socket of this job's node, this "
+                                    f"is user {os.getuid()}: nothing is said to it")
             return Channel(sock, decode)
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
             # Refused: not bound yet. EAGAIN: its backlog is full.
@@ -98,12 +109,16 @@ class Channel:
         A connected AF_UNIX stream socket.
     decode
         Turns a frame's bytes into a message; the default reads `messages.LocalMessage`.
+    frame_max_nbytes
+        No longer message is taken; less than the default for somebody who has not shown yet who he is.
     """
 
     def __init__(
-        self, sock: socket.socket, decode: Callable[[bytes], messages.Message] = decode_local
+        self, sock: socket.socket, decode: Callable[[bytes], messages.Message] = decode_local,
+        frame_max_nbytes: int = MAX_NBYTES,
     ) -> None:
         sock.setblocking(False)
+        self.frame_max_nbytes = frame_max_nbytes
         self._sock = sock
         self._decode = decode
         self._inbox = bytearray()
@@ -182,7 +197,15 @@ class Channel:
         return self._ready.popleft()
 
     def recv_nowait(self) -> list[tuple[messages.Message, tuple[int, ...]]]:
-        """Return all messages that have arrived, maybe none. Raises `PeerLostError` once, after the last message."""
+        """Return the messages that have arrived, maybe none; what is beyond 4 MiB comes with the next call.
+
+        Raises
+        ------
+        PeerLostError
+            Once, after the last message.
+        ProtocolError
+            If it is none, or longer than it may be: nothing more can be received.
+        """
         self._read()
         found = list(self._ready)
         self._ready.clear()
@@ -239,7 +262,9 @@ class Channel:
 
     def _read(self) -> None:
         """Take all bytes that have arrived and turn whole frames into messages."""
-        while not self._ended:
+        for _ in range(_MOST_READS):
+            if self._ended:
+                return
             try:
                 data, ancillary, flags, _ = self._sock.recvmsg(
                     _READ_NBYTES, socket.CMSG_SPACE(4 * MAX_FDS), socket.MSG_CMSG_CLOEXEC
@@ -268,16 +293,25 @@ class Channel:
         start = 0
         while len(self._inbox) - start >= _WORD.size:
             (word,) = _WORD.unpack_from(self._inbox, start)
-            end = start + _WORD.size + (word & _LENGTH_MASK)
-            if len(self._inbox) < end:
-                break
-            n_fds = word >> _LENGTH_BITS
+            nbytes, n_fds = word & _LENGTH_MASK, word >> _LENGTH_BITS
+            # Before the rest has come: who announces more than he may would else have us hold it.
+            if nbytes > self.frame_max_nbytes:
+                raise ProtocolError(f"a local message announces {nbytes} bytes, at most {self.frame_max_nbytes} are "
+                                    "taken from who sent it")
             if n_fds > len(self._inbox_fds):
                 raise ProtocolError(f"a local message announces {n_fds} descriptors, {len(self._inbox_fds)} came")
-            message = self._decode(bytes(self._inbox[start + _WORD.size : end]))
+            end = start + _WORD.size + nbytes
+            if len(self._inbox) < end:
+                break
+            try:
+                message = self._decode(bytes(self._inbox[start + _WORD.size : end]))
+            except UNREADABLE as exc:
+                raise ProtocolError(f"{nbytes} bytes on a local channel are no message: {type(exc).__name__}") from exc
             self._ready.append((message, tuple(self._inbox_fds.popleft() for _ in range(n_fds))))
             start = end
         del self._inbox[:start]
+        if len(self._inbox_fds) > MAX_FDS:  # only those of one unfinished message can be waiting
+            raise ProtocolError(f"{len(self._inbox_fds)} descriptors came on a local channel without a message")
 
     def _raise_if_ended(self) -> None:
         if self._ended:

@@ -116,7 +116,7 @@ class TurnService:
         key = os.urandom(_KEY_NBYTES)
         try:
             own_host = host()
-            line = LeaderLine(key)
+            line = LeaderLine(key, own_host)
         except (OSError, ConfigError) as exc:
             agree(msgspec.msgpack.encode(_Meeting(error=str(exc))))
             raise ConfigError(f"rank 0 cannot be reached by the other ranks: {exc}") from exc

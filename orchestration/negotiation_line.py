@@ -29,9 +29,9 @@ Message = Hello | Requests | Responses | Failed | Left
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def listen(key: bytes) -> LeaderLine:
-    """Return the first rank's end; raises as `LeaderLine`."""
-    return LeaderLine(key, _decoder)
+def listen(key: bytes, host: str) -> LeaderLine:
+    """Return the first rank's end, for those who connect to *host*; raises as `LeaderLine`."""
+    return LeaderLine(key, host, _decoder)
 
 
 def connect(host: str, port: int, key: bytes, leader: str) -> FollowerLine:

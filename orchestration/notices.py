@@ -15,6 +15,8 @@ from .roster import Roster
 KEY_MAX_NBYTES = 256
 VALUE_MAX_NBYTES = 64 << 10
 RANK_MAX_NBYTES = 1 << 20
+#: Questions of one rank that wait at a time.
+RANK_MAX_QUESTIONS = 4096
 
 
 def check(key: str, value: bytes = b"") -> None:
@@ -84,6 +86,14 @@ class Notices:
             return [_found(message, held.value)]
         if self._is_vain(message):
             return [self._in_vain(message)]
+        n_asked = sum(each.asked.rank == message.rank for questions in self._waiting.values() for each in questions)
+        try:
+            check(message.key)
+            if n_asked >= RANK_MAX_QUESTIONS:
+                raise CapacityError(f"rank {message.rank} looks for notice {message.key!r}: {n_asked} of its questions "
+                                    "wait already, as many as may")
+        except (CapacityError, ConfigError) as exc:
+            return [_refused(message, exc)]
         self._waiting.setdefault(message.key, []).append(_Question(now + message.timeout_s, message))
         return []
 
@@ -132,5 +142,5 @@ def _found(asked: Lookup, value: bytes) -> Found:
     return Found(rank=asked.rank, question=asked.question, value=value)
 
 
-def _refused(message: Publish, error: CapacityError | ConfigError | MismatchError) -> Found:
+def _refused(message: Publish | Lookup, error: CapacityError | ConfigError | MismatchError) -> Found:
     return Found(rank=message.rank, question=message.question, error=type(error).__name__, reason=str(error))

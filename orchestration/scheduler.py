@@ -14,6 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from . import messages as m
+from .doorkeeper import Doorkeeper
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
 from .job import Job, JobSettings, Outgoing
 from .security import curve_pair
@@ -22,8 +23,12 @@ from .unreadable import UNREADABLE
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
-#: No control message is longer; a plan of 65536 partitions has about 5 MB.
-_MESSAGE_MAX_NBYTES = 64 << 20
+#: No message to the scheduler is longer; a declaration of 65536 tensors has about 10 MB.
+_MESSAGE_MAX_NBYTES = 16 << 20
+#: Messages of one node that wait here until they are read; then its connection is not read.
+_MOST_UNREAD = 10_000
+#: Between two looks at the clock: who never stops talking must not keep heartbeats and deadlines waiting.
+_MOST_AT_ONCE = 10_000
 
 
 class _Versioned(msgspec.Struct, tag_field="type", tag="Join"):
@@ -58,6 +63,7 @@ class Scheduler:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._zap = self._context.socket(zmq.REP)
         self._router = self._context.socket(zmq.ROUTER)
+        self._doorkeeper = Doorkeeper(self._router)
         try:
             self._zap.bind(_ZAP_ADDRESS)
             self.port = self._listen(key, bind_host, port)
@@ -65,7 +71,7 @@ class Scheduler:
             self.close()
             raise
         self._poller = zmq.Poller()
-        for source in (self._zap, self._router, self._wake):
+        for source in (self._zap, self._router, self._doorkeeper.monitor, self._wake):
             self._poller.register(source, zmq.POLLIN)
 
     def _listen(self, key: bytes, host: str, port: int) -> int:
@@ -77,11 +83,12 @@ class Scheduler:
         # Before `bind`, whose value every connection keeps: by default one that breaks while the socket closes waits
         # for ever to deliver what is left (libzmq 4.3.5, issue 2733; once in 5000 closings beside other work).
         router.linger = 1000
-        router.sndhwm = router.rcvhwm = 0
+        router.sndhwm = 0
+        router.rcvhwm = _MOST_UNREAD
         router.maxmsgsize = _MESSAGE_MAX_NBYTES
         if ":" in host:
             router.ipv6 = True
-            host = f"[{host}]"
+            host = f"[{host.strip('[]')}]"
         address = f"tcp://{host}:{port or '*'}"
         try:
             router.bind(address)
@@ -124,6 +131,7 @@ class Scheduler:
         if self._context.closed:
             return
         self._zap.close(linger=0)
+        self._doorkeeper.close()
         self._router.close()
         self._context.term()
         os.close(self._wake)
@@ -135,6 +143,7 @@ class Scheduler:
             self._admit()
         if self._router in ready:
             self._read_all()
+        self._doorkeeper.look()
         if self._wake in ready:
             os.eventfd_read(self._wake)
             self._send(self._job.abort(ClosedError(self._stop_reason)))
@@ -149,18 +158,22 @@ class Scheduler:
         self._zap.send_multipart([version, request, *status, b""])
 
     def _read_all(self) -> None:
-        while True:
+        for _ in range(_MOST_AT_ONCE):
             try:
-                sender, data = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._doorkeeper.knows(frames[-1])
+            try:
+                sender, data = (frame.bytes for frame in frames)
             except ValueError:  # not two frames: authenticated, but no node of ours
                 self._send(self._job.abort(ProtocolError("a client of the scheduler sent what is no message")))
                 continue
             try:
                 message = m.decode(data, "node")
-            except ProtocolError as exc:
-                self._refuse(sender, data, exc)
+            except (ProtocolError, *UNREADABLE) as exc:
+                self._refuse(sender, data, exc if isinstance(exc, ProtocolError) else ProtocolError(
+                    f"{len(data)} bytes from a node are no control message: {type(exc).__name__}"))
                 continue
             self._send(self._job.receive(time.monotonic(), sender, message))
 

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from .doorkeeper import Doorkeeper, interface
 from .errors import ConfigError, PeerLostError, ProtocolError
 from .security import curve_pair
 from .turns import Entry
@@ -21,6 +22,8 @@ from .unreadable import UNREADABLE
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _LINGER_MS = 1000
+#: No message is longer.
+_MESSAGE_MAX_NBYTES = 16 << 20
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -69,9 +72,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
 
 
 class LeaderLine:
-    """Rank 0's end. Owner thread only; nothing blocks but `wait` and `close`.
+    """Rank 0's end, at *host* alone if that is an address of this machine. Owner thread only.
 
-    *decoder*: of what is said there, `Hello` among it.
+    Nothing blocks but `wait` and `close`. *decoder*: of what is said there, `Hello` among it.
 
     Raises
     ------
@@ -79,11 +82,13 @@ class LeaderLine:
         If no port can be had.
     """
 
-    def __init__(self, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
+    def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
         self._decoder = decoder
         self._names: dict[int, bytes] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._doorkeeper = Doorkeeper(self._socket)
+        self._socket.maxmsgsize = _MESSAGE_MAX_NBYTES
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "scheduler")
         self._socket.linger = _LINGER_MS  # before bind, see `Scheduler`
@@ -91,7 +96,7 @@ class LeaderLine:
         self._socket.router_mandatory = True  # who is gone is to be noticed
         self._socket.ipv6 = True
         try:
-            self._socket.bind("tcp://*:*")
+            self._socket.bind(f"tcp://{interface(host)}:*")
         except zmq.ZMQError as exc:
             self.close()
             raise ConfigError(f"no port to listen on for the other ranks: {exc}") from exc
@@ -104,19 +109,21 @@ class LeaderLine:
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
-        _wait((self._socket,), wake_fd, timeout_s)
+        _wait((self._socket, self._doorkeeper.monitor), wake_fd, timeout_s)
 
     def recv_nowait(self) -> list[Any]:
         """Return everything that has arrived. Raises `ProtocolError`."""
         received: list[Any] = []
         while True:
             try:
-                name, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                name, data = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._doorkeeper.look()
                 return received
-            message = _decode(self._decoder, data)
+            self._doorkeeper.knows(data)
+            message = _decode(self._decoder, data.bytes)
             if isinstance(message, Hello):
-                self._names[message.rank] = name
+                self._names[message.rank] = name.bytes
             received.append(message)
 
     def tell(self, message: msgspec.Struct, but: Collection[int] = ()) -> list[int]:
@@ -139,6 +146,7 @@ class LeaderLine:
     def close(self) -> None:
         """Send what is still to be sent, for a second at most. Calling it again does nothing."""
         if not self._context.closed:
+            self._doorkeeper.close()
             self._socket.close()
             self._context.term()
 

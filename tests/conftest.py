@@ -62,13 +62,14 @@ class Job:
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
-                 **values: Any) -> None:
+                 key: bytes = b"", **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
         shape = launch.Shape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.key = key or secrets.token_bytes(32)
         with daemons.reserve_port("127.0.0.1") as reserved:
             commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
-                                   reserved.getsockname(), secrets.token_hex(32))
+                                   reserved.getsockname(), self.key.hex())
             self.ranks: list[subprocess.Popen] = []
             self.daemons: dict[str, subprocess.Popen] = {}
             self._pipes: list[Connection] = []
@@ -328,6 +329,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes the golden files again."""
     parser.addoption("--write-golden", action="store_true",
                      help="write tests/golden/* from what the code says now; read the difference before you commit it")
+    parser.addoption("--strangers-messages", type=int, default=3000,
+                     help="how many messages strangers say to each kind of listening socket of a job")
+
+
+@pytest.fixture
+def n_strangers_messages(request: pytest.FixtureRequest) -> int:
+    """How many messages strangers say to each kind of socket."""
+    return request.config.getoption("--strangers-messages")
 
 
 @pytest.fixture

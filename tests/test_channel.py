@@ -1,8 +1,11 @@
 """The local channel: whole messages in order, descriptors with their own message, ends that are seen."""
 from __future__ import annotations
 
+import array
+import contextlib
 import os
 import socket
+import struct
 import threading
 
 import pytest
@@ -167,3 +170,57 @@ def test_connect_waits_for_the_listener_and_knows_who_it_is():
 def test_connect_without_a_listener_says_what_is_missing():
     with pytest.raises(StallError, match="no node listened on the local socket @bpsfast-"):
         channel.connect(channel.address(os.urandom(32), "machine"), 0.05)
+
+
+def test_more_than_a_stranger_may_say_is_refused_before_it_has_come(pair):
+    left, right = pair
+    right.frame_max_nbytes = 100
+    left.send(told(1))
+    assert right.recv(5) == (told(1), ())
+    left._sock.send(struct.pack("<I", 101))
+    with pytest.raises(ProtocolError, match="announces 101 bytes, at most 100 are taken"):
+        right.recv(5)
+
+
+def test_descriptors_without_a_message_are_not_hoarded(no_leaks, pair):
+    left, right = pair
+    with open(os.devnull) as file:
+        fds = array.array("i", [file.fileno()] * 8)
+        for piece in (struct.pack("<I", 50 | 8 << 28), b"x"):
+            left._sock.sendmsg([piece], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    with pytest.raises(ProtocolError, match="16 descriptors came on a local channel without a message"):
+        right.recv(5)
+    right.close()
+
+
+def test_who_never_stops_talking_leaves_others_their_turn(pair):
+    left, right = pair
+    message = told(1, n_counters=2000)
+    ended = threading.Event()
+
+    def talk():
+        while not ended.is_set():
+            with contextlib.suppress(StallError):
+                left.send(message, timeout_s=0.05)
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    try:
+        for _ in range(5):
+            nbytes = sum(len(messages.encode(each)) for each, _ in right.recv_nowait())
+            assert nbytes <= channel._MOST_READS * channel._READ_NBYTES
+    finally:
+        ended.set()
+        talker.join(20)
+
+
+def test_another_users_process_behind_the_name_is_told_nothing(monkeypatch):
+    name = channel.address(KEY, f"taken-{os.getpid()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(name)
+        listener.listen()
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        if os.geteuid() == 0:  # root's processes may listen for everybody
+            monkeypatch.setattr(channel, "peer_uid", lambda sock: (1, 4712))
+        with pytest.raises(ProtocolError, match="nothing is said to it"):
+            channel.connect(name, 5)

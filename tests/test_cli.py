@@ -41,6 +41,7 @@ def test_env_shows_every_setting_with_its_origin():
     [
         (("run", "--set", "partition_byte=1", "--", "x"), "did you mean partition_bytes?"),
         (("run", "--set", "partition_bytes", "--", "x"), "expected NAME=VALUE"),
+        (("run", "--set", "job-key=00", "--", "x"), "every user of this machine can read command lines"),
         (("run", "--rate", "1gbit", "--", "x"), "--netns"),
         (("run", "-n", "2", "--nodes", "3", "--", "x"), "cannot be spread"),
         (("run", "-n", "2", "after.py"), "python after.py"),

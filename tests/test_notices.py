@@ -95,6 +95,18 @@ def test_only_so_much_is_kept_of_a_rank():
     assert [each.error for each in table.got(b"A", m.Found)] == ["CapacityError", "ConfigError"]
 
 
+def test_only_so_many_questions_of_a_rank_wait(monkeypatch):
+    monkeypatch.setattr(notices, "RANK_MAX_QUESTIONS", 3)
+    table = welcomed()
+    table.say(b"A", *(look(0, f"{number}") for number in range(4)), look(1, "mine"))
+    [refused] = table.got(b"A", m.Found)
+    assert refused.error == "CapacityError" and "3 of its questions wait already" in refused.reason
+    table.say(b"B", publish(3, "2"))
+    assert table.got(b"A", m.Found)[0].value == b"v"
+    table.say(b"A", look(0, "again"), look(0, "x" * 257))
+    assert [each.error for each in table.got(b"A", m.Found)] == ["ConfigError"]
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["publish", "withdraw", "lookup"]), st.integers(0, 3), st.sampled_from("ab")),
                 max_size=30))

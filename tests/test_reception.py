@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
+import socket
+import struct
+import time
 
 import pytest
 
 from bpsfast import channel
+from bpsfast.node import reception as door_of
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.reception import Reception, bind
+from bpsfast.node.reception import MOST_STRANGERS, Reception, bind
 from bpsfast.orchestration import security
 from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.pyx import ring
@@ -26,24 +32,29 @@ def doorstep(no_leaks):
 
 
 @pytest.fixture
-def reception(doorstep):
-    """Node 0's, on a loop that the test turns."""
+def early(no_leaks):
+    """A node's that does not know yet which one it is, on a loop that the test turns. Strangers have half a second."""
     listener = bind(KEY, f"test-{os.getpid()}")
     assert listener is not None
     guests = []
     with contextlib.closing(EventLoop(guests.append)) as loop:
-        with contextlib.closing(Reception(loop, listener, KEY, guests.append, guests.append, guests.append)) as made:
-            made.know(0, 1, doorstep)
+        with contextlib.closing(Reception(loop, listener, KEY, guests.append, guests.append, guests.append,
+                                          patience_s=0.5)) as made:
             yield made, loop
     assert guests == [], "nobody was let in, and nothing failed"
+
+
+@pytest.fixture
+def reception(early, doorstep):
+    """Node 0's."""
+    early[0].know(0, 1, doorstep)
+    return early
 
 
 def test_a_node_whose_descriptors_cannot_be_mapped_is_refused_and_they_are_closed(reception, doorstep):
     door, loop = reception
     reader, writer = os.pipe()
-    pid = os.getpid()
-    hello = shm.PeerHello(version=VERSION, source=1, target=0, epoch=1, pid=pid,
-                          proof=security.prove(KEY, *shm._hello(1, 0, 1, pid)))
+    hello = hello_of(1)
     with channel.connect(door.name, 20, shm.decode) as link, open(reader, "rb"), open(writer, "wb"):
         link.send(hello)
         answer, fds = turn(loop, link)
@@ -60,3 +71,140 @@ def turn(loop, link):
     while not (answers := link.recv_nowait()):
         loop.run_once(0.05)
     return answers[0]
+
+
+def hello_of(source, key=KEY):
+    """What node *source* says to node 0."""
+    pid = os.getpid()
+    return shm.PeerHello(version=VERSION, source=source, target=0, epoch=1, pid=pid,
+                         proof=security.prove(key, *shm._hello(source, 0, 1, pid)))
+
+
+def until(loop, condition):
+    """Turn *loop* until *condition* holds."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        loop.run_once(0.05)
+
+
+def is_over(sock):
+    """Whether the node has closed the other end of *sock*; what it said before is thrown away."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(4096):
+            continue
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def stranger(door):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(20)
+    sock.connect(door.name)
+    return sock
+
+
+def test_who_says_nothing_has_to_go(reception):
+    door, loop = reception
+    with stranger(door) as silent, stranger(door) as slow:
+        slow.send(struct.pack("<I", 40))
+        until(loop, lambda: len(door._strangers) == 2)
+        until(loop, lambda: is_over(silent) and is_over(slow))
+    assert not door._strangers
+
+
+def test_strangers_beyond_a_number_wait_outside_and_come_in_later(reception):
+    door, loop = reception
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(stranger(door)) for _ in range(MOST_STRANGERS + 20)]
+        until(loop, lambda: len(door._strangers) == MOST_STRANGERS)
+        for _ in range(10):
+            loop.run_once(0)
+        assert len(door._strangers) == MOST_STRANGERS
+        until(loop, lambda: all(map(is_over, socks)))  # the last ones, too, have had their time
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n", struct.pack("<I", (64 << 10) + 1),
+                                  struct.pack("<I", 2) + b"no",
+                                  struct.pack("<I", 11) + b"\x81\xa4type\xa4" + b"\xff" * 4,
+                                  struct.pack("<I", 30_000) + b"\x81\xa1a" * 10_000])
+def test_nonsense_is_refused_at_once(reception, said):
+    door, loop = reception
+    with stranger(door) as sock:
+        sock.send(said)
+        until(loop, lambda: is_over(sock))
+
+
+def test_two_messages_before_an_answer_are_refused(reception):
+    door, loop = reception
+    with channel.connect(door.name, 20, shm.decode) as link:
+        for source in (1, 2):
+            link.send(hello_of(source))
+        answer, _ = turn(loop, link)
+        assert isinstance(answer, Refuse) and "2 messages before it was answered" in answer.reason
+
+
+def test_a_nodes_hello_counts_once(reception):
+    door, loop = reception
+    with channel.connect(door.name, 20, shm.decode) as link, channel.connect(door.name, 20, shm.decode) as other:
+        link.send(hello_of(1))
+        answer, fds = turn(loop, link)
+        assert isinstance(answer, shm.PeerWelcome)
+        for fd in fds:
+            os.close(fd)
+        other.send(hello_of(1))
+        answer, fds = turn(loop, other)
+        assert isinstance(answer, Refuse) and "counts once" in answer.reason and not fds
+
+
+def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, doorstep):
+    door, loop = early
+    with channel.connect(door.name, 20, shm.decode) as link, channel.connect(door.name, 20, shm.decode) as other:
+        other.send(hello_of(2, key=bytes(16)))
+        answer, _ = turn(loop, other)
+        assert isinstance(answer, Refuse) and "has another job key" in answer.reason
+        link.send(hello_of(1))
+        until(loop, lambda: door._waiting)
+        assert len(door._waiting) == 1
+        door.know(0, 1, doorstep)
+        answer, fds = turn(loop, link)
+        assert isinstance(answer, shm.PeerWelcome)
+        for fd in fds:
+            os.close(fd)
+
+
+def test_without_free_descriptors_nobody_is_let_in_for_a_while(reception, monkeypatch, caplog):
+    door, loop = reception
+    monkeypatch.setattr(door_of, "_DEAF_S", 0.2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with stranger(door) as sock:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            until(loop, lambda: door._is_deaf)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "ulimit -n" in caplog.text
+        sock.send(b"GET / HTTP/1.1\r\n")
+        until(loop, lambda: is_over(sock))
+
+
+def test_another_users_process_takes_no_place(reception, monkeypatch):
+    door, loop = reception
+    monkeypatch.setattr(channel, "peer_uid", lambda sock: (1, 4711))
+    with stranger(door) as sock:
+        until(loop, lambda: is_over(sock))
+        assert not door._strangers
+
+
+def test_a_crowd_is_not_logged_one_by_one(reception, caplog):
+    door, loop = reception
+    caplog.set_level(logging.INFO)
+    for _ in range(50):
+        with stranger(door) as sock:
+            sock.send(b"GET / HTTP/1.1\r\n")
+            until(loop, lambda: is_over(sock))
+    assert caplog.text.count("refused process") < 10

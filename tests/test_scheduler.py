@@ -209,7 +209,8 @@ def test_a_join_of_another_version_need_not_be_readable(start):
     assert exit_code() == 1
 
 
-@pytest.mark.parametrize("frames", [[b"rubbish"], [b"two", b"frames"]])
+@pytest.mark.parametrize("frames", [[b"rubbish"], [b"two", b"frames"], [b"\x81\xa4type\xa4\xff\xff\xff\xff"],
+                                    [b"\x81\xa1a" * 100_000]], ids=["rubbish", "frames", "letters", "nested"])
 def test_rubbish_ends_the_job(start, frames):
     scheduler, exit_code = start()
     node = start.node(scheduler.port)

@@ -121,6 +121,8 @@ class Listener:
             sock, place = self._socket.accept()
         except TimeoutError:
             raise TimeoutError(f"no doctor asked within {timeout_s:g} s") from None
+        except ConnectionAbortedError as exc:
+            return f"somebody: not answered: {exc}"
         with sock:
             try:
                 return f"{place[0]}: {self._answer(sock, ipaddress.ip_address(place[0].partition('%')[0]))}"

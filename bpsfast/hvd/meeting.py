@@ -47,7 +47,7 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
     key = os.urandom(_KEY_NBYTES)
     try:
         host = "127.0.0.1" if session.n_nodes == 1 else session.host
-        line = listen(key)
+        line = listen(key, host)
     except ConfigError as exc:
         session.notices.publish(title, msgspec.msgpack.encode(_Meeting(error=str(exc))))
         raise

@@ -157,6 +157,7 @@ def run_node(settings: Settings) -> int:
 def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
     from .. import __version__
+    from ..orchestration.doorkeeper import interface
     from ..orchestration.job import JobSettings
     from ..orchestration.scheduler import Scheduler
 
@@ -174,7 +175,7 @@ def run_scheduler(settings: Settings) -> int:
         heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s, start_timeout_s=settings.start_timeout_s,
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
-                          bind_host="127.0.0.1" if is_loopback(host) else "*", port=port)
+                          bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
     return scheduler.run()

@@ -1,7 +1,8 @@
 """The node's local socket: who comes in, and whether to let them.
 
 Ranks, BytePS-style server processes and other nodes of this host connect to one abstract address. Nobody gets a
-descriptor or an answer beyond a refusal before the user and the job's key are checked.
+descriptor or an answer beyond a refusal before the user and the job's key are checked. Until then he is a stranger:
+there are only so many at a time, each has only so long, and only so much of what he says is held.
 """
 from __future__ import annotations
 
@@ -9,18 +10,30 @@ import errno
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 
 from .. import channel
-from ..channel import Channel
+from ..channel import MAX_NBYTES, Channel
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..pyx.pages import Segment
+from ..refusals import Refusals
 from ..transport import shm
 from .event_loop import EventLoop
 from .local_rank import check_proof, check_user
 
 log = logging.getLogger("bpsfast.node")
+
+#: So many strangers at a time; who comes then waits in the kernel's queue until one of them has gone.
+MOST_STRANGERS = 64
+#: How long a stranger has to say who he is. Whoever belongs here does so at once.
+PATIENCE_S = 10.0
+#: Nodes of this host that have come, with the job's key, before this node knows who it is itself.
+_MOST_WAITING = 1024
+#: How long nobody is let in after that has failed, for want of file descriptors for example.
+_DEAF_S = 1.0
+_SWEEP_S = 0.5
 
 
 def bind(job_key: bytes, node_id: str) -> socket.socket | None:
@@ -42,14 +55,14 @@ class Reception:
     """Accepts on *listener* and finds out who each newcomer is.
 
     `on_rank(channel, Attach, pidfd)` and `on_server(channel, AttachServer)` take the channel over or raise
-    `BpsError` to refuse it; `on_peer(ShmLink)` gets established links to other nodes.
+    `BpsError` to refuse it; `on_peer(ShmLink)` gets established links to other nodes. Used by *loop*'s thread only.
     """
 
     def __init__(
         self, loop: EventLoop, listener: socket.socket, job_key: bytes,
         on_rank: Callable[[Channel, messages.Attach, int], None],
         on_server: Callable[[Channel, messages.AttachServer], None],
-        on_peer: Callable[[shm.ShmLink], None],
+        on_peer: Callable[[shm.ShmLink], None], patience_s: float = PATIENCE_S,
     ) -> None:
         self.name = listener.getsockname()
         self._loop = loop
@@ -58,11 +71,15 @@ class Reception:
         self._on_rank = on_rank
         self._on_server = on_server
         self._on_peer = on_peer
-        self._strangers: dict[int, Channel] = {}
+        self._patience_s = patience_s
+        self._refusals = Refusals(log)
+        self._strangers: dict[int, tuple[Channel, float]] = {}  # by descriptor, with the time that each has
         self._waiting: list[tuple[Channel, shm.PeerHello]] = []
+        self._proofs: set[bytes] = set()
         self._half: dict[Channel, tuple[int, Segment]] = {}
         self._me: tuple[int, int, shm.Doorstep] | None = None
-        loop.watch(listener.fileno(), self._accept)
+        self._closed = self._hears = self._is_deaf = self._was_deaf = self._sweeps = False
+        self._listen()
 
     def know(self, index: int, epoch: int, doorstep: shm.Doorstep) -> None:
         """Say which node this is: from now on other nodes of this host are answered."""
@@ -73,28 +90,89 @@ class Reception:
 
     def close(self) -> None:
         """Close the socket and everybody who has not been taken over."""
+        self._closed = True
         self._loop.forget(self._listener.fileno())
         self._listener.close()
-        for link in list(self._strangers.values()):
+        for link, _ in list(self._strangers.values()):
             self._drop(link)
         for link, _ in self._waiting:
             link.close()
         self._waiting.clear()
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- strangers ----------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Watch the listener as long as another stranger may come in."""
+        hears = not self._closed and not self._is_deaf and len(self._strangers) < MOST_STRANGERS
+        if hears and not self._hears:
+            self._loop.watch(self._listener.fileno(), self._accept)
+        elif self._hears and not hears and not self._closed:
+            self._loop.forget(self._listener.fileno())
+        self._hears = hears
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):  # he has gone again
             return
-        link = Channel(sock, shm.decode)
-        self._strangers[link.fileno()] = link
+        except OSError as exc:
+            self._go_deaf(exc)
+            return
+        link = Channel(sock, shm.decode, shm.STRANGER_MAX_NBYTES)
+        self._guard(link, self._let_in, link)
+
+    def _let_in(self, link: Channel) -> None:
+        check_user(link)  # first: other users must not take the places of this one's processes
+        self._strangers[link.fileno()] = link, time.monotonic() + self._patience_s
         self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
+        self._listen()
+        self._sweep_later()
+
+    def _go_deaf(self, error: OSError) -> None:
+        """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
+        self._is_deaf = True
+        self._listen()
+        self._loop.call_at(time.monotonic() + _DEAF_S, self._hear_again)
+        if not self._was_deaf:
+            log.warning("nobody can be let in on the local socket: %s; it is tried again every %g s (too many open "
+                        "files: see ulimit -n)", error, _DEAF_S)
+        self._was_deaf = True
+
+    def _hear_again(self) -> None:
+        self._is_deaf = False
+        self._listen()
+
+    def _sweep_later(self) -> None:
+        if not self._sweeps and self._strangers:
+            self._sweeps = True
+            self._loop.call_at(time.monotonic() + _SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Show those the door who have not said in time who they are."""
+        self._sweeps = False
+        now = time.monotonic()
+        for link, deadline in list(self._strangers.values()):
+            if now >= deadline:
+                self._guard(link, self._give_up, link)
+        self._sweep_later()
+
+    def _give_up(self, link: Channel) -> None:
+        raise StallError(f"process {link.peer[0]} did not say within {self._patience_s:g} s who it is")
+
+    def _once(self, proof: bytes, who: str) -> None:
+        """Raise `ProtocolError` if *proof*, which is right, was shown before: then somebody repeats what he has heard.
+        """
+        if proof in self._proofs:
+            raise ProtocolError(f"{who} has come before: a proof of the job's key counts once")
+        self._proofs.add(proof)
+
+    # -- innards ------------------------------------------------------------------------------------------
 
     def _read(self, link: Channel) -> None:
         received = [(message, list(fds)) for message, fds in link.recv_nowait()]
         try:
+            if len(received) > 1:
+                raise ProtocolError(f"process {link.peer[0]} sent {len(received)} messages before it was answered")
             for message, fds in received:
                 self._meet(link, message, fds)
         finally:
@@ -115,10 +193,15 @@ class Reception:
         elif isinstance(message, messages.AttachServer):
             check_user(link)
             check_proof(self._job_key, message.pid, -1, message.proof)
+            self._once(message.proof, f"server process {message.pid}")
             self._hand_over(link)
             self._on_server(link, message)
         elif isinstance(message, shm.PeerHello):
+            shm.check(self._job_key, message, link)
+            self._once(message.proof, f"node {message.source}")
             if self._me is None:
+                if len(self._waiting) >= _MOST_WAITING:
+                    raise ProtocolError(f"{len(self._waiting)} nodes of this host wait for this one already")
                 self._hand_over(link)
                 self._waiting.append((link, message))
             else:
@@ -138,8 +221,7 @@ class Reception:
         lane = shm.welcome(self._job_key, hello, link, index, epoch, doorstep)
         self._half[link] = hello.source, lane
         if link.fileno() not in self._strangers:
-            self._strangers[link.fileno()] = link
-            self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
+            self._let_in(link)
 
     def _guard(self, link: Channel, action: Callable[..., None], *arguments: object) -> None:
         try:
@@ -149,14 +231,16 @@ class Reception:
         except BpsError as exc:
             # A wrong key is told no more than that; a rank of this job gets the field and both values.
             level = logging.INFO if isinstance(exc, ProtocolError) else logging.WARNING
-            log.log(level, "refused process %d on the local socket: %s", link.peer[0], exc)
+            self._refusals.note(level, "refused process %d on the local socket: %s", link.peer[0], exc)
             refuse(link, exc)
             self._drop(link)
 
     def _hand_over(self, link: Channel) -> None:
-        """Stop reading *link*: somebody else does from here on."""
+        """Stop reading *link*: somebody else does from here on, and believes it."""
+        link.frame_max_nbytes = MAX_NBYTES
         if self._strangers.pop(link.fileno(), None) is not None:
             self._loop.forget(link.fileno())
+            self._listen()
 
     def _drop(self, link: Channel) -> None:
         self._hand_over(link)
@@ -171,7 +255,7 @@ def refuse(link: Channel, error: BpsError) -> None:
     try:
         link.post(messages.Refuse(error=type(error).__name__, reason=str(error)))
     except PeerLostError:
-        log.debug("process behind a local channel left before it could be refused: %s", error)
+        pass  # it has not waited for that
 
 
 def attach_server(job_key: bytes, node_id: str, pid: int, timeout_s: float) -> int:

@@ -197,11 +197,13 @@ def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: flo
             sock, _ = listener.accept()
         except TimeoutError:
             break
+        except ConnectionAbortedError:  # he has gone again
+            continue
         try:
             return greet(sock, key, silence_s)
         except BpsError as exc:
-            refused.append(str(exc))
-    also = f"; refused: {'; '.join(refused[-3:])}" if refused else ""
+            refused = [*refused[-2:], str(exc)]
+    also = f"; refused: {'; '.join(refused)}" if refused else ""
     raise StallError(f"no client came within {timeout_s:g} s to port {listener.getsockname()[1]}{also}")
 
 

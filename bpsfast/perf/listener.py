@@ -4,10 +4,12 @@ One thread for each client, so that a host that pings another one for a client c
 """
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import threading
+import time
 from typing import Any
 
 from ..nic.host import Host
@@ -22,6 +24,8 @@ _log = logging.getLogger("bpsfast")
 _SILENCE_S = 60.0
 _ALIVE_S = 1.0
 _MOST_CLIENTS = 32
+#: How long nobody is let in after that has failed, for want of file descriptors for example.
+_DEAF_S = 1.0
 
 
 def serve(listener: socket.socket, key: bytes, loaded: Settings) -> None:
@@ -31,8 +35,13 @@ def serve(listener: socket.socket, key: bytes, loaded: Settings) -> None:
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:
-            return  # shut down
+        except OSError as exc:
+            if exc.errno in (errno.EBADF, errno.EINVAL):
+                return  # shut down
+            if exc.errno != errno.ECONNABORTED:  # he has gone again
+                _log.warning("ping: nobody can be let in: %s; it is tried again every %g s", exc, _DEAF_S)
+                time.sleep(_DEAF_S)  # else it would be announced again at once
+            continue
         if not places.acquire(blocking=False):
             sock.close()
             continue

@@ -26,6 +26,7 @@ from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..orchestration.job import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
+from ..refusals import Refusals
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
@@ -78,6 +79,7 @@ class Meeting:
         self._key = session.place.job_key
         self._closed = False
         self._lock = threading.Lock()
+        self._refusals = Refusals(log)
         self._threads: set[threading.Thread] = set()
         self._unproven: set[socket.socket] = set()
         self._strangers = 0
@@ -298,7 +300,7 @@ class Meeting:
             if not taken:
                 sock.send(REFUSED)
         except (BpsError, OSError) as exc:
-            log.warning("rank %d refused a connection for messages: %s", session.rank, exc)
+            self._refusals.note(logging.WARNING, "rank %d refused a connection for messages: %s", session.rank, exc)
         finally:
             if not taken:
                 sock.close()

@@ -33,6 +33,9 @@ from ..pyx.pages import Segment
 
 log = logging.getLogger("bpsfast.node")
 
+#: Nothing longer is taken from who has not proved the job's key: an `Attach` has some kilobytes.
+STRANGER_MAX_NBYTES = 64 << 10
+
 
 class PeerHello(messages.Message):
     """Node `source` wants to share memory with node `target`."""
@@ -183,6 +186,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, doors
     """Share memory with node *peer*, whose socket is *name*; raises `BpsError` if that is impossible."""
     # The peer was bound before it joined the job: if nobody listens now, nobody will.
     link = channel.connect(name, 0.0, decode)
+    link.frame_max_nbytes = STRANGER_MAX_NBYTES
     pid = os.getpid()
     lane = None
     fds: list[int] = []
@@ -198,6 +202,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, doors
             job_key, answer.proof, *_answer(peer, mine, epoch, answer.pid, pid)
         ):
             raise ProtocolError(f"process {link.peer[0]} behind node {peer}'s local socket did not prove the job key")
+        link.frame_max_nbytes = channel.MAX_NBYTES
         lane = doorstep.lane()
         link.send(PeerLane(), doorstep.fds(lane), timeout_s)
         return _assemble(peer, link, lane, fds)
@@ -209,14 +214,19 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, doors
         raise
 
 
+def check(job_key: bytes, hello: PeerHello, link: Channel) -> None:
+    """Raise `BpsError` unless *hello* is of a process of this user that has the job's key."""
+    _check_user(link)
+    if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
+        raise ProtocolError(f"process {link.peer[0]} has another job key")
+
+
 def welcome(job_key: bytes, hello: PeerHello, link: Channel, mine: int, epoch: int, doorstep: Doorstep) -> Segment:
     """Answer *hello* on *link* with a new lane and return that lane; raises `BpsError` if it is not for us.
 
     The connector's `PeerLane` completes the pair: pass it to `complete`.
     """
-    _check_user(link)
-    if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
-        raise ProtocolError(f"process {link.peer[0]} has another job key")
+    check(job_key, hello, link)
     if (hello.version, hello.target, hello.epoch) != (messages.VERSION, mine, epoch):
         raise ProtocolError(f"this is node {mine} (version {messages.VERSION}, epoch {epoch}), not node "
                             f"{hello.target} (version {hello.version}, epoch {hello.epoch})")

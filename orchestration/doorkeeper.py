@@ -1,0 +1,129 @@
+"""Who stands in a ZeroMQ server's door: connections that have not proved the key yet, and what they may cost us.
+
+libzmq lets everybody connect, and reads a handshake's message of any length up to ZMQ_MAXMSGSIZE, which is that of our
+longest message. So somebody without the key could have it hold that much for each connection, of which there may be
+any number. A real handshake has less than a kilobyte: who has sent much more, or is one of too many, is cut off.
+"""
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+#: A stranger's connection has so long to prove the key: libzmq closes it then.
+HANDSHAKE_MS = 5000
+#: What may come from one before its first message was read: the handshake, a `Join`, heartbeats.
+STRANGER_MAX_NBYTES = 256 << 10
+#: So many at a time; of more, the oldest go. Who belongs here connects again by himself.
+MOST_STRANGERS = 256
+
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+#: Of `struct tcp_info`: tcpi_bytes_received, since Linux 4.1.
+_BYTES_RECEIVED_AT = 128
+
+
+class Doorkeeper:
+    """Watches the connections of *server*, a bound or unbound TCP socket. Thread: the server's own.
+
+    Poll `monitor` beside the server; call `knows` with every message's frame, and `look` once all have been read.
+    """
+
+    def __init__(self, server: zmq.Socket[bytes]) -> None:
+        server.handshake_ivl = HANDSHAKE_MS
+        self.monitor = server.get_monitor_socket(_EVENTS)
+        self.n_cut = 0
+        self._server = server
+        self._strangers: dict[int, Any] = {}  # descriptor -> the other end's address, which tells whose it is
+        self._known: set[int] = set()
+        self._is_blind = False
+
+    @property
+    def n_strangers(self) -> int:
+        """Connections that have not said anything under the key yet, as `look` has found them."""
+        return len(self._strangers)
+
+    def knows(self, frame: zmq.Frame) -> None:
+        """Note that *frame*, received without a copy, came over a connection: it has proved the key."""
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+        except (zmq.ZMQError, KeyError):  # a libzmq that does not tell any more: better nobody is cut off
+            self._is_blind = True
+            return
+        if fd not in self._known:
+            self._hear()  # that it came was said before what it has sent could be read
+            self._strangers.pop(fd, None)
+            self._known.add(fd)
+
+    def look(self) -> None:
+        """Hear who came and went; cut off who costs too much."""
+        self._hear()
+        if self._is_blind:
+            return
+        surplus = len(self._strangers) - MOST_STRANGERS
+        for i, fd in enumerate(list(self._strangers)):  # in the order of coming
+            self._examine(fd, i < surplus)
+
+    def close(self) -> None:
+        """Watch no more. Before the server is closed. Idempotent."""
+        if not self.monitor.closed:
+            self._server.disable_monitor()
+            self.monitor.close(linger=0)
+
+    def _hear(self) -> None:
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            fd = event["value"]
+            self._strangers.pop(fd, None)
+            self._known.discard(fd)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                with contextlib.suppress(OSError), _view(fd) as view:
+                    self._strangers[fd] = view.getpeername()
+
+    def _examine(self, fd: int, is_surplus: bool) -> None:
+        try:
+            with _view(fd) as view:
+                # Another one has that descriptor by now: that will be heard. Should it get it after this line, a
+                # newcomer is cut off, who connects again.
+                if view.getpeername() != self._strangers[fd]:
+                    return
+                if is_surplus or _nbytes_received(view) > STRANGER_MAX_NBYTES:
+                    view.shutdown(socket.SHUT_RDWR)
+                    self.n_cut += 1
+                    del self._strangers[fd]
+        except OSError:  # it is gone
+            del self._strangers[fd]
+
+
+def interface(host: str) -> str:
+    """Return where to bind for those who connect to *host*: that address alone if this machine has it, else "*".
+
+    In brackets if it is of IPv6. A name says nothing: other machines may know another address by it.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        return "*"
+    return f"[{host}]" if ":" in host else host
+
+
+@contextlib.contextmanager
+def _view(fd: int) -> Iterator[socket.socket]:
+    """Look at the connection *fd*, which stays libzmq's; raises OSError if there is none. Needs no free descriptor."""
+    view = socket.socket(fileno=fd)
+    try:
+        yield view
+    finally:
+        view.detach()
+
+
+def _nbytes_received(sock: socket.socket) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
+    return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) if len(info) >= _BYTES_RECEIVED_AT + 8 else 0
