@@ -55,6 +55,7 @@ cdef enum:
 cdef struct Slot:
     uint64_t addresses[2]  # for even and odd rounds; 0: not bound
     uint64_t nbytes
+    uint32_t next_round  # what has not arrived whole; the receiver's alone while it runs
     bint framed
 
 cdef struct Post:
@@ -189,6 +190,7 @@ cdef void *_receive(void *argument) noexcept nogil:
         bps_acknowledge(link.fd)
         link.bytes_received += sizeof(header) + header.nbytes
         link.writes_received += 1
+        link.slots[header.slot].next_round = header.round + 1
         bps_record_add(&link.records, BPS_RECEIVE, <int>link.peer, header.slot, header.round, header.nbytes, begin_ns,
                        bps_now_ns())
         link.arrived(link.engine, link.peer, header.slot, header.round, header.flags)
@@ -248,15 +250,18 @@ cdef class Stream:
             raise ValueError(f"the stream to source {self.link.peer} is closed")
         return self.link
 
-    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False):
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
+             uint32_t next_round=1):
         """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
 
-        *framed*: up to so many, of which the first eight say how many follow. The memory is the caller's and stays until `close`. Bind before the peer may write.
+        *framed*: up to so many, of which the first eight say how many follow. *next_round* is the first that is to
+        come. The memory is the caller's and stays until `close`. Bind before the peer may write.
         """
         cdef Link *link = self._open()
         if slot >= link.n_slots:
             raise ValueError(f"slot {slot} of {link.n_slots}")
         link.slots[slot].nbytes, link.slots[slot].framed = nbytes, framed
+        link.slots[slot].next_round = next_round
         link.slots[slot].addresses[1] = address_odd
         link.slots[slot].addresses[0] = address_even
 
@@ -266,6 +271,12 @@ cdef class Stream:
         if slot >= link.n_slots:
             raise ValueError(f"slot {slot} of {link.n_slots}")
         link.slots[slot].addresses[0] = link.slots[slot].addresses[1] = 0
+
+    def next_round(self, uint32_t slot):
+        """Return the round of *slot* that has not arrived whole: for good, once the stream is closed."""
+        if slot >= self.link.n_slots:
+            raise ValueError(f"slot {slot} of {self.link.n_slots}")
+        return self.link.slots[slot].next_round
 
     def start(self):
         """Start both threads."""
