@@ -183,10 +183,15 @@ class Reunions:
         self._notify()
 
     def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int) -> socket.socket:
-        sock = tcp.reach_once(peer.address, min(_CONNECT_S, self._lease_s))
-        with self._at_work(sock):
-            hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number)
-            tcp.greet(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
+        left_s = self._lease_s - (time.monotonic() - pair.heard)
+        sock = tcp.reach_once(peer.address, min(_CONNECT_S, max(_PAUSE_S, left_s)))
+        hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number)
+        try:
+            with self._at_work(sock):
+                tcp.greet(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
+        except BaseException:
+            sock.close()
+            raise
         pair.heard = time.monotonic()
         return sock
 

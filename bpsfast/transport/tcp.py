@@ -45,8 +45,11 @@ def listen(host: str) -> socket.socket:
 
 
 def _is_near(sock: socket.socket) -> bool:
-    """Whether the peer is on this host, as its address tells."""
-    return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+    """Whether the peer is on this host, as its address tells; False if the connection has ended meanwhile."""
+    try:
+        return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:
+        return False
 
 
 _UNTRACED = Limits()
