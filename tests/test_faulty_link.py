@@ -15,7 +15,8 @@ import pytest
 from bpsfast.cluster import FaultyLink, faulty_link, netns
 from bpsfast.orchestration.errors import ConfigError
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(faulty_link.missing() is not None, reason=str(faulty_link.missing()))]
+LACKING = faulty_link.missing()
+pytestmark = [pytest.mark.root, pytest.mark.skipif(LACKING is not None, reason=f"{LACKING}")]
 
 NBYTES = 1 << 20
 _CLONE_NEWNET = 0x40000000
@@ -154,7 +155,7 @@ def test_two_machines_are_needed():
 
 def test_without_the_device_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(faulty_link, "_TUN", tmp_path / "tun")
-    with pytest.raises(ConfigError, match="a link that fails needs .*tun"):
+    with pytest.raises(ConfigError, match=r"a link that fails needs .*tun"):
         FaultyLink("a", "b")
     monkeypatch.undo()
     monkeypatch.setattr(netns, "missing", lambda: "network namespaces need root")

@@ -18,7 +18,8 @@ from bpsfast.cluster import FaultyLink, faulty_link
 from tests.checked_training import train
 from tests.conftest import Job
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(faulty_link.missing() is not None, reason=str(faulty_link.missing()))]
+LACKING = faulty_link.missing()
+pytestmark = [pytest.mark.root, pytest.mark.skipif(LACKING is not None, reason=f"{LACKING}")]
 
 #: What the scheduler says and hears goes the same way, unless a test spares this port.
 PORT = 7700

@@ -1,4 +1,4 @@
-"""Pairs whose link has ended: whoever notices first, and whatever happens on the way, both get one link or one reason."""
+"""Pairs whose link has ended: whoever notices first, both get one link, or one reason why there is none."""
 from __future__ import annotations
 
 import queue
@@ -156,7 +156,7 @@ def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
 def test_a_connection_of_an_earlier_link_is_refused(sides):
     for side in sides:
         side.seek()
-    number = [side.link() for side in sides][0].number
+    number = min(side.link().number for side in sides)
     with dialled(sides[0], 0, number) as late, dialled(sides[0], 0, number + 1) as next_one:
         assert late.recv(1) == b""
         next_one.settimeout(0.2)
@@ -167,7 +167,7 @@ def test_a_connection_of_an_earlier_link_is_refused(sides):
 def test_a_knock_for_a_link_that_was_replaced_meanwhile_is_of_no_account(sides):
     for side in sides:
         side.seek()
-    number = [side.link() for side in sides][1].number
+    number = min(side.link().number for side in sides)
     dialled(sides[1], KNOCK, number - 1).close()
     dialled(sides[1], KNOCK, number).close()
     sides[1].until(sides[1].reunions.called)
