@@ -153,6 +153,19 @@ def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
     half.close()
 
 
+def test_a_link_that_came_about_on_one_side_only_is_asked_for_again(sides):
+    socks = [dialled(sides[0], stream, 1) for stream in range(N_STREAMS)]
+    sides[0].seek()
+    assert socks[0].recv(5)
+    socks[0].close()
+    sides[1].reunions._pairs[0].made = 1  # as if the answer had been sent, and never came
+    sides[1].until(sides[1].reunions.called)
+    sides[1].reunions._pairs[0].newest = 1
+    sides[1].seek()
+    assert are_one(*(side.link() for side in sides))
+    socks[1].close()
+
+
 def test_a_connection_of_an_earlier_link_is_refused(sides):
     for side in sides:
         side.seek()

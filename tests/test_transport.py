@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Iterator
 
@@ -265,6 +266,17 @@ def test_a_pair_connects_anew_after_its_link_was_given_up(no_leaks):
     for end in made:
         end.close()  # closes what nobody took
     taken.close()
+
+
+def test_the_kernel_is_told_how_long_a_peer_may_be_silent():
+    made = [End(index, settings_for("tcp", lease_s=8.0)) for index in (0, 1)]
+    connect(made)
+    for end in made:
+        for sock in end.peering.links[1 - end.index].sockets.values():
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in (
+                socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)] == [4000, 2, 1]
+        end.close()
 
 
 def test_auto_falls_back_to_tcp_and_says_why():

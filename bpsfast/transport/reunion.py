@@ -257,6 +257,8 @@ class Reunions:
         except (BpsError, OSError) as exc:
             log.debug("link %d to node %d did not come about: %s", link.number, link.index, exc)
             link.close()
+            with self._changed:  # the peer may believe that it did: a knock says that it is over
+                pair.over = max(pair.over, link.number)
 
     def _answer(self, pair: _Pair, link: tcp.TcpLink) -> None:
         with self._changed:
