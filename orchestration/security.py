@@ -35,11 +35,15 @@ _PROOF_NBYTES = 32
 
 
 class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
-    """What both ends of a data connection say of themselves: node index, number of the stream, epoch."""
+    """What both ends of a data connection say of themselves: node index, number of the stream, epoch.
+
+    `link`: which of the links it belongs to that the pair has had one after another.
+    """
 
     peer: int
     stream: int
     epoch: int
+    link: int = 0
 
 
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:
@@ -122,7 +126,8 @@ def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int
         if not verify(key, line.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
             raise MismatchError(f"{line.peer} asked for a data connection, but does not hold this job's key")
         hello = _hello(said, line.peer)
-        answer = msgspec.msgpack.encode(StreamHello(peer=peer, stream=hello.stream, epoch=epoch))
+        answer = msgspec.msgpack.encode(StreamHello(peer=peer, stream=hello.stream, epoch=epoch,
+                                                       link=hello.link))
         line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
         return hello
 

@@ -16,6 +16,7 @@ struct bps_slot {
     uint64_t addresses[2]; /* for even and odd rounds; 0: not bound */
     uint64_t nbytes;
     uint32_t framed; /* up to nbytes, with their length in front */
+    uint32_t next_round; /* what has not arrived whole */
 };
 
 struct bps_slots {
@@ -42,10 +43,10 @@ static inline void bps_slots_free(struct bps_slots *slots)
 
 /* Let the peer write into a slot below n; with the addresses 0 no more. */
 static inline void bps_slots_bind(struct bps_slots *slots, uint32_t slot, uint64_t even, uint64_t odd, uint64_t nbytes,
-                                  uint32_t framed)
+                                  uint32_t framed, uint32_t next_round)
 {
     pthread_mutex_lock(&slots->lock);
-    slots->items[slot] = (struct bps_slot){{even, odd}, nbytes, framed};
+    slots->items[slot] = (struct bps_slot){{even, odd}, nbytes, framed, next_round};
     pthread_mutex_unlock(&slots->lock);
 }
 
@@ -66,6 +67,14 @@ static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_hea
     return slot->framed ? bps_frame_may_come(header->nbytes, slot->nbytes) : header->nbytes == slot->nbytes;
 }
 
+/* A write has arrived whole. */
+static inline void bps_slots_arrived(struct bps_slots *slots, const struct bps_header *header)
+{
+    pthread_mutex_lock(&slots->lock);
+    slots->items[header->slot].next_round = header->round + 1;
+    pthread_mutex_unlock(&slots->lock);
+}
+
 /* Receive one write whole, into its slot. 0 with its header, and when that had come; -1 at the orderly end of the
  * connection; else an errno, EPROTO for what the peer may not write. */
 static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_pace *pace, const uint32_t *closing,
@@ -78,13 +87,18 @@ static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_
     *begin_ns = bps_now_ns();
     if (!bps_slots_accept(slots, header, &slot))
         return EPROTO;
-    if (header->nbytes == 0)
+    if (header->nbytes == 0) {
+        bps_slots_arrived(slots, header);
         return 0;
+    }
     void *payload = (void *)slot.addresses[header->round & 1];
     rc = bps_receive_paced(fd, payload, header->nbytes, pace, closing);
     if (rc != 0)
         return rc < 0 ? ECONNRESET : rc; /* between header and payload there is no orderly end */
-    return slot.framed && !bps_frame_is_whole(payload, header->nbytes) ? EPROTO : 0;
+    if (slot.framed && !bps_frame_is_whole(payload, header->nbytes))
+        return EPROTO;
+    bps_slots_arrived(slots, header);
+    return 0;
 }
 
 #endif

@@ -44,7 +44,7 @@ cdef extern from "slots.h" nogil:
         uint32_t n, epoch
     int bps_slots_init(bps_slots *, uint32_t, uint32_t)
     void bps_slots_free(bps_slots *)
-    void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t)
+    void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
     int bps_slots_receive(bps_slots *, int, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
 
 cdef extern from "acks.h" nogil:
@@ -220,22 +220,30 @@ cdef class Stream:
             raise ValueError(f"the stream to source {self.link.peer} is closed")
         return self.link
 
-    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False):
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
+             uint32_t next_round=1):
         """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
 
-        *framed*: up to so many, of which the first eight say how many follow. The memory is the caller's and stays until `close`. Bind before the peer may write.
+        *framed*: up to so many, of which the first eight say how many follow. *next_round* is the first that is to
+        come. The memory is the caller's and stays until `close`. Bind before the peer may write.
         """
         cdef Link *link = self._open()
         if slot >= link.slots.n:
             raise ValueError(f"slot {slot} of {link.slots.n}")
-        bps_slots_bind(&link.slots, slot, address_even, address_odd, nbytes, framed)
+        bps_slots_bind(&link.slots, slot, address_even, address_odd, nbytes, framed, next_round)
 
     def unbind(self, uint32_t slot):
         """Take no more writes to *slot*: the peer has none under way. No matter if it is not bound."""
         cdef Link *link = self._open()
         if slot >= link.slots.n:
             raise ValueError(f"slot {slot} of {link.slots.n}")
-        bps_slots_bind(&link.slots, slot, 0, 0, 0, False)
+        bps_slots_bind(&link.slots, slot, 0, 0, 0, False, 0)
+
+    def next_round(self, uint32_t slot):
+        """Return the round of *slot* that has not arrived whole: for good, once the stream is closed."""
+        if slot >= self.link.slots.n:
+            raise ValueError(f"slot {slot} of {self.link.slots.n}")
+        return self.link.slots.items[slot].next_round
 
     def start(self):
         """Start both threads."""

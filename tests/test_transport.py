@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Iterator
 
@@ -247,10 +248,10 @@ def test_a_pair_connects_anew_after_its_link_was_given_up(no_leaks):
     made = [End(index, settings_for("tcp", allow_shm=False)) for index in (0, 1)]
     connect(made)
     before = [end.peering.take()[1 - end.index] for end in made]
-    for end in made:
-        end.peering.give_up(1 - end.index, "its card is gone")
-    for end in made:
-        end.peering.detour(1 - end.index)
+    made[0].peering.seek(1, lambda: {3: 7}, "its card is gone")  # it cannot dial: the other one is asked to
+    while not made[1].peering.called():
+        made[1].loop.run_once(0.05)
+    made[1].peering.seek(0, dict)
     deadline = time.monotonic() + 20
     while not all(end.peering.done for end in made):
         assert time.monotonic() < deadline
@@ -258,12 +259,24 @@ def test_a_pair_connects_anew_after_its_link_was_given_up(no_leaks):
             end.loop.run_once(0.05)
     for end, old in zip(made, before):
         assert end.peering.links[1 - end.index] is not old
-        assert end.peering.describe()[f"node {1 - end.index}"] == "tcp: its card is gone"
         old.close()
+    assert made[0].peering.describe()["node 1"] == "tcp: its card is gone"
     (taken,) = made[0].peering.take(1).values()
+    assert (taken.awaited_there, made[1].peering.links[0].awaited_there) == ({}, {3: 7})
     for end in made:
         end.close()  # closes what nobody took
     taken.close()
+
+
+def test_the_kernel_is_told_how_long_a_peer_may_be_silent():
+    made = [End(index, settings_for("tcp", lease_s=8.0)) for index in (0, 1)]
+    connect(made)
+    for end in made:
+        for sock in end.peering.links[1 - end.index].sockets.values():
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in (
+                socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)] == [4000, 2, 1]
+        end.close()
 
 
 def test_auto_falls_back_to_tcp_and_says_why():

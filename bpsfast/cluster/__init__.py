@@ -1,4 +1,8 @@
-"""A cluster inside one machine: network namespaces on a bridge, shaped links, kernel counters, the achievable rate."""
-from .cluster import Calibration, Cluster, CpuMeter, Machine
+"""A cluster inside one machine: network namespaces on a bridge, shaped links, kernel counters, the achievable rate.
 
-__all__ = ["Calibration", "Cluster", "CpuMeter", "Machine"]
+And two machines on a link that fails as it is told to.
+"""
+from .cluster import Calibration, Cluster, CpuMeter, Machine
+from .faulty_link import FaultyLink
+
+__all__ = ["Calibration", "Cluster", "CpuMeter", "FaultyLink", "Machine"]

@@ -113,6 +113,13 @@ def plug(hub: str, port: str, name: str, address: str, mtu: int) -> None:
     _connect(name, "eth0", address)
 
 
+def adopt(name: str, interface: str, address: str, mtu: int) -> None:
+    """Move *interface* of this machine into namespace *name*, as its ``eth0`` with *address*."""
+    ip("link", "set", interface, "mtu", str(mtu), "netns", name)
+    ip("-n", name, "link", "set", interface, "name", "eth0")
+    _connect(name, "eth0", address)
+
+
 def _connect(name: str, interface: str, address: str) -> None:
     """Give *interface* its address, and TCP over it the congestion control that Linux has unless told otherwise.
 

@@ -21,7 +21,7 @@ from ..orchestration import forecast, messages, rates
 from ..orchestration.errors import PeerLostError, ProtocolError
 from ..pyx.engine import NOBODY
 from ..settings import Settings
-from ..transport import Peering, TalkingLink, nic_probe, rdma, shm, talking
+from ..transport import Peering, TalkingLink, nic_probe, shm, talking
 from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
@@ -131,6 +131,7 @@ class Peers:
                                 self._plans.without, self._lost)
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
+        self._detours.connected()  # a link may have ended before anybody could part with it
 
     def _say_what_to_expect(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
@@ -155,11 +156,7 @@ class Peers:
             return
         for message, fds in received:
             self._node.heard()
-            if isinstance(message, rdma.Fenced) and isinstance(link, rdma.RdmaLink):
-                if not self._node.ending:
-                    self._detours.peer_fenced(link, message)
-            else:
-                self._plans.peer_said(link, message, fds)
+            self._plans.peer_said(link, message, fds)
 
     def _source_lost(self, source: int, code: int) -> None:
         """A broken connection, or rubbish that was announced."""

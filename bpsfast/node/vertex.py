@@ -139,7 +139,7 @@ class Vertex:
         for wired in self.wires():
             wired.start(engine, source_of[wired.index])
 
-    def part_with(self, link: rdma.RdmaLink) -> bool:
+    def part_with(self, link: WireLink) -> bool:
         """Write nothing more over *link*, and let nothing more arrive; whether that is certain. Until `resume`."""
         assert self._dispatcher is not None
         self._dispatcher.hold(self._source_of[link.index])
@@ -147,18 +147,20 @@ class Vertex:
         self.rails.settle()  # before anybody wants memory registered: its device may be what is gone
         return link.sealed
 
-    def resume(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
-        """Reach by *link* from now on the node whose RDMA link was parted with; it has not got *awaited*."""
-        old = self.links[link.index]
-        assert isinstance(old, rdma.RdmaLink) and self._dispatcher is not None
+    def resume(self, link: tcp.TcpLink) -> None:
+        """Reach by *link* from now on the node whose link was parted with; what it awaits is written again."""
+        old = wire(self.links[link.index])
+        assert old is not None and self._dispatcher is not None
+        awaited = old.awaited()
         for part, bound in old.bound.items():
-            link.expect(part, *bound)
+            link.expect(part, *bound, next_round=awaited[part])
         self._records += old.traces()
-        counted = old.counters()
-        self._moved[link.index] = {name: counted[name] for name in _ADDED_UP}
+        counted, before = old.counters(), self._moved.get(link.index, {})
+        self._moved[link.index] = {name: counted[name] + before.get(name, 0) for name in _ADDED_UP}
+        self._moved[link.index]["replaced"] = before.get("replaced", 0) + 1
         self.links[link.index] = link  # ours to close from here on, whatever comes
         try:
-            self._dispatcher.detour(self._source_of[link.index], link, awaited)
+            self._dispatcher.detour(self._source_of[link.index], link, link.awaited_there)
         finally:
             old.close()
 
@@ -324,6 +326,7 @@ class Vertex:
         for link in self.wires():
             before = self._moved.get(link.index, {})
             found[f"wire_{link.index}"] = {name: value + before.get(name, 0) for name, value in link.counters().items()}
+            found[f"wire_{link.index}"]["replaced"] = before.get("replaced", 0)
         if self.rails.used:
             found["rdma"] = self.rails.counters()
         return found

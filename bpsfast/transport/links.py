@@ -21,6 +21,8 @@ class WireLink(Protocol):
 
     index: int
     kind: str
+    #: What is expected from the peer: see `RdmaLink`.
+    bound: dict[int, tuple[int, int, int, int, bool]]
 
     def start(self, engine: Engine, source: int) -> None:
         """Let *engine* take arrivals as those of *source*. Before anything is bound."""
@@ -37,6 +39,16 @@ class WireLink(Protocol):
 
     def lane_of(self, part: int) -> Lane:
         """Return the lane that *part* takes, always the same one, on both sides."""
+
+    def fence(self) -> None:
+        """End it for good: nothing is written over it any more, in either direction, whatever the peer does."""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether `fence` was called and it is certain that nothing arrives."""
+
+    def awaited(self) -> dict[int, int]:
+        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
 
     def why(self, code: int) -> str:
         """Return in words why the link was lost; *code* is that of EVENT_LOST."""

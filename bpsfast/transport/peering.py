@@ -1,25 +1,27 @@
 """One node on its way to all its peers: dialling those before it, letting in those after it, choosing a transport each.
 
-A pair whose RDMA fails later goes the same way once more, by tcp (`detour`).
+A pair whose link ends later gets another one, by tcp (`seek`, `reunion`).
 """
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
+from ..orchestration.security import StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
 from ..trace.records import limits
 from . import pace, rdma, shm, tcp
+from .data_port import DataPort
 from .links import Link
 from .rdma import rendezvous
+from .reunion import KNOCK, Reunions
 
 log = logging.getLogger("bpsfast.node")
 
@@ -61,7 +63,7 @@ class Peering:
     me, nodes
         This node, and all of them in node order.
     listener
-        The socket that `NodeInfo.address` names. Closed here, in the end.
+        The socket that `NodeInfo.address` names. Accepts until `close`, which closes it.
     doorstep, rails
         What this node offers to peers that share memory with it, and to those that it reaches by RDMA.
     notify
@@ -80,7 +82,6 @@ class Peering:
         self._epoch = epoch
         self._me = me
         self._peers = {node.index: node for node in peers_of(me, nodes)}
-        self._listener = listener
         self._doorstep = doorstep
         self._rails = rails
         self._paces = pace.of(settings, len(self._peers))
@@ -91,15 +92,19 @@ class Peering:
         self._objections: dict[int, str] = {}
         self._meetings: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
+        self._gathered = threading.Condition(self._lock)
         self._closed = False
         self._taken: set[int] = set()
-        self._accepts = False
         self._threads: list[threading.Thread] = []
+        self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections)
+        self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
+                                  settings.start_timeout_s, self._offer_again, self._drop, notify)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
+        self._port.start()
         self._begin(self._dial_all)
-        self._begin_to_accept()
+        self._begin(self._await_all)
 
     @property
     def done(self) -> bool:
@@ -117,24 +122,24 @@ class Peering:
             self._taken |= taken.keys()
             return taken
 
-    def give_up(self, index: int, reason: str) -> None:
-        """Forget the link to node *index*, which was taken, because of *reason*: it may come again by tcp."""
-        with self._lock:
-            self._taken.discard(index)
-            self.links.pop(index, None)
-            self._objections[index] = reason
+    def seek(self, index: int, awaited: Callable[[], Mapping[int, int]], reason: str = "") -> None:
+        """Look for another link to node *index*, by tcp, in place of one that was taken and is closed now.
 
-    def detour(self, index: int) -> None:
-        """Connect by tcp to node *index*, which both sides have given up.
-
-        As before, `notify` is called when `links` has it, or `error` says why not; `take` hands it over.
+        *awaited* (called from any thread) says what has not arrived over it, by part; *reason*, why it is by tcp if it
+        was not before. When there is one, `notify` is called and `links` has it, to be taken; `gone` says if there will
+        be none, `called` whose links are over as they say, and here not yet.
         """
         with self._lock:
-            self._deadline = time.monotonic() + self._settings.start_timeout_s
-        if index < self._me.index:
-            self._begin(partial(self._dial_tcp, self._peers[index], self._objections[index]))
-        else:
-            self._begin_to_accept()
+            self.reasons[index] = reason or self.reasons[index]
+        self._reunions.seek(index, awaited)
+
+    def called(self) -> list[int]:
+        """Return the nodes that want another link, and with whose link this node has not parted."""
+        return self._reunions.called()
+
+    def gone(self) -> dict[int, str]:
+        """Return the nodes to which there will be no other link, and why."""
+        return self._reunions.gone()
 
     def offer(self, link: Link, reason: str) -> None:
         """Take an established link (the control loop brings those that were dialled to the local socket)."""
@@ -147,16 +152,19 @@ class Peering:
                 return
             self.reasons[link.index] = reason
             self.links[link.index] = link
+            self._gathered.notify_all()
         self._notify()
 
     def close(self) -> None:
         """Stop connecting, and close what nobody took. A thread in the middle of a dial ends with the process."""
         with self._lock:
             self._closed = True
+            self._gathered.notify_all()
+        self._reunions.close()
+        self._port.close()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(_JOIN_S)
-        self._listener.close()
         with self._lock:
             unused: list[Link] = [*self._accepting.values(),
                                   *(link for index, link in self.links.items() if index not in self._taken)]
@@ -165,19 +173,12 @@ class Peering:
         for link in unused:
             link.close()
 
-    # -- the two threads ----------------------------------------------------------------------------------
+    # -- its threads --------------------------------------------------------------------------------------
 
     def _begin(self, task: Callable[[], None]) -> None:
         thread = threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
         self._threads.append(thread)
         thread.start()
-
-    def _begin_to_accept(self) -> None:
-        with self._lock:
-            if self._accepts:
-                return  # it looks for whoever is missing, again and again
-            self._accepts = True
-        self._begin(self._accept_all)
 
     def _guard(self, task: Callable[[], None]) -> None:
         try:
@@ -186,6 +187,11 @@ class Peering:
             self.error = self.error or exc
         except OSError as exc:
             self.error = self.error or BpsError(f"connecting to peers failed: {exc}")
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        with self._gathered:
+            self._gathered.notify_all()
         self._notify()
 
     def _dial_all(self) -> None:
@@ -232,6 +238,7 @@ class Peering:
 
     def _meet(self, sock: socket.socket, peer: NodeInfo) -> rdma.RdmaLink:
         settings = self._settings
+        tcp.end_when_silent(sock, settings.lease_s)
         return rendezvous.meet(
             sock, peer.index, lambda: self._rails.towards(peer.address, len(self._peers)), n_pairs=self._rails.n_pairs,
             n_nodes=self._n_nodes, epoch=self._epoch, n_slots=MAX_PARTS,
@@ -252,42 +259,40 @@ class Peering:
         link.n_streams = settings.tcp_streams
         link.limits = limits(settings)
         link.paces = self._paces
+        for sock in link.sockets.values():
+            tcp.end_when_silent(sock, settings.lease_s)
         return link
 
-    def _accept_all(self) -> None:
-        poller = select.poll()
-        poller.register(self._listener, select.POLLIN)
-        strangers: list[threading.Thread] = []
-        while missing := self._still_to_come():
-            if self._closed or self.error:
-                break
-            if self._left() <= 0.0:
-                names = ", ".join(f"node {index} ({self._peers[index].address})" for index in missing)
-                raise StallError(f"{names} did not connect to node {self._me.index} ({self._me.address}) within "
-                                 f"{self._settings.start_timeout_s:g} s: is a firewall between the machines?")
-            # Links over shared memory arrive elsewhere: look at `links` now and then.
-            if poller.poll(50):
-                sock, _ = self._listener.accept()
-                thread = threading.Thread(target=self._accept, args=(sock,), name="bpsfast-accept", daemon=True)
-                thread.start()
-                strangers.append(thread)
-        for thread in strangers:
-            thread.join()
+    def _offer_again(self, link: tcp.TcpLink) -> None:
+        self.offer(self._equip(link), self.reasons[link.index])
 
-    def _still_to_come(self) -> list[int]:
-        """Return whom to let in; with the last one the thread that asks has ended."""
+    def _drop(self, index: int) -> None:
+        """Forget the link to node *index*; close it if nobody took it."""
         with self._lock:
-            missing = [index for index in self._peers if index > self._me.index and index not in self.links]
-            self._accepts = bool(missing)
-        return missing
+            link = self.links.pop(index, None)
+            taken = index in self._taken
+            self._taken.discard(index)
+        if link is not None and not taken:
+            link.close()
 
-    def _accept(self, sock: socket.socket) -> None:
-        """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""
-        try:
-            hello = tcp.accept(sock, self._key, mine=self._me.index, epoch=self._epoch)
-        except (BpsError, OSError) as exc:
-            log.warning("refused a data connection: %s", exc)
-            sock.close()
+    def _await_all(self) -> None:
+        """Wait for those who dial, by whatever transport."""
+        with self._gathered:
+            self._gathered.wait_for(lambda: self._closed or self.error or not self._missing(), max(0.0, self._left()))
+            missing = self._missing()
+            if not missing or self._closed or self.error:
+                return
+        names = ", ".join(f"node {index} ({self._peers[index].address})" for index in missing)
+        raise StallError(f"{names} did not connect to node {self._me.index} ({self._me.address}) within "
+                         f"{self._settings.start_timeout_s:g} s: is a firewall between the machines?")
+
+    def _missing(self) -> list[int]:
+        return [index for index in self._peers if index > self._me.index and index not in self.links]
+
+    def _came(self, sock: socket.socket, hello: StreamHello) -> None:
+        """Take in a connection that has proven itself."""
+        if hello.link > 0 or hello.stream == KNOCK:
+            self._reunions.came(sock, hello)
             return
         if hello.stream == rendezvous.STREAM:
             self._accept_rdma(sock, hello.peer)
@@ -326,7 +331,7 @@ class Peering:
                 self._objections[index] = self._without_rdma(peer, reason, exc)
             except ConfigError as error:
                 self.error = self.error or error
-                self._notify()
+                self._tell_all()
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()

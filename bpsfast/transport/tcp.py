@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..orchestration import security
@@ -44,8 +45,11 @@ def listen(host: str) -> socket.socket:
 
 
 def _is_near(sock: socket.socket) -> bool:
-    """Whether the peer is on this host, as its address tells."""
-    return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+    """Whether the peer is on this host, as its address tells; False if the connection has ended meanwhile."""
+    try:
+        return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:
+        return False
 
 
 _UNTRACED = Limits()
@@ -55,8 +59,9 @@ _UNTRACED = Limits()
 class TcpLink:
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *expected*: what `expect` was
-    told. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+    *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *bound*: what is expected
+    from the peer, as in `RdmaLink`. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+    *number*: which of the pair's links it is, *awaited_there*: what the peer has not got over those before.
     """
 
     index: int
@@ -69,7 +74,11 @@ class TcpLink:
     limits: Limits = _UNTRACED
     paces: Paces | None = None
     n_streams: int = 0
-    expected: list[tuple[int, int, int, int, int, bool]] = field(default_factory=list)
+    bound: dict[int, tuple[int, int, int, int, bool]] = field(default_factory=dict)
+    number: int = 0
+    awaited_there: Mapping[int, int] = field(default_factory=dict)
+    fenced: bool = False
+    _rounds: dict[int, int] = field(default_factory=dict)  # what comes next of what is bound, while no stream knows it
     _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> what it says itself
 
     kind = "tcp"
@@ -90,30 +99,56 @@ class TcpLink:
                             keep=(engine, self.paces))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
-        for each in self.expected:
-            self.bind(*each)
+        for part, bound in self.bound.items():
+            self._bind(part, *bound, next_round=self._rounds.get(part, 1))
         for stream in self.streams:
             stream.start()
 
-    def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
-        """Do what `bind` does, before `start`: the peer may write as soon as it is connected."""
-        self.expected.append((part, even, odd, nbytes, n_streams, framed))
+    def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+               next_round: int = 1) -> None:
+        """Do what `bind` does, before `start`: the peer may write *next_round* as soon as it is connected."""
+        self.bound[part] = even, odd, nbytes, n_streams, framed
+        self._rounds[part] = next_round
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
 
         From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
         """
+        self.expect(part, even, odd, nbytes, n_streams, framed)
+        if not self.fenced:
+            self._bind(part, even, odd, nbytes, n_streams, framed)
+
+    def _bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int, framed: bool,
+              next_round: int = 1) -> None:
         if n_streams:
             self._n_streams_of[part] = n_streams
-        self.lane_of(part).bind(part, even, odd, nbytes, framed)
+        self.lane_of(part).bind(part, even, odd, nbytes, framed, next_round)
 
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired. Writes to it are errors."""
-        self.expected = [each for each in self.expected if each[0] != part]
-        if self.streams:
+        self.bound.pop(part, None)
+        self._rounds.pop(part, None)
+        if self.streams and not self.fenced:
             self.lane_of(part).unbind(part)
         self._n_streams_of.pop(part, None)
+
+    def fence(self) -> None:
+        """End it for good: nothing more arrives over it, and what has not is known. One thread, idempotent."""
+        if not self.fenced:
+            self._close_streams()
+            if self.streams:
+                self._rounds = {part: self.lane_of(part).next_round(part) for part in self.bound}
+            self.fenced = True
+
+    @property
+    def sealed(self) -> bool:
+        """Whether `fence` was called."""
+        return self.fenced
+
+    def awaited(self) -> dict[int, int]:
+        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
+        return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}
 
     def why(self, code: int) -> str:
         """Return in words why a stream was lost; *code* is the event's."""
@@ -142,11 +177,14 @@ class TcpLink:
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        for stream in self.streams:
-            stream.close()
+        self._close_streams()
         for sock in self.sockets.values():
             sock.close()
         self.sockets.clear()
+
+    def _close_streams(self) -> None:
+        for stream in self.streams:
+            stream.close()
 
 
 def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float) -> TcpLink:
@@ -172,14 +210,25 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
 def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int,
             deadline: float) -> socket.socket:
     """Open one authenticated connection, the stream *number*; same errors as `dial`."""
-    sock = _reach(address, peer, deadline)
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
+    # The acceptor may still be waiting for its own Welcome: it has until the deadline.
+    return greet(_reach(address, peer, deadline), key, hello, peer, max(0.1, deadline - time.monotonic()))
+
+
+def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
+    """Prove to node *peer* at the other end of *sock* who we are, and have it do the same; return *sock*.
+
+    Raises
+    ------
+    BpsError
+        `MismatchError` for another job key, node or epoch; `StallError` after *timeout_s*. *sock* is closed then.
+    """
     try:
-        hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
-        # The acceptor may still be waiting for its own Welcome: it has until the deadline.
-        answer = security.challenge_connect(sock, key, CONTEXT, hello, max(0.1, deadline - time.monotonic()))
-        if (answer.peer, answer.epoch) != (peer, epoch):
-            raise MismatchError(f"{address} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
-                                f"epoch {epoch}")
+        answer = security.challenge_connect(sock, key, CONTEXT, hello, timeout_s)
+        if (answer.peer, answer.epoch) != (peer, hello.epoch):
+            host, port = sock.getpeername()[:2]
+            raise MismatchError(f"{host}:{port} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
+                                f"epoch {hello.epoch}")
     except BaseException:
         sock.close()
         raise
@@ -201,19 +250,34 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _reach(address: str, peer: int, deadline: float) -> socket.socket:
+def end_when_silent(sock: socket.socket, lease_s: float) -> None:
+    """Have the kernel end *sock* once its peer has acknowledged nothing for half of *lease_s*; idle ones are probed.
+
+    Without, a connection that the other machine knows nothing of any more is kept for a quarter of an hour, and for
+    ever if nothing is sent. The other half of the lease is there to connect anew.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(lease_s / 4)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(lease_s / 8)))
+
+
+def reach_once(address: str, timeout_s: float) -> socket.socket:
+    """Return a connection to *address* ("host:port"), tried once; `OSError` if there is none within *timeout_s*."""
     host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), timeout=timeout_s)
+    sock.setblocking(True)
+    prepare(sock)
+    return sock
+
+
+def _reach(address: str, peer: int, deadline: float) -> socket.socket:
     last: Exception | None = None
     while (remaining := deadline - time.monotonic()) > 0:
         try:
-            sock = socket.create_connection((host, int(port)), timeout=remaining)
-            sock.setblocking(True)
-            prepare(sock)
-            return sock
+            return reach_once(address, remaining)
         except OSError as exc:
             last = exc
             time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
     raise StallError(f"node {peer} could not be reached at {address} ({last}): is a firewall between the machines, or "
                      "does BPSFAST_NODE_HOST there name an address that this machine cannot reach?")
-
-

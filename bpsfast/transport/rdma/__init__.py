@@ -13,10 +13,10 @@ from __future__ import annotations
 from . import budget, failure, link, offer, rails, rendezvous
 from .failure import NoDeviceError, NoRdmaError
 from .link import RdmaLink
-from .offer import Fenced, PeerSlots
+from .offer import PeerSlots
 from .rails import Rails
 
 __all__ = [
-    "Fenced", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link", "offer",
+    "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link", "offer",
     "rails", "rendezvous",
 ]

@@ -22,7 +22,7 @@ from ...pyx import rdma as native
 from ...pyx.engine import Engine
 from ...trace.records import Limits
 from . import failure
-from .offer import Fenced, PeerSlots, Slot
+from .offer import PeerSlots, Slot
 from .rails import Rail
 
 log = logging.getLogger("bpsfast.node")
@@ -85,6 +85,7 @@ class RdmaLink:
         #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp, whether they
         #: are frames: what is expected from the peer.
         self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
+        self._anew: set[int] = set()  # what was bound after the end
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
@@ -110,6 +111,7 @@ class RdmaLink:
             If no queue holds one more slot, or the device no message of this size.
         """
         if self.fenced:
+            self._anew.add(part)
             self.bound[part] = even, odd, nbytes, n_streams, framed
             return
         way = self._way(part)
@@ -138,6 +140,7 @@ class RdmaLink:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
         self._fresh.pop(part, None)
         self.bound.pop(part, None)
+        self._anew.discard(part)
         if not self.fenced:
             self._way(part).lane.unbind(part)
 
@@ -158,7 +161,7 @@ class RdmaLink:
             except ValueError as exc:
                 raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
 
-    def tell(self, message: PeerSlots | Fenced) -> None:
+    def tell(self, message: PeerSlots) -> None:
         """Post *message*. That the peer is gone is said by the channel's end, not here."""
         try:
             self.channel.post(message)
@@ -192,8 +195,8 @@ class RdmaLink:
         return self.fenced and all(way.pair.closed for way in self._ways)
 
     def awaited(self) -> dict[int, int]:
-        """Return, of each part that is bound, the round that has not arrived; for good once the link is fenced."""
-        return {part: self.lane_of(part).next_round(part) for part in self.bound}
+        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
+        return {part: 1 if part in self._anew else self.lane_of(part).next_round(part) for part in tuple(self.bound)}
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""

@@ -4,7 +4,6 @@
     both   RdmaPairs       numbers of the queue pairs, in the order of the lanes
     both   RdmaStep        "connected", then "proven": a step is done, or why it is not
     both   PeerSlots       once per generation: where the other writes
-    both   Fenced          the queue pairs are gone: what had not arrived by then
 
 Those before `PeerSlots` may carry an objection, which ends the attempt on both sides with the same words.
 """
@@ -83,17 +82,7 @@ class PeerSlots(messages.Message):
     slots: tuple[Slot, ...]
 
 
-class Fenced(messages.Message):
-    """I have destroyed my queue pairs to you, because of `reason`: nothing that you wrote over them arrives any more.
-
-    `awaited`: (part, round) for each part that you write to me, what of it has not arrived.
-    """
-
-    reason: str
-    awaited: tuple[tuple[int, int], ...]
-
-
-_DECODER = msgspec.msgpack.Decoder(RdmaOffer | RdmaPairs | RdmaStep | PeerSlots | Fenced)
+_DECODER = msgspec.msgpack.Decoder(RdmaOffer | RdmaPairs | RdmaStep | PeerSlots)
 
 
 def decode(data: bytes) -> messages.Message:

@@ -25,7 +25,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
         for (int parity = 0; parity < 2 && sizes[i] != 0; parity++)
             memory[i][parity] = malloc(sizes[i]);
     for (uint32_t i = 0; i < N_SLOTS; i++)
-        bps_slots_bind(&slots, i, (uint64_t)memory[i][0], (uint64_t)memory[i][1], sizes[i], i == 3 || i == 5);
+        bps_slots_bind(&slots, i, (uint64_t)memory[i][0], (uint64_t)memory[i][1], sizes[i], i == 3 || i == 5, 1);
     struct bps_pace pace = {.ns_per_byte = 0, .piece_nbytes = 7};
     if (nbytes != 0 && send(ends[0], data, nbytes, 0) != (ssize_t)nbytes)
         abort();

@@ -1,0 +1,65 @@
+"""IPv4 packets with TCP inside, as far as a forwarder has to read them, and a reset that it forges."""
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+#: Addresses and ports of both ends of a connection, the lower one first: the same for both directions.
+Connection = tuple[bytes, bytes]
+
+_TCP = 6
+_RST, _ACK = 0x04, 0x10
+_TTL = 64
+
+
+class Segment(NamedTuple):
+    """One TCP segment: its ends (address and port, as on the wire), sequence numbers, and payload bytes."""
+
+    source: bytes
+    target: bytes
+    sequence: int
+    acknowledged: int
+    nbytes: int
+
+    @property
+    def connection(self) -> Connection:
+        """The connection it belongs to."""
+        return min(self.source, self.target), max(self.source, self.target)
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Ports of the source and of the target."""
+        return int.from_bytes(self.source[4:], "big"), int.from_bytes(self.target[4:], "big")
+
+
+def read(packet: bytes) -> Segment | None:
+    """Return the TCP segment in *packet*; None if it is something else."""
+    if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
+        return None
+    begin = (packet[0] & 15) * 4
+    sequence, acknowledged, offset = struct.unpack_from("!IIB", packet, begin + 4)
+    nbytes = len(packet) - begin - (offset >> 4) * 4
+    return Segment(packet[12:16] + packet[begin:begin + 2], packet[16:20] + packet[begin + 2:begin + 4], sequence,
+                   acknowledged, nbytes)
+
+
+def reset_after(segment: Segment) -> bytes:
+    """Return a packet that ends the connection at the end that has just got *segment*, and all before it.
+
+    It has the very number that is expected next: a kernel answers any other by a challenge (RFC 5961).
+    """
+    sequence = (segment.sequence + segment.nbytes) & 0xFFFFFFFF
+    tcp = segment.source[4:] + segment.target[4:] + struct.pack(
+        "!IIBBHHH", sequence, segment.acknowledged, 5 << 4, _RST | _ACK, 0, 0, 0)
+    pseudo = segment.source[:4] + segment.target[:4] + struct.pack("!BBH", 0, _TCP, len(tcp))
+    tcp = tcp[:16] + _checksum(pseudo + tcp) + tcp[18:]
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, _TTL, _TCP, 0) + segment.source[:4] + segment.target[:4]
+    return ip[:10] + _checksum(ip) + ip[12:] + tcp
+
+
+def _checksum(data: bytes) -> bytes:
+    """Return the Internet checksum (RFC 1071) of *data*, of even length."""
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return struct.pack("!H", ~total & 0xFFFF)

@@ -1,0 +1,227 @@
+"""Pairs whose link has ended: whoever notices first, both get one link, or one reason why there is none."""
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from bpsfast.orchestration.errors import BpsError
+from bpsfast.orchestration.messages import NodeInfo
+from bpsfast.orchestration.security import StreamHello
+from bpsfast.transport import tcp
+from bpsfast.transport.data_port import DataPort
+from bpsfast.transport.reunion import KNOCK, Reunions
+
+KEY = bytes(range(16))
+N_STREAMS = 2
+WAIT_S = 20.0
+
+
+class Side:
+    """One of two nodes: its data port, its reunions, and what came of them. Node 1 dials."""
+
+    def __init__(self, index: int, lease_s: float) -> None:
+        self.index = index
+        self.lease_s = lease_s
+        self.links: queue.Queue[tcp.TcpLink] = queue.Queue()
+        self.news: queue.Queue[None] = queue.Queue()
+        self.dropped: list[int] = []
+        self.listener = tcp.listen("127.0.0.1")
+        self.address = "{}:{}".format(*self.listener.getsockname())
+        self.made: list[tcp.TcpLink] = []
+
+    def begin(self, other: Side) -> None:
+        infos = {side.index: NodeInfo(index=side.index, host="here", pid=1, address=side.address, shm_name="",
+                                      ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
+        self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, 1, N_STREAMS, self.lease_s,
+                                 WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None))
+        self.port = DataPort(self.listener, KEY, self.index, 1, self.reunions.came, 8)
+        self.port.start()
+
+    def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:
+        self.reunions.seek(1 - self.index, awaited)
+
+    def link(self) -> tcp.TcpLink:
+        self.made.append(self.links.get(timeout=WAIT_S))
+        return self.made[-1]
+
+    def until(self, happened: Callable[[], object]) -> None:
+        while not happened():
+            self.news.get(timeout=WAIT_S)
+
+    def close(self) -> None:
+        self.reunions.close()
+        self.port.close()
+        for link in [*self.made, *self.links.queue]:
+            link.close()
+
+
+@pytest.fixture
+def sides(request, no_leaks):
+    made = [Side(index, getattr(request, "param", 10.0)) for index in (0, 1)]
+    for side in made:
+        side.begin(made[1 - side.index])
+    yield made
+    for side in made:
+        side.close()
+
+
+def dialled(side: Side, stream: int, link: int) -> socket.socket:
+    """Connect to *side* as its peer does."""
+    hello = StreamHello(peer=1 - side.index, stream=stream, epoch=1, link=link)
+    host, _, port = side.address.rpartition(":")
+    return tcp.greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, side.index, WAIT_S)
+
+
+def are_one(*links: tcp.TcpLink) -> bool:
+    """Whether both are ends of the same connections, in the same order."""
+    left, right = ([link.sockets[number] for number in range(N_STREAMS)] for link in links)
+    return [sock.getsockname() for sock in left] == [sock.getpeername() for sock in right]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides, first):
+    said = []
+
+    def awaited(index):
+        said.append(index)
+        return {7: index + 5, 1 << 20: 1}
+
+    sides[first].seek(lambda: awaited(first))
+    other = sides[1 - first]
+    other.until(lambda: other.reunions.called() == [first])
+    assert not said, "the other one has not parted, and may still write"
+    other.seek(lambda: awaited(1 - first))
+    links = [side.link() for side in sides]
+    assert are_one(*links) and [link.number for link in links] == [links[0].number] * 2
+    assert [link.awaited_there for link in links] == [{7: 6, 1 << 20: 1}, {7: 5, 1 << 20: 1}]
+    assert [side.reunions.called() for side in sides] == [[], []] == [list(side.reunions.gone()) for side in sides]
+
+
+def test_both_notice_at_once_again_and_again(sides):
+    numbers = []
+    for _ in range(5):
+        for side in sides:
+            side.seek()
+        links = [side.link() for side in sides]
+        assert are_one(*links)
+        numbers.append(links[0].number)
+    assert numbers == sorted(set(numbers))
+
+
+def test_nobody_who_listens_is_the_end_at_once(sides):
+    sides[0].reunions.close()
+    sides[0].port.close()
+    sides[1].seek()
+    sides[1].until(sides[1].reunions.gone)
+    assert f"nobody listens at {sides[0].address} any more" in sides[1].reunions.gone()[0]
+
+
+def test_the_one_that_waits_to_be_dialled_notices_the_end_as_well(sides):
+    sides[1].reunions.close()
+    sides[1].port.close()
+    sides[0].seek()
+    sides[0].until(sides[0].reunions.gone)
+    assert f"nobody listens at {sides[1].address} any more" in sides[0].reunions.gone()[1]
+
+
+@pytest.mark.parametrize("sides", [0.5], indirect=True)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_peer_that_stands_still_is_given_up_after_the_lease(sides, index):
+    with tcp.listen("127.0.0.1") as mute:  # its kernel connects, and nobody accepts
+        address = "{}:{}".format(*mute.getsockname())
+        peers = sides[index].reunions._peers
+        peers[1 - index] = msgspec.structs.replace(peers[1 - index], address=address)
+        sides[index].seek()
+        sides[index].until(sides[index].reunions.gone)
+    assert f"was not reached at {address} within lease_s = 0.5 s" in str(sides[index].reunions.gone())
+
+
+def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
+    socks = [dialled(sides[0], stream, 1) for stream in range(N_STREAMS)]
+    sides[0].until(sides[0].reunions.called)
+    sides[0].seek()
+    assert socks[0].recv(5) == b"\1\0\0\0\x80"  # it awaits nothing, and waits for our answer
+    for sock in socks:
+        sock.close()
+    half = dialled(sides[0], 0, 2)
+    sides[1].seek()
+    assert are_one(*(side.link() for side in sides))
+    half.close()
+
+
+def test_a_link_that_came_about_on_one_side_only_is_asked_for_again(sides):
+    socks = [dialled(sides[0], stream, 1) for stream in range(N_STREAMS)]
+    sides[0].seek()
+    assert socks[0].recv(5)
+    socks[0].close()
+    sides[1].reunions._pairs[0].made = 1  # as if the answer had been sent, and never came
+    sides[1].until(sides[1].reunions.called)
+    sides[1].reunions._pairs[0].newest = 1
+    sides[1].seek()
+    assert are_one(*(side.link() for side in sides))
+    socks[1].close()
+
+
+def test_a_connection_of_an_earlier_link_is_refused(sides):
+    for side in sides:
+        side.seek()
+    number = min(side.link().number for side in sides)
+    with dialled(sides[0], 0, number) as late, dialled(sides[0], 0, number + 1) as next_one:
+        assert late.recv(1) == b""
+        next_one.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            next_one.recv(1)
+
+
+def test_a_knock_for_a_link_that_was_replaced_meanwhile_is_of_no_account(sides):
+    for side in sides:
+        side.seek()
+    number = min(side.link().number for side in sides)
+    dialled(sides[1], KNOCK, number - 1).close()
+    dialled(sides[1], KNOCK, number).close()
+    sides[1].until(sides[1].reunions.called)
+    knocks = sides[1].reunions
+    sides[1].seek()
+    assert not knocks.called()
+
+
+def test_what_nobody_has_taken_is_dropped_when_another_one_is_sought(sides):
+    for side in sides:
+        side.seek()
+    for side in sides:
+        side.link()
+    assert [side.dropped for side in sides] == [[1], [0]]
+    sides[0].seek()
+    assert sides[0].dropped == [1, 1]
+
+
+def test_rubbish_in_place_of_what_is_awaited_ends_the_attempt(sides, caplog):
+    caplog.set_level("DEBUG", logger="bpsfast.node")
+    socks = [dialled(sides[0], stream, 1) for stream in range(N_STREAMS)]
+    sides[0].seek()
+    assert socks[0].recv(5)
+    socks[0].sendall((3).to_bytes(4, "little") + b"\xc1\xc1\xc1")
+    assert socks[0].recv(1) == b"" == socks[1].recv(1)
+    assert "says that it awaits cannot be read" in caplog.text
+    for sock in socks:
+        sock.close()
+
+
+def test_a_stranger_to_the_job_gets_no_link(sides):
+    hello = StreamHello(peer=5, stream=0, epoch=1, link=1)
+    host, _, port = sides[0].address.rpartition(":")
+    with tcp.greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, 0, WAIT_S) as sock:
+        assert sock.recv(1) == b""
+
+
+def test_the_end_of_the_job_ends_all_attempts(sides):
+    sides[0].seek()  # node 1 is called, and does not part
+    sides[1].until(sides[1].reunions.called)
+    sides[1].reunions.close()
+    sides[0].reunions.close()
+    with pytest.raises(BpsError):
+        tcp.greet(dialled(sides[0], 0, 9), KEY, StreamHello(peer=1, stream=0, epoch=1), 0, 1.0)
