@@ -23,7 +23,7 @@ from tests.strangers import Stranger
 NAME = "the-name-of-a-tensor"
 RANKS = (2, 1)
 _N_SILENT = 300
-#: What allocators keep. It does not grow with the number of messages: one byte of each of a million would be seen.
+#: What allocators keep. It does not grow with the number of messages: a dozen bytes of each of a million would be seen.
 _RSS_SLACK_NBYTES = 12 << 20
 
 
