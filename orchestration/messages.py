@@ -532,7 +532,7 @@ class Departed(Message):
 
 
 class Abort(Message):
-    """The job is over: raise `error` with `reason` on every rank. `goes_on`: for this node only, others go on without it.
+    """The job is over: raise `error` with `reason` on every rank. `goes_on`: for this node only, others do without it.
     """
 
     error: str
