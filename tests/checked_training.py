@@ -26,8 +26,10 @@ def gradient(rank: int, step: int, number: int) -> np.ndarray:
 def train(folder: str) -> dict[str, Any]:
     """Train until there is a file ``stop`` in *folder*; the file ``rank N`` there counts the steps of each rank.
 
-    Returns the steps whose sums were not those of the reference to the bit, how many there were, and the counters.
+    Returns the steps whose sums were not those of the reference to the bit, how many there were, and the counters
+    before and after.
     """
+    before = bpsfast.counters()
     rank, size, step, wrong = bpsfast.rank(), bpsfast.size(), 0, []
     path, stop = Path(folder, f"rank {rank}"), Path(folder, "stop")
     stops = 0.0
@@ -44,4 +46,4 @@ def train(folder: str) -> dict[str, Any]:
         temporary = path.with_suffix(".new")
         temporary.write_text(str(step))
         os.replace(temporary, path)
-    return {"wrong": wrong, "steps": step, "counters": bpsfast.counters()}
+    return {"wrong": wrong, "steps": step, "before": before, "after": bpsfast.counters()}

@@ -24,7 +24,7 @@ _CLONE_NEWNET = 0x40000000
 
 @pytest.fixture
 def link():
-    with FaultyLink("a", "b", spared=(7001,)) as made:
+    with FaultyLink("a", "b") as made:
         yield made
 
 
@@ -90,7 +90,7 @@ def test_a_spike_holds_up_and_keeps_the_order(link, ends):
     begin = time.monotonic()
     assert passes(a, b, 10_000)
     assert time.monotonic() - begin >= 0.05
-    link.spike(0.0, 0.0)
+    link.mend()
     assert passes(a, b, 10_000)
     assert link.carried.dropped == 0
 
@@ -136,6 +136,7 @@ def test_a_connection_that_is_forgotten_is_open_at_both_ends_and_a_new_one_works
 
 
 def test_no_fault_concerns_a_spared_port(link):
+    link.spare(7001)
     link.cut()
     for ends in connected(link, 7001):
         assert passes(*ends, 1000)

@@ -218,6 +218,16 @@ def test_a_stranger_to_the_job_gets_no_link(sides):
         assert sock.recv(1) == b""
 
 
+def test_who_was_given_up_is_refused_when_it_comes_again(sides):
+    sides[0].seek()
+    sides[0].reunions.give_up(1, "it is lost")
+    sides[1].seek()
+    assert sides[0].reunions.gone() == {1: "it is lost"}
+    with dialled(sides[0], 0, 1 << 20) as sock:
+        assert sock.recv(1) == b""
+    assert sides[0].links.empty() and sides[1].links.empty()
+
+
 def test_the_end_of_the_job_ends_all_attempts(sides):
     sides[0].seek()  # node 1 is called, and does not part
     sides[1].until(sides[1].reunions.called)

@@ -74,8 +74,6 @@ class FaultyLink:
     ----------
     names
         Of the two machines.
-    spared
-        TCP ports whose packets no fault concerns.
     mtu
         Of the link, bytes.
     seed
@@ -87,7 +85,7 @@ class FaultyLink:
         One line that names what is missing.
     """
 
-    def __init__(self, *names: str, spared: tuple[int, ...] = (), mtu: int = 1500, seed: int = 0) -> None:
+    def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
         lacking = missing()
         if lacking is not None:
             raise ConfigError(lacking)
@@ -98,7 +96,7 @@ class FaultyLink:
         self.machines = {name: Machine(name, namespaces[name], address, "eth0")
                          for name, address in zip(names, _ADDRESSES)}
         self.carried = Carried()
-        self._spared = frozenset(spared)
+        self._spared: frozenset[int] = frozenset()
         self._random = random.Random(seed)
         self._loss = 0.0
         self._spike_s = self._spike_share = 0.0
@@ -146,6 +144,10 @@ class FaultyLink:
 
     # -- faults -------------------------------------------------------------------------------------------
 
+    def spare(self, *ports: int) -> None:
+        """Let no fault concern packets from and to these TCP ports, and any others again."""
+        self._spared = frozenset(ports)
+
     def lose(self, share: float) -> None:
         """Drop each packet with the probability *share* from now on."""
         self._loss = share
@@ -160,9 +162,11 @@ class FaultyLink:
             self._ways[name].is_cut = True
 
     def mend(self) -> None:
-        """Carry all packets again."""
+        """Carry all packets again, as they come; connections that were forgotten stay so."""
         for way in self._ways.values():
             way.is_cut = False
+        self._loss = self._spike_share = 0.0
+        self._resets = 0
 
     def reset(self, count: int, every_nbytes: int) -> None:
         """End *count* connections in the middle of a segment with payload, one whenever *every_nbytes* went its way.

@@ -123,4 +123,6 @@ class Detours:
     def _check(self, index: int, detour: Detour) -> None:
         if self._under_way.get(index) is detour:
             del self._under_way[index]
-            self._on_lost(index, f"{detour.reason}; and there was no other link within {self._timeout_s:g} s")
+            why = f"there was no other link within {self._timeout_s:g} s"
+            self._peering.give_up(index, why)
+            self._on_lost(index, f"{detour.reason}; and {why}")

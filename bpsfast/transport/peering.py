@@ -133,6 +133,10 @@ class Peering:
             self.reasons[index] = reason or self.reasons[index]
         self._reunions.seek(index, awaited)
 
+    def give_up(self, index: int, why: str) -> None:
+        """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
+        self._reunions.give_up(index, why)
+
     def called(self) -> list[int]:
         """Return the nodes that want another link, and with whose link this node has not parted."""
         return self._reunions.called()

@@ -122,6 +122,13 @@ class Reunions:
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()
 
+    def give_up(self, index: int, why: str) -> None:
+        """Refuse node *index* from now on: it is lost, whatever it says."""
+        with self._changed:
+            self._pairs[index].gone = self._pairs[index].gone or why
+            self._pairs[index].called = False
+            self._changed.notify_all()
+
     def called(self) -> list[int]:
         """Return whose link is over as they say; until `seek`."""
         with self._changed:
@@ -230,7 +237,7 @@ class Reunions:
     def _knocked(self, pair: _Pair, hello: StreamHello) -> None:
         with self._changed:
             pair.heard = time.monotonic()
-            pair.called = pair.called or (pair.awaited is None and hello.link >= pair.made)
+            pair.called = pair.called or (pair.awaited is None and hello.link >= pair.made and not pair.gone)
         self._notify()
 
     def _gather(self, pair: _Pair, sock: socket.socket, hello: StreamHello) -> None:
@@ -240,8 +247,8 @@ class Reunions:
             if hello.link > pair.newest:
                 pair.newest = hello.link
                 self._close_half(pair)
-            if (self._closed or hello.peer < self._me.index or hello.link < pair.newest or hello.link <= pair.made
-                    or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams):
+            if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
+                    or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams):
                 log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
                 sock.close()
                 return
@@ -263,9 +270,10 @@ class Reunions:
     def _answer(self, pair: _Pair, link: tcp.TcpLink) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or pair.newest != link.number or pair.awaited is not None, self._patience_s)
+                lambda: self._closed or pair.gone or pair.newest != link.number or pair.awaited is not None,
+                self._patience_s)
             awaited = pair.awaited
-        if awaited is None or self._closed or pair.newest != link.number:
+        if awaited is None or self._closed or pair.gone or pair.newest != link.number:
             raise StallError("this node has not parted with the link before it, or another one was dialled")
         self._tell(link, awaited())
         link.awaited_there = self._told(link)
