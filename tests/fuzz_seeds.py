@@ -116,7 +116,8 @@ def slots() -> list[bytes]:
     """Writes of both parities, frames, an empty contribution."""
     writes = _header(1, 1, 16) + bytes(range(16)) + _header(2, 2, 64) + bytes(64)
     framed = _header(3, 1, 24) + struct.pack("<Q", 16) + bytes(16) + _header(5, 3, 8) + bytes(8)
-    return [writes, framed, _header(1, 1, 0, 1), writes + framed]
+    longer = _header(5, 1, 24) + struct.pack("<Q", 16) + bytes(16)
+    return [writes, framed, _header(1, 1, 0, 1), writes + framed, longer]
 
 
 def rows() -> list[bytes]:
@@ -129,7 +130,8 @@ def rows() -> list[bytes]:
     overflow = struct.pack("<3Q", 16, 9, 1).ljust(64 + 8 * 5, b"\0")
     four = bytes([1, 2, 1]) + frame(0, 3) + frame(3, 4, 8) + frame() + frame(1, 2, 3)
     return [four, four + bytes([0, 24, 8, 1, 28, 5]), bytes([0, 2, 1]) + frame(0) + frame(1) + overflow,
-            bytes([0, 1, 0]) + frame(0, 5) + bytes(3 * 104) + bytes([0, 28, 7])]
+            bytes([0, 1, 0]) + frame(0, 5) + bytes(3 * 104) + bytes([0, 28, 7]),
+            bytes([0, 1, 0]) + frame(0, 1, 2, 3, 4, 5)[:104]]
 
 
 def _entry(lane: int, part: int, round: int, flags: int = 0, segment: int = 0, offset: int = 0,

@@ -57,7 +57,7 @@ def fuzz(name: str, command: list[str], seconds: float, folder: Path) -> Outcome
     said = done.stderr + done.stdout
     counts = re.findall(r"^#(\d+)\s.*?(?:cov: (\d+) )?ft: (\d+) ", said, re.MULTILINE) or [("0", "0", "0")]
     runs = re.search(r"stat::number_of_executed_units: (\d+)|Done (\d+) runs", said)
-    kept = re.search(r"Test unit written to (\S+)", said)
+    kept = re.search(r"Test unit written to (\S*(?:crash|timeout|oom|leak)-\S+)", said)
     crash = kept[1] if kept else f"ended with {done.returncode}" if done.returncode else ""
     if crash:
         print(said[-6000:], flush=True)

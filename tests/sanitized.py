@@ -50,6 +50,16 @@ def build(command: Sequence[str | Path]) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
+def spoilt_headers(folder: Path, header: str, right: str, wrong: str) -> Path:
+    """Copy the headers of `pyx` into *folder*, but for one place; return where they are."""
+    headers = folder / "pyx"
+    shutil.copytree(ROOT / "pyx", headers, ignore=lambda path, names: [n for n in names if not n.endswith(".h")])
+    text = (headers / header).read_text()
+    assert text.count(right) == 1, f"{header} no longer says {right!r}"
+    (headers / header).write_text(text.replace(right, wrong))
+    return headers
+
+
 def race_program(name: str, folder: Path, *flags: str, headers: Path = ROOT / "pyx") -> Path:
     """Build ``tests/native/races/NAME.c`` for ThreadSanitizer, against the *headers* of that folder."""
     program = folder / name
@@ -58,11 +68,11 @@ def race_program(name: str, folder: Path, *flags: str, headers: Path = ROOT / "p
     return program
 
 
-def fuzz_program(name: str, folder: Path) -> Path:
-    """Build ``tests/native/fuzz/NAME.c`` and its blind driver for AddressSanitizer and UBSan."""
+def fuzz_program(name: str, folder: Path, headers: Path = ROOT / "pyx") -> Path:
+    """Build ``tests/native/fuzz/NAME.c`` and its blind driver for AddressSanitizer and UBSan, as `race_program`."""
     program = folder / name
     sources = [NATIVE / "fuzz" / f"{name}.c", NATIVE / "fuzz" / "driver.c"]
-    build([compiler("asan"), *_FLAGS, *_ADDRESS, "-I", ROOT / "pyx", *sources, "-o", program, "-lpthread"])
+    build([compiler("asan"), *_FLAGS, *_ADDRESS, "-I", headers, *sources, "-o", program, "-lpthread"])
     return program
 
 

@@ -31,6 +31,24 @@ def test_no_native_parser_reads_or_writes_beyond_its_memory(name, tmp_path):
     assert int(done.stdout.split()[0]) > 100
 
 
+@pytest.mark.parametrize(("header", "right", "wrong", "name"), [
+    ("wire.h", "nbytes >= BPS_FRAME_HEADER && nbytes <= room", "nbytes >= BPS_FRAME_HEADER && room > 0", "slots"),
+    ("rows.h", "n_rows > shape->max_rows || ", "", "rows"),
+    ("core.h", "nbytes > room || input->offset > room - nbytes", "nbytes > room", "engine"),
+    ("lane.h", "lane->entries[tail & (capacity - 1)]", "lane->entries[tail & capacity]", "memory"),
+], ids=["a frame longer than its slot", "more rows than there is room for", "an offset beyond", "an index beyond"])
+def test_a_hole_made_on_purpose_is_found(header, right, wrong, name, tmp_path):
+    try:
+        program = sanitized.fuzz_program(name, tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
+    except sanitized.Unavailable as exc:
+        pytest.skip(str(exc))
+    seeds = tmp_path / "seeds"
+    seeds.mkdir()
+    fuzz_seeds.write(name, seeds)
+    done = subprocess.run([program, "10", seeds], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0 and ("Sanitizer" in done.stderr or "runtime error" in done.stderr), done.stderr
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_no_parser_in_python_fails_otherwise_than_in_words(name, tmp_path):
     rng = np.random.default_rng(7)

@@ -1,7 +1,6 @@
 """Data races: `tests/native/races` and our modules under ThreadSanitizer; one that is made on purpose is found."""
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,7 @@ def test_no_race_in(name: str, tmp_path: Path) -> None:
      "    core->sums++;\n    pthread_mutex_lock(&core->lock);", "engine"),
 ], ids=["plain store", "relaxed store", "relaxed load", "plain count", "without the lock"])
 def test_a_race_made_on_purpose_is_found(header: str, right: str, wrong: str, name: str, tmp_path: Path) -> None:
-    headers = tmp_path / "pyx"
-    shutil.copytree(sanitized.ROOT / "pyx", headers, ignore=lambda path, names: [n for n in names if ".h" not in n])
-    text = (headers / header).read_text()
-    assert text.count(right) == 1, f"{header} no longer says {right!r}"
-    (headers / header).write_text(text.replace(right, wrong))
+    headers = sanitized.spoilt_headers(tmp_path, header, right, wrong)
     program = sanitized.race_program(name, tmp_path, "-Wno-error", headers=headers)
     with pytest.raises(AssertionError, match="data race"):
         find(lambda: races.run_program(program, 1.0, tmp_path))
