@@ -67,6 +67,15 @@ static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_hea
     return slot->framed ? bps_frame_may_come(header->nbytes, slot->nbytes) : header->nbytes == slot->nbytes;
 }
 
+/* The round of a slot below n that has not arrived whole. */
+static inline uint32_t bps_slots_next(struct bps_slots *slots, uint32_t slot)
+{
+    pthread_mutex_lock(&slots->lock);
+    uint32_t round = slots->items[slot].next_round;
+    pthread_mutex_unlock(&slots->lock);
+    return round;
+}
+
 /* A write has arrived whole. */
 static inline void bps_slots_arrived(struct bps_slots *slots, const struct bps_header *header)
 {

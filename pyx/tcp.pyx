@@ -45,6 +45,7 @@ cdef extern from "slots.h" nogil:
     int bps_slots_init(bps_slots *, uint32_t, uint32_t)
     void bps_slots_free(bps_slots *)
     void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
+    uint32_t bps_slots_next(bps_slots *, uint32_t)
     int bps_slots_receive(bps_slots *, int, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
 
 cdef extern from "acks.h" nogil:
@@ -243,7 +244,7 @@ cdef class Stream:
         """Return the round of *slot* that has not arrived whole: for good, once the stream is closed."""
         if slot >= self.link.slots.n:
             raise ValueError(f"slot {slot} of {self.link.slots.n}")
-        return self.link.slots.items[slot].next_round
+        return bps_slots_next(&self.link.slots, slot)
 
     def start(self):
         """Start both threads."""

@@ -104,6 +104,7 @@ class Detours:
         """Look for no link to node *index* any more: it is lost, and the job goes on without it."""
         self._forgotten.add(index)
         self._under_way.pop(index, None)
+        self._peering.give_up(index, "the job goes on without it")
 
     def channel_ended(self, index: int) -> bool:
         """The channel to node *index* is at its end: whether that is in order, since another link is sought."""
