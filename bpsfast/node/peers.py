@@ -89,7 +89,9 @@ class Peers:
         """Watch and expect node *index* no more: the job goes on without it."""
         self._parted.add(index)
         link = self._node.vertex.links.get(index)
-        if link is not None and (talking_link := talking(link)) is not None:
+        if link is None:
+            return  # neither of the two has ranks; or it was parted with before
+        if (talking_link := talking(link)) is not None:
             self._loop.forget(talking_link.channel.fileno())
         if isinstance(link, shm.ShmLink):
             self._loop.forget(link.pidfd)
