@@ -250,7 +250,7 @@ class Generations:
         owned = [0 if node in self._lost else nbytes for node, nbytes in enumerate(self._owned)]
         machines = bounded(self._machines, owned, self._more)
         owners = assign_among([heir.part.wire_nbytes for heir in heirs], machines, owned,
-                              lambda position: self._allowed(heirs[position].candidates))
+                              lambda position: heirs[position].candidates, self._is_wanted)
         of = {heir.part.part: owner for heir, owner in zip(heirs, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
@@ -264,10 +264,11 @@ class Generations:
         self._owned = _and([0] * len(self._owned), self.units)
         return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
 
-    def _allowed(self, candidates: Sequence[int]) -> Sequence[int]:
-        """Return those of *candidates* that the policy would place something on, if there is one."""
-        wanted = [node for node in candidates if self._machines[node].has_ranks == (self._policy == "colocated")]
-        return wanted if wanted and self._policy in ("colocated", "ps") else candidates
+    def _is_wanted(self, node: int) -> bool:
+        """Whether the policy would place something on *node*, if there is a choice."""
+        if self._policy not in ("colocated", "ps"):
+            return True
+        return self._machines[node].has_ranks == (self._policy == "colocated")
 
 
 def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:

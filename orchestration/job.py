@@ -413,18 +413,18 @@ class Job:
         before = self._recovery
         self._roster.lost.add(index)
         del self._last_seen[sender]
-        out = []
-        if index in self._unmeasured:
-            self._unmeasured.remove(index)
-            out = self._all_measured()
         self._withdrawn = self._generations.lose(index) or self._withdrawn
         self._epoch += 1
         self._recovery = Recovery(
             self._epoch, {index} if before is None else {index, *before.lost}, self._roster.alive,
             f"{before.reason}; {error}" if before is not None else str(error), now + self.settings.start_timeout_s)
-        farewell = m.Abort(error="PeerLostError", reason=f"the job goes on without this node: {error}")
-        return [(sender, farewell), *out, *self._to_all(m.Freeze(
-            epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)), reason=self._recovery.reason))]
+        out: Outgoing = [(sender, m.Abort(error="PeerLostError",
+                                          reason=f"the job goes on without this node: {error}"))]
+        if index in self._unmeasured:
+            self._unmeasured.remove(index)
+            out += self._all_measured()  # what waits for it is planned after the commit
+        return out + self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)),
+                                           reason=self._recovery.reason))
 
     def _frozen(self, now: float, sender: bytes, message: m.Frozen) -> Outgoing:
         recovery = self._recovery

@@ -126,13 +126,15 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
     for each in done.values():
         kept = each.complete if _ahead(each.complete, kept) > 0 else kept
     for node, each in done.items():
-        if _ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1):
+        if (_ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1)
+                or _ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
                                 f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
     holders = [node for node, each in done.items() if each.complete == kept]
     behind = [node for node in done if node not in holders]
-    # Who reads results in the lost owner's own memory has this one in place, and was only not told.
-    lacking = [node for node in behind if done[node].place != part.owner]
+    # Who reads results where the lost owner or a holder does has this one in place, and was only not told.
+    in_place = {part.owner, *(done[node].place for node in holders)}
+    lacking = [node for node in behind if done[node].place not in in_place]
     keepers = [node for node in holders if not near[node] & set(lacking)]
     if lacking and not keepers:
         raise PeerLostError(f"the result of round {kept} of partition {part.part} of {unit.name!r} cannot reach nodes "
