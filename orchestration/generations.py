@@ -50,6 +50,7 @@ class Generations:
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
+        self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
         assign([1], self._machines, policy)
 
     def know(self, nodes: Sequence[NodeInfo]) -> None:
@@ -187,6 +188,8 @@ class Generations:
     def _give_back(self, parts: Sequence[int]) -> None:
         if not parts:
             return
+        for part in parts:
+            self.lent.pop(part, None)
         joined: list[tuple[int, int]] = []
         for first, number in sorted([*self._free, (parts[0], len(parts))]):
             if joined and sum(joined[-1]) == first:
@@ -257,8 +260,9 @@ class Generations:
             for unit in {heir.unit.unit: heir.unit for heir in heirs}.values()]
         return units, [heir.succession(owner) for heir, owner in zip(heirs, owners)]
 
-    def succeeded(self, units: Sequence[UnitPlan]) -> Commit:
+    def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
+        self.lent |= {each.part: each for each in successions if each.lacking}
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
         self._owned = _and([0] * len(self._owned), self.units)

@@ -431,18 +431,18 @@ class Job:
         if recovery is None or not recovery.frozen(self._roster.index_of(sender), message):
             return []
         try:
-            heirs = recovery.heirs(self._generations.units, self._roster.nodes)
+            heirs = recovery.heirs(self._generations.units, self._roster.nodes, self._generations.lent)
         except BpsError as exc:
             return self.abort(type(exc)(f"{recovery.reason}; and the job cannot go on without it: {exc}"))
         units, successions = self._generations.succeed(heirs)
-        recovery.generation, recovery.units = self._generations.number, units
+        recovery.generation, recovery.units, recovery.successions = self._generations.number, units, successions
         return self._to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
                                       successions=tuple(successions)))
 
     def _go_on(self, now: float) -> Outgoing:
         """Commit what everybody is prepared for, and do what was put off."""
         assert self._recovery is not None
-        out = self._to_all(self._generations.succeeded(self._recovery.units))
+        out = self._to_all(self._generations.succeeded(self._recovery.units, self._recovery.successions))
         self._recovery = None
         deferred, self._deferred = self._deferred, []
         out += self._plan()

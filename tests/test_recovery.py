@@ -6,7 +6,7 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
-from bpsfast.orchestration.messages import Frozen, NodeInfo, PartPlan, UnitPlan
+from bpsfast.orchestration.messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
 from bpsfast.orchestration.placement import step_time_s
 from bpsfast.orchestration.recovery import Recovery
 from bpsfast.orchestration.shares import Machine, optimal_shares
@@ -29,14 +29,14 @@ def unit(ranks=(), codec=None, part=7, owner=3):
                     parts=(PartPlan(part=part, offset=0, nbytes=4096, owner=owner),), ranks=ranks, codec=codec)
 
 
-def heir(done, near=None, n_helpers=1, **fields):
+def heir(done, near=None, n_helpers=1, lent=None, **fields):
     """The heir of partition 7, of which *done* says by node (passed on, complete[, place])."""
     survivors = (0, 1, 2, 4)[:3 + n_helpers]
     recovery = Recovery(2, {3} if n_helpers else {3, 4}, survivors, "why", 60.0)
     for index in survivors:
         progress = ((7, *done[index], *([index] if len(done[index]) == 2 else [])),) if index in done else ()
         recovery.frozen(index, Frozen(epoch=2, progress=progress, near=(near or {}).get(index, ())))
-    found = recovery.heirs([unit(**fields)], NODES)
+    found = recovery.heirs([unit(**fields)], NODES, lent or {})
     return found[0] if found else None
 
 
@@ -104,6 +104,18 @@ def test_a_result_is_lent_over_a_wire_only():
     assert (found.lacking, found.keeper) == ((1,), 2)
     with pytest.raises(PeerLostError, match=r"the result of round 6 .* cannot reach nodes \[1\] from nodes \[0\]"):
         heir({0: (6, 6), 1: (6, 5)}, near, ranks=(0, 1, 2))
+
+
+@pytest.mark.parametrize(("before", "lent"), [
+    (Succession(part=7, owner=4, kept_round=6, keeper=2, lacking=(0, 1)), True),
+    (Succession(part=7, owner=4, kept_round=6, keeper=2, lacking=(0, 1), lent=True), True),
+    (Succession(part=7, owner=4, kept_round=5, keeper=2, lacking=(0, 1)), False),  # that one has arrived
+])
+def test_what_is_lent_already_is_not_sent_again(before, lent):
+    """Node 1 has got it meanwhile; a second one for node 0 would come when round 8 lies there."""
+    found = heir({0: (6, 5), 1: (6, 6), 2: (7, 6)}, lent={7: before}).succession(1)
+    assert (found.kept_round, found.lacking, found.lent) == (6, (0,), lent)
+    assert found.keeper == 2 if lent else found.keeper in (1, 2)
 
 
 def test_a_member_owns_only_what_all_can_read_where_they_do():

@@ -165,6 +165,24 @@ def test_a_second_loss_begins_anew_with_both(when):
     assert [commit.generation for commit in table.got(b"A", m.Commit)] == [recover.generation]
 
 
+def test_who_lends_a_result_is_told_only_once():
+    table = LossyTable("ps").commit()
+    sent = []
+    for epoch, (sender, index) in enumerate(((b"H", 2), (b"I", 3)), 2):
+        progress = table.everywhere(table.owned[index], 6, 6) | {b"B": [(part, 6, 5, 1) for part in table.owned[index]]}
+        table.lose(sender)
+        table.frozen(progress, epoch=epoch)
+        recover = table.recover()
+        sent += [(each.part, each.keeper, each.lacking, each.lent) for each in recover.successions]
+        table.owned[3] += table.owned[2]
+        table.ready(recover.generation)
+    assert sorted(sent[:4]) == [(part, 0, (1,), False) for part in table.owned[2]]
+    assert sorted(sent[4:]) == [(part, 0, (1,), part in table.owned[2]) for part in sorted(set(table.owned[3]))]
+    table.say(b"A", *(m.Retire(rank=rank, units=(0,)) for rank in (0, 1)))
+    table.say(b"B", m.Retire(rank=2, units=(0,)))
+    assert table.got(b"A", m.Retired) and not table.job._generations.lent, "their numbers are used again, from round 1"
+
+
 def test_a_worker_that_is_lost_while_the_others_freeze_ends_the_job():
     table = LossyTable().commit()
     table.lose(b"H")

@@ -99,8 +99,11 @@ class TcpLink:
         """Do what `bind` does, before `start`: the peer may write as soon as it is connected."""
         self.expected.append((part, even, odd, nbytes, n_streams, framed))
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+             first_round: int = 1) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
+
+        *first_round* is not looked at: what comes says its round.
 
         From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
         """
