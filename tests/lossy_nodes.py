@@ -174,10 +174,13 @@ class Vertex:
         if type(message) in handlers:
             handlers[type(message)](message)
 
+    def local(self, unit):
+        return [rank for rank in self.ranks if rank in self.world.ranks_of(unit)]
+
     def sources(self, unit, owned):
         members = self.world.members(unit) if owned else [self.index]
         return [source for index in members for source in (
-            [("rank", rank) for rank in self.ranks] if index == self.index else [("node", index)])]
+            [("rank", rank) for rank in self.local(unit)] if index == self.index else [("node", index)])]
 
     def bind(self, index, number, at, round_):
         if not self.world.near(index, self.index):
@@ -195,7 +198,7 @@ class Vertex:
             for part in unit.parts:
                 if part.owner == self.index:
                     self.parts[part.part] = self.own(unit.name, part.part, self.index, first)
-                elif self.ranks:
+                elif self.local(unit.name):
                     place = part.owner if self.world.near(part.owner, self.index) else self.index
                     self.parts[part.part] = Part(self.sources(unit.name, False), part.owner, False, first, place,
                                                  unit.name)
@@ -241,9 +244,9 @@ class Vertex:
         for each in message.successions:
             unit, lacks = unit_of[each.part], self.index in each.lacking
             if each.owner == self.index:
-                place = self.parts[each.part].place if self.ranks else self.index
+                place = self.parts[each.part].place if self.local(unit) else self.index
                 self.prepared.append((each, self.own(unit, each.part, place, each.kept_round)))
-            elif self.ranks:
+            elif self.local(unit):
                 self.prepared.append((each, None))
                 self.expect(each.owner, each, each.kept_round if lacks and each.keeper == each.owner
                             else after(each.kept_round))

@@ -59,11 +59,15 @@ class World(RuleBasedStateMachine):
     def near(self, one, other):
         return one != other and self.hosts[one] == self.hosts[other]
 
+    def ranks_of(self, unit):
+        """All push "w", only some "x"."""
+        return self.ranks if unit == "w" else [rank for rank in self.ranks if self.home[rank].index != 1]
+
     def members(self, unit):
-        return [node.index for node in self.nodes if node.ranks]
+        return [node.index for node in self.nodes if node.local(unit)]
 
     def right(self, unit, round_):
-        return tuple((rank, round_) for rank in self.ranks)
+        return tuple((rank, round_) for rank in self.ranks_of(unit))
 
     def post(self, index, to, part, write):
         if frozenset((index, to)) not in self.parted:
@@ -101,7 +105,7 @@ class World(RuleBasedStateMachine):
             if node.alive and not node.frozen:
                 found += [(node.index, node.run_part, part) for part in node.queued]
                 found += [(node.index, node.drain, rank) for rank, lane in node.lanes.items() if lane]
-            found += [(node.index, self.push, rank, unit) for rank in node.ranks for unit in node.units
+            found += [(node.index, self.push, rank, unit) for unit in node.units for rank in node.local(unit)
                       if self.may_push(node, rank, unit)]
         found += [(to, self.deliver, index, to, part) for (index, to, part), writes in sorted(self.wires.items())
                   if writes and (index, to) not in self.slow and self.nodes[to].alive
@@ -151,8 +155,9 @@ class World(RuleBasedStateMachine):
         name = "wx"[self.declared]
         self.declared += 1
         for node in self.nodes:
-            for rank in node.ranks:
-                self.tell(node.index, m.Declare(rank=rank, tensors=(spec(name, shape=(4096,)),)))
+            for rank in node.local(name):
+                ranks = () if name == "w" else tuple(self.ranks_of(name))
+                self.tell(node.index, m.Declare(rank=rank, tensors=(spec(name, shape=(4096,), ranks=ranks),)))
 
     @rule(seed=st.integers(0, 1 << 30), n_steps=st.integers(1, 60), without=st.integers(-2, 5))
     def some_steps(self, seed, n_steps, without):
@@ -229,9 +234,9 @@ class World(RuleBasedStateMachine):
         if not self.table.job.over:
             last = after(self.first_round, self.limit)
             for node in self.nodes:
-                for part in [part for parts in node.units.values() for part in parts if node.ranks]:
+                for part in [part for unit, parts in node.units.items() for part in parts if node.local(unit)]:
                     assert node.board[part] == last, f"node {node.index} waits for partition {part} for ever"
-            assert len(self.pushed) == 2 * sum(len(node.ranks) for node in self.nodes)
+            assert len(self.pushed) == len(self.ranks_of("w")) + len(self.ranks_of("x"))
 
 
 TestWorld = World.TestCase
