@@ -50,6 +50,7 @@ class Generations:
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
+        self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
         assign([1], self._machines, policy)
 
     def know(self, nodes: Sequence[NodeInfo]) -> None:
@@ -187,6 +188,8 @@ class Generations:
     def _give_back(self, parts: Sequence[int]) -> None:
         if not parts:
             return
+        for part in parts:
+            self.lent.pop(part, None)
         joined: list[tuple[int, int]] = []
         for first, number in sorted([*self._free, (parts[0], len(parts))]):
             if joined and sum(joined[-1]) == first:
@@ -250,24 +253,26 @@ class Generations:
         owned = [0 if node in self._lost else nbytes for node, nbytes in enumerate(self._owned)]
         machines = bounded(self._machines, owned, self._more)
         owners = assign_among([heir.part.wire_nbytes for heir in heirs], machines, owned,
-                              lambda position: self._allowed(heirs[position].candidates))
+                              lambda position: heirs[position].candidates, self._is_wanted)
         of = {heir.part.part: owner for heir, owner in zip(heirs, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
             for unit in {heir.unit.unit: heir.unit for heir in heirs}.values()]
         return units, [heir.succession(owner) for heir, owner in zip(heirs, owners)]
 
-    def succeeded(self, units: Sequence[UnitPlan]) -> Commit:
+    def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
+        self.lent |= {each.part: each for each in successions if each.lacking}
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
         self._owned = _and([0] * len(self._owned), self.units)
         return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
 
-    def _allowed(self, candidates: Sequence[int]) -> Sequence[int]:
-        """Return those of *candidates* that the policy would place something on, if there is one."""
-        wanted = [node for node in candidates if self._machines[node].has_ranks == (self._policy == "colocated")]
-        return wanted if wanted and self._policy in ("colocated", "ps") else candidates
+    def _is_wanted(self, node: int) -> bool:
+        """Whether the policy would place something on *node*, if there is a choice."""
+        if self._policy not in ("colocated", "ps"):
+            return True
+        return self._machines[node].has_ranks == (self._policy == "colocated")
 
 
 def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:

@@ -413,37 +413,36 @@ class Job:
         before = self._recovery
         self._roster.lost.add(index)
         del self._last_seen[sender]
-        out = []
-        if index in self._unmeasured:
-            self._unmeasured.remove(index)
-            out = self._all_measured()
         self._withdrawn = self._generations.lose(index) or self._withdrawn
         self._epoch += 1
         self._recovery = Recovery(
             self._epoch, {index} if before is None else {index, *before.lost}, self._roster.alive,
             f"{before.reason}; {error}" if before is not None else str(error), now + self.settings.start_timeout_s)
-        farewell = m.Abort(error="PeerLostError", goes_on=True,
-                           reason=f"the job goes on without this node: {error}")
-        return [(sender, farewell), *out, *self._to_all(m.Freeze(
-            epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)), reason=self._recovery.reason))]
+        out: Outgoing = [(sender, m.Abort(error="PeerLostError", goes_on=True,
+                                          reason=f"the job goes on without this node: {error}"))]
+        if index in self._unmeasured:
+            self._unmeasured.remove(index)
+            out += self._all_measured()  # what waits for it is planned after the commit
+        return out + self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)),
+                                           reason=self._recovery.reason))
 
     def _frozen(self, now: float, sender: bytes, message: m.Frozen) -> Outgoing:
         recovery = self._recovery
         if recovery is None or not recovery.frozen(self._roster.index_of(sender), message):
             return []
         try:
-            heirs = recovery.heirs(self._generations.units, self._roster.nodes)
+            heirs = recovery.heirs(self._generations.units, self._roster.nodes, self._generations.lent)
         except BpsError as exc:
             return self.abort(type(exc)(f"{recovery.reason}; and the job cannot go on without it: {exc}"))
         units, successions = self._generations.succeed(heirs)
-        recovery.generation, recovery.units = self._generations.number, units
+        recovery.generation, recovery.units, recovery.successions = self._generations.number, units, successions
         return self._to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
                                       successions=tuple(successions)))
 
     def _go_on(self, now: float) -> Outgoing:
         """Commit what everybody is prepared for, and do what was put off."""
         assert self._recovery is not None
-        out = self._to_all(self._generations.succeeded(self._recovery.units))
+        out = self._to_all(self._generations.succeeded(self._recovery.units, self._recovery.successions))
         self._recovery = None
         deferred, self._deferred = self._deferred, []
         out += self._plan()

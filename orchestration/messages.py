@@ -422,7 +422,8 @@ class Freeze(Message):
 class Succession(Record):
     """`owner` sums `part` from the round after `kept_round` on, in the place of a node that is lost.
 
-    The result of `kept_round` is there somewhere; nodes `lacking` get it from node `keeper`.
+    The result of `kept_round` is there somewhere; nodes `lacking` get it from node `keeper`, which has sent it already
+    if it is `lent`: at the recovery before.
     """
 
     part: int
@@ -430,6 +431,7 @@ class Succession(Record):
     kept_round: int
     keeper: int = -1
     lacking: tuple[int, ...] = ()
+    lent: bool = False
 
 
 class Recover(Message):

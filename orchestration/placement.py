@@ -70,17 +70,19 @@ def assign(nbytes_of: Sequence[int], machines: Sequence[Machine], policy: str = 
 
 
 def assign_among(nbytes_of: Sequence[int], machines: Sequence[Machine], owned: Sequence[int],
-                 candidates_of: Callable[[int], Sequence[int]]) -> list[int]:
+                 candidates_of: Callable[[int], Sequence[int]], is_wanted: Callable[[int], bool]) -> list[int]:
     """Return the owner of each new partition where not everybody can be: of position p one of ``candidates_of(p)``.
 
-    The largest first, each where it is done first beside what is *owned* already; of equals where least is owned.
+    The largest first, each to a machine that may own so much; of those to one that *is_wanted*; of those where it is
+    done first beside what is *owned* already; of equals where least is owned.
     """
     own = list(owned)
     times = _Times(machines, sum(own) + sum(nbytes_of))
     owners = [-1] * len(nbytes_of)
     for position in sorted(range(len(nbytes_of)), key=lambda p: (-nbytes_of[p], p)):
         nbytes = nbytes_of[position]
-        best = min(candidates_of(position), key=lambda m: (times.of(m, own[m] + nbytes), own[m], m))
+        _, _, _, _, best = min((time >= _NEVER, not is_wanted(m), time, own[m], m) for m in candidates_of(position)
+                               for time in (times.of(m, own[m] + nbytes),))
         own[best] += nbytes
         owners[position] = best
     return owners

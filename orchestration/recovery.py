@@ -40,6 +40,7 @@ class Recovery:
         self.deadline = deadline
         self.generation = 0
         self.units: Sequence[UnitPlan] = ()  # with their new owners
+        self.successions: Sequence[Succession] = ()
         self._survivors = frozenset(survivors)
         self._reports: dict[int, Frozen] = {}
         self._ready: set[int] = set()
@@ -63,8 +64,10 @@ class Recovery:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def heirs(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo]) -> list[Heir]:
+    def heirs(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]) -> list[Heir]:
         """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
+
+        *lent*, by partition: of the last successions those with a round that some nodes lacked.
 
         Raises
         ------
@@ -89,7 +92,7 @@ class Recovery:
                     raise ProtocolError(f"nodes {unheard} say nothing of partition {part.part} of {unit.name!r}, which "
                                         "their ranks push")
                 found.append(_heir(unit, part, {node: said[node][part.part] for node in members},
-                                   [node for node in helpers if node in self._survivors], near))
+                                   [node for node in helpers if node in self._survivors], near, lent.get(part.part)))
         return found
 
 
@@ -97,18 +100,19 @@ class Heir:
     """A partition without an owner: `candidates` for it, and all else of its `Succession`."""
 
     def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
-                 lacking: Sequence[int]) -> None:
+                 lacking: Sequence[int], lent: bool) -> None:
         self.unit = unit
         self.part = part
         self.candidates = list(candidates)
         self.kept_round = kept_round
         self.keeper = keeper
         self.lacking = tuple(lacking)
+        self.lent = lent
 
     def succession(self, owner: int) -> Succession:
         """Return how *owner* takes over."""
         return Succession(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
-                          lacking=self.lacking)
+                          lacking=self.lacking, lent=self.lent)
 
 
 class _Progress(NamedTuple):
@@ -120,20 +124,26 @@ class _Progress(NamedTuple):
 
 
 def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]]) -> Heir:
-    """Return who can own *part*, of which *done* tells by member."""
+          near: Mapping[int, set[int]], before: Succession | None) -> Heir:
+    """Return who can own *part*, of which *done* tells by member; *before*: what was lent when it was last inherited.
+    """
     kept = next(iter(done.values())).complete
     for each in done.values():
         kept = each.complete if _ahead(each.complete, kept) > 0 else kept
     for node, each in done.items():
-        if _ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1):
+        if (_ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1)
+                or _ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
                                 f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
     holders = [node for node, each in done.items() if each.complete == kept]
     behind = [node for node in done if node not in holders]
-    # Who reads results in the lost owner's own memory has this one in place, and was only not told.
-    lacking = [node for node in behind if done[node].place != part.owner]
-    keepers = [node for node in holders if not near[node] & set(lacking)]
+    # Who reads results where the lost owner or a holder does has this one in place, and was only not told.
+    in_place = {part.owner, *(done[node].place for node in holders)}
+    lacking = [node for node in behind if done[node].place not in in_place]
+    # What is under way still must not be sent again: it would come when others have written there what follows.
+    lent = before is not None and before.kept_round == kept and set(lacking) <= set(before.lacking) and lacking != []
+    keepers = [before.keeper] if before is not None and lent else [
+        node for node in holders if not near[node] & set(lacking)]
     if lacking and not keepers:
         raise PeerLostError(f"the result of round {kept} of partition {part.part} of {unit.name!r} cannot reach nodes "
                             f"{lacking} from nodes {holders}, with which they share memory")
@@ -144,7 +154,7 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
         why = (" (it is compressed, and no helper is left)" if unit.codec is not None
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
-    return Heir(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking)
+    return Heir(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking, lent)
 
 
 def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, set[int]]) -> bool:
@@ -154,6 +164,11 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
     """
     return all(node == owner or node not in near[owner] or each.place == members[owner].place
                for node, each in members.items())
+
+
+def after(round_: int) -> int:
+    """Return the round that follows."""
+    return (round_ + 1) % _ROUNDS
 
 
 def _ahead(round_: int, than: int) -> int:

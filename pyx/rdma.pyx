@@ -67,7 +67,7 @@ cdef extern from "rail.h" nogil:
     enum: BPS_FAILED_SILENCE
     int bps_region_add(bps_regions *, uint64_t, uint64_t, uint32_t)
     int bps_lane_receive(bps_rdma_lane *, uint32_t)
-    int bps_lane_bind(bps_rdma_lane *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t)
+    int bps_lane_bind(bps_rdma_lane *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
     void bps_lane_unbind(bps_rdma_lane *, uint32_t)
     int bps_lane_post(bps_rdma_lane *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t)
     int bps_lane_prove(bps_rdma_lane *)

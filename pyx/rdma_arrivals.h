@@ -22,10 +22,10 @@ static inline int bps_lane_receive(struct bps_rdma_lane *lane, uint32_t wanted)
     return 0;
 }
 
-/* Let the peer write `nbytes` of `slot` at these addresses by parity, from round 1 on. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
+/* Let the peer write `nbytes` of `slot` at these addresses by parity. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
  * request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the provider. */
 static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t even, uint64_t odd, uint64_t nbytes,
-                                uint32_t framed)
+                                uint32_t framed, uint32_t first_round)
 {
     pthread_mutex_lock(&lane->lock);
     struct bps_slot_in *in = &lane->in[slot];
@@ -35,7 +35,7 @@ static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint6
     if (rc == 0 && !lane->lost) /* a lost lane takes no more requests, and its end is told already */
         rc = bps_lane_receive(lane, wanted);
     if (rc == 0) {
-        *in = (struct bps_slot_in){{even, odd}, nbytes, 1, 1, framed};
+        *in = (struct bps_slot_in){{even, odd}, nbytes, first_round, 1, framed};
         lane->n_bound = wanted;
     }
     pthread_mutex_unlock(&lane->lock);

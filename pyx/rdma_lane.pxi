@@ -104,8 +104,9 @@ cdef class Lane:
         self.keep = (self.keep, keep)
         bps_lane_start(lane, peer, <void *>engine, <bps_arrived_fn>arrived, <bps_notify_fn>notify)
 
-    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False):
-        """Let the peer write *nbytes* of *slot*, from round 1 on, once it is told where (`aim`, over there).
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
+             uint32_t first_round=1):
+        """Let the peer write *nbytes* of *slot*, from *first_round* on, once it is told where (`aim`, over there).
 
         *framed*: up to so many, of which the first eight say how many follow; at the peer `aim` is told the same.
         The memory is the caller's, registered for remote writes, and stays until `close`.
@@ -115,7 +116,7 @@ cdef class Lane:
             raise ValueError(f"slot {slot} of {nbytes} bytes at {address_even:#x} and {address_odd:#x}")
         cdef int rc
         with nogil:
-            rc = bps_lane_bind(lane, slot, address_even, address_odd, nbytes, framed)
+            rc = bps_lane_bind(lane, slot, address_even, address_odd, nbytes, framed, first_round)
         self._refuse_closed(rc)
         if rc == EAGAIN:
             raise ValueError(f"slot {slot} is bound before the peer's proof has come")

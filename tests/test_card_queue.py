@@ -142,3 +142,25 @@ def test_credit_may_change_with_bytes_under_way():
         assert queue.pop() is None, "what is under way already counts"
     queue.release(1, PART)
     assert queue.pop() is not None
+
+
+def test_who_is_removed_takes_its_turns_and_what_waits_for_it_along():
+    queue = card({1: 2 * PART, 2: PART, 3: PART})
+    for peer in (1, 2, 3):
+        put(queue, peer, 3)
+    assert [queue.pop()[0], queue.pop()[0]] == [1, 2] and queue.breadth == 2
+    queue.hold(1)
+    queue.remove(1)
+    assert queue.queued == 5 and queue.in_flight_nbytes == PART
+    assert queue.pop()[0] == 3, "it was busy, and nobody waits for that any more"
+    queue.release(2, PART)
+    queue.release(3, PART)
+    assert Counter(peers_of(queue, 4)) == {2: 2, 3: 2} and queue.pop() is None
+
+
+def test_all_may_be_removed():
+    queue = card({1: PART})
+    put(queue, 1, 1)
+    queue.remove(1)
+    queue.remove(1)
+    assert queue.pop() is None and queue.queued == 0 and queue.first_order is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 import queue
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -302,3 +303,60 @@ def test_a_service_that_fails_says_so(service, caplog):
     service.engine.arrived(source, 0, 1, 1)  # no order was committed to the dispatcher: a KeyError in its thread
     assert service.lost.get(timeout=20) == (-1, 0)
     assert isinstance(service.dispatcher.error, KeyError)
+
+
+@pytest.mark.parametrize("service", [(3, NBYTES, [False, True, True])], indirect=True)
+def test_to_a_node_that_is_dropped_nothing_more_goes(service):
+    dispatcher = service.dispatcher
+    service.commit((0, 1, 2))
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1)])
+    assert service.written(0, 1) == [0]
+    dispatcher.drop(0)
+    dispatcher.drop(0)
+    service.links[0].close()
+    dispatcher._keep_up()
+    dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0), service.event(EVENT_FORWARD, 0, 2),
+                       (EVENT_LOST, 0, 0, 0, 5, 0, 0), service.event(EVENT_FORWARD, 1, 1, 2)])
+    assert service.written(1, 1) == [1]
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, 2), service.event(EVENT_DELIVERED, 1, 1)])
+    counters = dispatcher.counters()
+    assert counters["queued"] == 0 and counters["in_flight_nbytes"] == 0, "nothing of it holds up the others"
+    service.far[0].settimeout(20)
+    assert service.far[0].recv(1) == b""
+
+
+@pytest.mark.parametrize("service", [(2, NBYTES, [True, True])], indirect=True)
+def test_a_result_is_lent_to_one_node_and_counted(service):
+    dispatcher = service.dispatcher
+    service.commit((1, 0))
+    dispatcher.lend(dispatch.Loan(source=1, part=0, round=7, address=service.payload.address, nbytes=NBYTES))
+    dispatcher._keep_up()
+    dispatcher.handle([service.event(EVENT_RESULT, 0, 0, 8)])
+    header = HEADER.unpack(service._exactly(1, HEADER.size))
+    assert header[2:4] == (0, 7) and header[-1] == NBYTES, "before the next round of the same partition"
+    service._exactly(1, NBYTES)
+    assert service.written(0, 1) == [0]
+    dispatcher.handle([service.event(EVENT_DELIVERED, 1, 0)])
+    assert HEADER.unpack(service._exactly(1, HEADER.size))[2:4] == (0, 8)
+    service._exactly(1, NBYTES)
+    assert dispatcher.counters()["lent"] == 1
+
+
+@pytest.mark.parametrize("service", [(2, 1 << 20, [True, True])], indirect=True)
+def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
+    service.commit((0,))
+    service.dispatcher.start()
+    service.dispatcher.drop(0)
+    service.dispatcher.lend(dispatch.Loan(source=1, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    assert service.written(1, 1) == [0]
+    service.links[0].close()
+    assert service.lost.empty()
+
+
+@pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
+def test_a_detour_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
+    service.commit((0,))
+    service.dispatcher.drop(0)
+    service.dispatcher._keep_up()
+    service.dispatcher._take(dispatch.Detour(0, service.links[0], {0: 1}, threading.Event()))
+    assert service.dispatcher.counters()["detours"] == 0

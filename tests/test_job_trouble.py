@@ -11,7 +11,6 @@ from tests.job_table import ALL, Table, committed, join, spec, welcomed
 @pytest.mark.parametrize(("who", "words"), [
     ("rank 3", "rank 3 (node 1, host b) is lost: killed (seen by node 0 (host a, ranks 0, 1))"),
     ("node 1", "node 1 (host b, ranks 2, 3) is lost: killed"),
-    ("node 2", "helper 0 (node 2, host h) is lost"),
     ("rank 77", "rank 77 is lost"), ("a server", "a server is lost"),
 ])
 def test_a_loss_is_told_to_everybody(who, words):

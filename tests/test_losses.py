@@ -81,7 +81,7 @@ def test_kill_9_while_pushing(job, victim):
             assert outcome.error == "died"
         else:
             assert outcome.error == "PeerLostError", outcome
-            assert victim.split()[0].replace("helper", "node") in outcome.text
+            assert victim.split()[0] in outcome.text
             if victim == "node 0" and rank < 2:
                 assert f"node 0 (pid {started.daemons[victim].pid} on this machine) is lost" in outcome.text
                 assert "SIGKILL" in outcome.text

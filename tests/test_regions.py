@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.node.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
 from bpsfast.orchestration.errors import CapacityError
-from bpsfast.pyx.pages import Window
+from bpsfast.pyx.pages import Segment, Window
 
 
 @pytest.fixture
@@ -149,3 +149,17 @@ def test_memory_that_somebody_holds_keeps_no_other_segment():
         assert [regions.chunk(number).segment.address != 0 for number in held] == [True, False]
     regions.close()
     assert regions.chunk(held[0]).segment.address == 0
+
+
+def test_memory_that_a_lost_peer_has_left_is_registered_and_closed_with_ours(no_leaks):
+    regions = Regions()
+    registry = Registry(1)
+    regions.register_with(registry)
+    left = Segment(PAGE_NBYTES)
+    regions.adopt(left)
+    assert registry.seen == [("result", left.address)]
+    assert regions.n_segments == 0 and regions.nbytes == 0, "it is not ours to give out"
+    with Segment(PAGE_NBYTES) as more, pytest.raises(CapacityError, match="full"):
+        regions.adopt(more)
+    regions.close()
+    assert left.closed

@@ -4,14 +4,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from bpsfast.channel import Channel
-from bpsfast.orchestration.errors import ProtocolError
+from bpsfast.orchestration.errors import PeerLostError, ProtocolError
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.transport import shm
@@ -118,4 +121,23 @@ def test_a_segment_of_another_size_is_closed_once(channels, doorstep):
         fd = os.dup(segment.fileno())
     with pytest.raises(ProtocolError, match=f"or with {PAGE_NBYTES} bytes instead of {PAGE_NBYTES + 1}"):
         link.map(shm.PeerSegment(segment=1, kind="input", nbytes=PAGE_NBYTES + 1), fd)
+    link.close()
+
+
+def test_the_process_of_a_lost_peer_is_ended_for_certain(channels, doorstep):
+    link = linked(channels, doorstep)
+    os.close(link.pidfd)
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    link.pidfd = os.pidfd_open(child.pid)
+    link.end_process(20)
+    assert child.wait(20) == -signal.SIGKILL
+    link.end_process(20)  # nor is it an error that it is gone
+    link.close()
+
+
+def test_a_process_that_does_not_end_is_an_error(channels, doorstep, monkeypatch):
+    link = linked(channels, doorstep)  # its pidfd is our own
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    with pytest.raises(PeerLostError, match=r"node 0 is lost, but its process does not end within 0\.01 s of SIG"):
+        link.end_process(0.01)
     link.close()

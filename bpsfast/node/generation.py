@@ -33,7 +33,7 @@ class Holding:
 
     def absorb(self, other: Holding) -> None:
         """Use what *other* does, too."""
-        self.bound += other.bound
+        self.bound += [bound for bound in other.bound if bound not in self.bound]
         self.places += other.places
         self.coded += other.coded
         self.arriving |= other.arriving

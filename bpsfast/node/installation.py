@@ -98,10 +98,10 @@ class Installation:
         return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
             error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
 
-    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding
+    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int = 1
               ) -> tuple[dict[str, Any], Vault | None]:
         """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
-        one: allocated, and bound to the lanes of those who write here.
+        one: allocated, and bound to the lanes of those who write here, from *first_round* on.
         """
         codec = self._codec(unit, part, holding) if self._standing.is_coded(unit) else None
         if codec is not None:
@@ -117,7 +117,7 @@ class Installation:
             if link is not None:
                 nbytes = part.nbytes if codec is None else part.wire_nbytes
                 slot = self._allocate(holding, self._regions.slots, nbytes).address
-                bind(holding, link, unit, part, (slot, slot), codec is not None)
+                bind(holding, link, unit, part, (slot, slot), codec is not None, first_round)
             (before if index < self._me.index else after).append((self._sources[index], slot))
         vault: Vault | None = None
         if unit.store is not None:
@@ -184,9 +184,11 @@ class Installation:
         return kernels.address(unit.dtype, op) if self._sums else no_sum.address()
 
 
-def bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool) -> None:
-    """Expect *part* over *link* at these addresses, by parity, and note it in *holding*."""
-    link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS)
+def bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,
+         first_round: int = 1) -> None:
+    """Expect *part* from *first_round* on over *link*, at these addresses by parity, and note it in *holding*."""
+    link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS,
+              first_round)
     holding.bound.append((link.index, part.part))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ..orchestration import messages
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
+from ..orchestration.recovery import after
 from ..orchestration.rows import ROWS
 from ..pyx.engine import NOBODY, Engine
 from ..pyx.pages import Segment
@@ -78,20 +79,21 @@ class Succession:
             if part.owner != self._me.index and not here:
                 continue
             holding = generation.holdings.setdefault(unit.unit, Holding(ranks=unit.ranks))
-            coded = self._standing.is_coded(unit)
+            coded, lacks = self._standing.is_coded(unit), self._me.index in succession.lacking
             if coded:
                 holding.codec, holding.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
                 outputs = self._results_at(unit, part) if here else made.results(part, holding)
-                arguments, _ = made.owned(unit, part, outputs, holding)
+                arguments, _ = made.owned(unit, part, outputs, holding, after(succession.kept_round))
                 self._owned.append((succession, arguments))
                 holding.parts.append(part)
             else:
                 self._followed.append(succession)
-                self._expect(unit, part, part.owner, holding, coded)
-            if self._me.index in succession.lacking and succession.keeper != part.owner:
-                self._expect(unit, part, succession.keeper, holding, coded)
-            if self._me.index == succession.keeper:
+                if succession.keeper != part.owner or not lacks:
+                    self._expect(unit, part, part.owner, holding, coded, after(succession.kept_round))
+            if lacks and not succession.lent:  # else it may write already, and maybe has
+                self._expect(unit, part, succession.keeper, holding, coded, succession.kept_round)
+            if self._me.index == succession.keeper and not succession.lent:
                 self._lend(unit, part, succession, coded)
 
     @property
@@ -122,12 +124,11 @@ class Succession:
             room["frame"] += 2 * wire_nbytes * coded
         return room
 
-    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, holding: Holding, coded: bool) -> None:
-        """Let *node* write what is owed of *part*, if it is reached over a wire and may not do so yet."""
+    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, holding: Holding, coded: bool, round_: int) -> None:
+        """Let *node* write results of *part* from *round_* on, if it is reached over a wire."""
         link = wire(self._links[node])
-        known = self._holdings[unit.unit]
-        if link is not None and (node, part.part) not in (*known.bound, *holding.bound):
-            bind(holding, link, unit, part, self._arriving_at(unit, part), coded)
+        if link is not None:
+            bind(holding, link, unit, part, self._arriving_at(unit, part), coded, round_)
 
     def _arriving_at(self, unit: UnitPlan, part: PartPlan) -> tuple[int, int]:
         """Return where results of *part* are written by their owner, by parity: they are frames if it is compressed."""

@@ -27,8 +27,11 @@ class WireLink(Protocol):
     def start(self, engine: Engine, source: int) -> None:
         """Let *engine* take arrivals as those of *source*. Before anything is bound."""
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+             first_round: int = 1) -> None:
         """Expect *part* from the peer, at addresses by the round's parity; `CapacityError` if that cannot be.
+
+        Nothing of it may be under way; what was expected of it before is not any more. *first_round*: what comes next.
 
         *n_streams*: the connections that its unit takes turns on, if it goes by tcp (0: as many as the setting says).
         *framed*: up to *nbytes* come each time, the first eight of which say how many follow.

@@ -110,14 +110,15 @@ class TcpLink:
         self.bound[part] = even, odd, nbytes, n_streams, framed
         self._rounds[part] = next_round
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+             first_round: int = 1) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
 
-        From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
+        *first_round* is what comes next, and what is awaited should the link end before. From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
         """
-        self.expect(part, even, odd, nbytes, n_streams, framed)
+        self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
         if not self.fenced:
-            self._bind(part, even, odd, nbytes, n_streams, framed)
+            self._bind(part, even, odd, nbytes, n_streams, framed, first_round)
 
     def _bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int, framed: bool,
               next_round: int = 1) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests import lossy_training
 from tests.conftest import Job
 from tests.editions import editions
 from tests.guest import spare_device
@@ -267,6 +268,19 @@ def test_auto_goes_on_by_tcp_when_a_card_is_pulled_out_under_writes_and_every_su
         job.run(train, timeout_s=200)
         job.close()
     assert said.read_text().count("is reached by tcp from now on, not by rdma: ") == 2
+
+
+@pytest.mark.timeout(900)
+def test_the_job_goes_on_by_rdma_when_a_helper_is_lost_and_every_sum_is_right(tmp_path):
+    """A new owner's slots are bound in the middle of training: they expect its round, not the first."""
+    machines, path = ((0,), (1,)), tmp_path / "step"
+    with running(ranks=(1, 1), helpers=1, transport="rdma", placement="ps") as job:
+        job.begin(lossy_training.train, machines, 0, 14, str(path))
+        lossy_training.until_step(path, 5, 300)
+        job.lose("helper 0")
+        assert [outcome.text or outcome.value for outcome in job.outcomes(400)] == [[], []]
+        assert [recoveries for recoveries, _ in job.run(lossy_training.counts, timeout_s=100)] == [1, 1]
+        job.close()
 
 
 def packets(device: str) -> int:

@@ -42,6 +42,27 @@ def test_a_write_lands_in_the_slot_of_its_round_with_its_immediate(proven):
     assert left.lane.counters()["writes_sent"] == 19 and len(left.lane.trace()) == 19 * 32
 
 
+@pytest.mark.parametrize("first_round", [500, (1 << 32) - 1])
+def test_a_slot_that_is_bound_anew_expects_the_round_that_it_is_told(proven, first_round):
+    """As when its owner has changed: a write carries its round modulo 16 only."""
+    left, right = proven
+    right.expect(3, 0, NBYTES)
+    aim(left, right, 3, 0, NBYTES)
+    left.lane.post(3, 1, 0, left.region.address, NBYTES)
+    wait_for(lambda: right.lane.counters()["writes_received"], 1)
+    right.lane.bind(3, right.region.address + 2 * NBYTES, right.region.address + 3 * NBYTES, NBYTES,
+                    first_round=first_round)
+    aim(left, right, 3, 2 * NBYTES, 3 * NBYTES)
+    for n in range(3):
+        round_ = (first_round + n) % (1 << 32)
+        left.bytes[:NBYTES] = 10 + n
+        left.lane.post(3, round_, 0, left.region.address, NBYTES)
+        wait_for(lambda: right.lane.counters()["writes_received"], 2 + n)
+        assert (right.bytes[NBYTES * (2 + (round_ & 1)):][:NBYTES] == 10 + n).all()
+    counters = right.lane.counters()
+    assert counters["receives_posted"] == counters["slots_bound"] == 1
+
+
 @pytest.mark.parametrize("sides", [{}, {"signal_every": 3}, {"signal_every": 1000}], indirect=True, ids=str)
 def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
     left, right = proven

@@ -100,10 +100,11 @@ class RdmaLink:
         """Return the lane that *part* takes. Neighbours have different owners: they go to one lane together."""
         return self._way(part).lane
 
-    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False) -> None:
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+             first_round: int = 1) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
 
-        *framed*: see `WireLink`.
+        *framed*, *first_round*: see `WireLink`.
 
         Raises
         ------
@@ -119,7 +120,7 @@ class RdmaLink:
             raise CapacityError(f"partition {part} has {nbytes} bytes, {way.rail.name} sends at most max_msg_sz="
                                 f"{way.rail.port['max_msg_sz']} at a time: lower BPSFAST_PARTITION_BYTES")
         try:
-            way.lane.bind(part, even, odd, nbytes, framed)
+            way.lane.bind(part, even, odd, nbytes, framed, first_round)
         except OSError as exc:
             if exc.errno != errno.ENOSPC:
                 raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
