@@ -114,7 +114,8 @@ class TcpLink:
              first_round: int = 1) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
 
-        *first_round* is what comes next, and what is awaited should the link end before. From then on *part* takes one of the first *n_streams* streams, on this side; the peer is told the same.
+        *first_round* is what comes next, and what is awaited should the link end before. From then on *part* takes one
+        of the first *n_streams* streams, on this side; the peer is told the same.
         """
         self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
         if not self.fenced:
