@@ -2,7 +2,7 @@
 
     joins -> Admission -> Welcome
     declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
-    barriers -> Barriers,  "who is missing?" -> Stalls,  notices -> Notices
+    barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Freeze -> Frozen from all who are left -> Recovery: Recover -> Ready from all -> Commit
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
 
@@ -22,12 +22,10 @@ from .barriers import Barriers
 from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
-from .lags import Lags
-from .notices import Notices
+from .inquiries import Inquiries
 from .placement import check_policy
 from .recovery import Recovery
 from .roster import Roster
-from .stalls import Finding, Stalls
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -87,15 +85,11 @@ class Job:
         self._declarations: Declarations
         self._generations: Generations
         self._barriers: Barriers
-        self._stalls: Stalls
-        self._lags: Lags
-        self._notices: Notices
+        self._inquiries: Inquiries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
             m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen,
-            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left, m.Stalled: self._stalled,
-            m.StallReport: self._stall_report, m.LagQuestion: self._lag_question, m.LagReport: self._lag_report,
-            m.Publish: self._publish, m.Withdraw: self._withdraw, m.Lookup: self._lookup,
+            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
         }
 
     @property
@@ -166,7 +160,7 @@ class Job:
             self._n_heartbeats += 1
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats))
         if self._admitted:
-            out += self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._notices.expire(now)])
+            out += self._inquiries.expire(now)
         return out
 
     def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
@@ -215,12 +209,12 @@ class Job:
             fusion_nbytes=settings.fusion_nbytes)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
-        self._stalls = Stalls(roster, self._left.__contains__)
-        self._lags = Lags(roster)
-        self._notices = Notices(roster, self._left.__contains__)
         self._roster = roster
         self._rates = [node.nic_rate_bytes for node in roster.nodes]
         self._unmeasured = {node.index for node in roster.nodes if node.probes}
+        self._inquiries = Inquiries(roster, self._left, self._barriers, self._declarations, self._generations,
+                                    self._unmeasured, lambda: self._recovery)
+        self._handlers |= self._inquiries.handlers
         self._admitted = True
         return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=roster.nodes))
                 for index, sender in enumerate(roster.senders)]
@@ -328,66 +322,10 @@ class Job:
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
         self._left.add(message.rank)
         if len(self._left) < self._roster.size:
-            answers = self._answers(self._notices.rank_left(message.rank))
+            answers = self._inquiries.rank_left(message.rank)
             return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
         self.finished = True
         return self._to_all(m.Finish())
-
-    def _stalled(self, now: float, sender: bytes, message: m.Stalled) -> Outgoing:
-        if message.part >= 0:
-            if not self._stalls.ask(now, message):
-                return []
-            return self._to_all(m.StallAsk(part=message.part, round=message.round))
-        return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
-
-    def _why_waiting(self, name: str) -> Finding:
-        """Say what a declaration or a barrier ("barrier:<sequence>") still waits for, and whether that is in vain."""
-        kind, _, sequence = name.partition(":")
-        if kind == "barrier" and sequence.isdecimal():
-            ranks = self._barriers.missing(int(sequence))
-            return (self._stalls.without(ranks, "barrier", "has not entered the barrier") if ranks
-                    else Finding("nobody is missing", "done"))
-        failed = self._declarations.why_failed(name)
-        if failed is not None:
-            return Finding(f"the declaration failed: {failed}", "declare")
-        if self._recovery is not None:
-            nodes = self._recovery.missing
-            words = ", ".join(map(self._roster.describe_node, nodes))
-            return Finding(f"missing: {words}: to go on without what was lost ({self._recovery.reason})", "declare",
-                           nodes=tuple(nodes))
-        ranks = self._declarations.missing(name)
-        if ranks:
-            return self._stalls.without(ranks, "declare", f"has not declared {name!r}")
-        for nodes, what in ((sorted(self._unmeasured), "is still measuring its NIC"),
-                            (self._generations.not_ready(name), f"is still preparing memory for {name!r}"),
-                            (self._generations.in_the_way(name), f"is still preparing memory for what is before "
-                                                                 f"{name!r}")):
-            if nodes:
-                words = "; ".join(f"{self._roster.describe_node(node)}: {what}" for node in nodes)
-                return Finding(f"missing: {words}", "declare", nodes=tuple(nodes))
-        return Finding(f"nobody is missing: all ranks have declared {name!r}", "done")
-
-    def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> Outgoing:
-        return self._answers(self._stalls.report(self._roster.index_of(sender), message))
-
-    def _lag_question(self, now: float, sender: bytes, message: m.LagQuestion) -> Outgoing:
-        return self._to_all(m.LagAsk(number=self._lags.ask(now, message)))
-
-    def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> Outgoing:
-        return self._answers(self._lags.report(self._roster.index_of(sender), message))
-
-    def _publish(self, now: float, sender: bytes, message: m.Publish) -> Outgoing:
-        return self._answers(self._notices.publish(message))
-
-    def _withdraw(self, now: float, sender: bytes, message: m.Withdraw) -> Outgoing:
-        self._notices.withdraw(message.rank, message.prefix)
-        return []
-
-    def _lookup(self, now: float, sender: bytes, message: m.Lookup) -> Outgoing:
-        return self._answers(self._notices.lookup(now, message))
-
-    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.Found]) -> Outgoing:
-        return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]
 
     # -- losses -------------------------------------------------------------------------------------------
 
