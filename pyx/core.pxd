@@ -1,4 +1,4 @@
-"""Extern declarations of the engine's core: part.h, events.h, core.h, store.h, lifecycle.h, table.h, succession.h."""
+"""Extern declarations of the engine's core, header by header: from part.h to succession.h."""
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
@@ -100,6 +100,8 @@ cdef extern from "core.h" nogil:
         bps_lag *owner_lags
         uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, allocations
     void bps_abort(bps_core *, const char *, size_t)
+
+cdef extern from "arrivals.h" nogil:
     void bps_on_arrived(void *, uint32_t, uint32_t, uint32_t, uint32_t)
     void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
 

@@ -2,6 +2,7 @@
 #ifndef BPS_LIFECYCLE_H
 #define BPS_LIFECYCLE_H
 
+#include "arrivals.h"
 #include "workers.h"
 
 /* Start no kernel any more and wait until none runs; how many still run at the deadline (then not frozen). */

@@ -2,6 +2,7 @@
 #ifndef BPS_TABLE_H
 #define BPS_TABLE_H
 
+#include "arrivals.h"
 #include "store.h"
 
 enum { BPS_RETIRED = 0, BPS_ABSENT = 1, BPS_UNDER_WAY = 2 };
