@@ -32,6 +32,9 @@ Outgoing = list[tuple[bytes, m.Message]]
 #: The first epoch; each recovery begins the next.
 FIRST_EPOCH = 1
 
+#: A node that is heard again so long after a helper has called it lost lives: it may have said before what comes first.
+_ALIVE_S = 0.1
+
 #: What waits while a recovery is under way: it changes what is committed.
 _DEFERRED = (m.Declare, m.Retire)
 
@@ -82,6 +85,8 @@ class Job:
         self._recovery: Recovery | None = None
         self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a recovery began
         self._deferred: list[tuple[bytes, m.Message]] = []
+        #: By a node with ranks: when a helper has called it lost, which one, and why.
+        self._doubts: dict[bytes, tuple[float, bytes, PeerLostError]] = {}
         self._declarations: Declarations
         self._generations: Generations
         self._barriers: Barriers
@@ -106,6 +111,9 @@ class Job:
         if self.over or sender not in self._last_seen:
             return []
         self._last_seen[sender] = now
+        return self._settle(now, sender) + self._understand(now, sender, message)
+
+    def _understand(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
         if isinstance(message, m.Heartbeat):
             return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
         if isinstance(message, m.Lost):
@@ -337,15 +345,27 @@ class Job:
             return self.abort(error)
         if int(number) in self._roster.lost:
             return []
-        seen_by = self._roster.nodes[self._roster.index_of(sender)]
-        # Of a helper and a machine with ranks that do not reach each other, the job can do without the helper.
-        return self._gone(now, self._roster.senders[int(number)] if seen_by.ranks else sender, error)
+        lost = self._roster.senders[int(number)]
+        if lost != sender and self._roster.nodes[int(number)].ranks and not self._is_worker(sender):
+            self._doubts.setdefault(lost, (now, sender, error))
+            return []
+        return self._gone(now, lost, error)
+
+    def _settle(self, now: float, sender: bytes) -> Outgoing:
+        """Do without the helper that has called *sender* lost, which is heard: they do not reach each other."""
+        if sender not in self._doubts or now - self._doubts[sender][0] < _ALIVE_S:
+            return []
+        _, helper, error = self._doubts.pop(sender)
+        return self._gone(now, helper, error)
+
+    def _is_worker(self, sender: bytes) -> bool:
+        return bool(self._roster.nodes[self._roster.index_of(sender)].ranks)
 
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
         if self.over or sender not in self._last_seen:
             return []
-        if not self._admitted or self._roster.nodes[self._roster.index_of(sender)].ranks:
+        if not self._admitted or self._is_worker(sender):
             return self.abort(error)
         index = self._roster.index_of(sender)
         before = self._recovery

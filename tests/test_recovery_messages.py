@@ -19,14 +19,22 @@ def silent(table, sender):
         table.tick(float(now))
 
 
+def unreached(table):
+    """A helper calls a worker lost, which is heard afterwards: only they do not reach each other."""
+    table.say(b"H", m.Lost(who="node 1", reason="reset"))
+    table.say(b"B", m.Heartbeat(sequence=1))  # may have been said before
+    assert not any(table.got(sender, FREEZE) for sender in NODES) and not table.job.over
+    table.now += 0.2
+    table.say(b"B", m.Heartbeat(sequence=2))
+
+
 LOSSES = {
     "its connection": (lambda table: table.lose(b"H"), "helper 0 (node 2, host h) closed its connection"),
     "its lease": (lambda table: silent(table, b"H"), "helper 0 (node 2, host h) has been silent for"),
     "a worker": (lambda table: table.say(b"B", m.Lost(who="node 2", reason="reset")),
                  "helper 0 (node 2, host h) is lost: reset (seen by node 1 (host b, rank 2))"),
     "itself": (lambda table: table.say(b"H", m.Lost(who="node 2", reason="no memory")), "(seen by helper 0"),
-    "it sees no worker": (lambda table: table.say(b"H", m.Lost(who="node 1", reason="reset")),
-                          "node 1 (host b, rank 2) is lost: reset (seen by helper 0"),
+    "it sees no worker": (unreached, "node 1 (host b, rank 2) is lost: reset (seen by helper 0"),
 }
 
 
@@ -45,6 +53,14 @@ def test_a_lost_helper_is_told_farewell_and_all_others_freeze(how):
     table.say(b"A", m.Lost(who="node 2", reason="again"))
     assert not any(table.got(sender, FREEZE) for sender in NODES), "it is lost once"
     assert not table.job.over
+
+
+def test_a_helper_is_kept_that_was_right_about_a_worker():
+    table = LossyTable().commit()
+    table.say(b"H", m.Lost(who="node 1", reason="its process is gone"))
+    assert not any(table.got(sender, FREEZE) for sender in NODES)
+    table.lose(b"B")
+    assert table.job.aborted.error == "PeerLostError" and "node 1 (host b, rank 2) closed" in table.job.aborted.reason
 
 
 @pytest.mark.parametrize(("sender", "message", "words"), [
