@@ -46,7 +46,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
     for (uint32_t i = 0; i < N_SLOTS; i++) {
         memory[i] = calloc(1, NBYTES);
         if (i != 2)
-            bps_lane_bind(&lane, i, (uint64_t)memory[i], (uint64_t)memory[i], NBYTES, i == 1);
+            bps_lane_bind(&lane, i, (uint64_t)memory[i], (uint64_t)memory[i], NBYTES, i == 1, 1);
     }
     bps_lane_start(&lane, 1, lane.in, arrived, notify);
     for (int i = 0; i < 64 && input.nbytes != 0; i++) {

@@ -211,7 +211,7 @@ static void open_lane(struct side *side, uint32_t i)
     bps_lane_start(lane, i, side, arrived, notify);
     for (uint32_t slot = 0; slot < N_SLOTS; slot++)
         CHECK(bps_lane_bind(lane, slot, (uint64_t)side->landing[i][slot][0], (uint64_t)side->landing[i][slot][1], NBYTES,
-                            0) == 0);
+                            0, 1) == 0);
 }
 
 int main(int argc, char **argv)
@@ -241,7 +241,7 @@ int main(int argc, char **argv)
         CHECK(bps_start_thread(&posters[i], post, (void *)i) == 0);
     for (size_t i = 0; bps_load(&n_done) < 2 * N_LANES; i++) {
         struct bps_rdma_lane *lane = &sides[i % 2].lanes[i / 2 % 2];
-        CHECK(bps_lane_bind(lane, SPARE, 8, 8, 8, 0) == 0);
+        CHECK(bps_lane_bind(lane, SPARE, 8, 8, 8, 0, 1) == 0);
         bps_lane_unbind(lane, SPARE);
         if (i < sizeof registered)
             CHECK(bps_region_add(&sides[i % 2].rail.regions, (uint64_t)&registered[i], 1, 1) == 0);
