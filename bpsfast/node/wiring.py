@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..orchestration.errors import ProtocolError
-from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, UnitPlan
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..trace import Part
@@ -127,14 +127,18 @@ class Wiring:
             generation.holdings[unit.unit].extents = {
                 part.part: generation.extents[part.part] for part in unit.parts if part.part in generation.extents}
             for number, part in enumerate(unit.parts):
-                self.first_parts[part.part] = unit.parts[0].part
-                self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
-                written_to = self._written_to(unit.ranks, part)
-                if part.owner == self._me.index:
-                    self.readers[part.part] = written_to
-                for source in written_to:
-                    self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
+                self._count_on(unit, number, part)
         self._holdings |= generation.holdings
+
+    def _count_on(self, unit: UnitPlan, number: int, part: PartPlan) -> None:
+        """Remember *part*, the *number*-th of *unit*, under its owner, who is new."""
+        self.first_parts[part.part] = unit.parts[0].part
+        self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
+        written_to = self._written_to(unit.ranks, part)
+        if part.owner == self._me.index:
+            self.readers[part.part] = written_to
+        for source in written_to:
+            self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
 
     def retire(self, units: Sequence[int]) -> list[int]:
         """Give back all that committed *units* use, which every rank of the job has retired; return their parts here.
@@ -220,15 +224,8 @@ class Wiring:
             holding.parts = [part for part in unit.parts if part.part in mine]
             for number, part in enumerate(unit.parts):
                 known = self.parts.get(part.part)
-                if known is not None and known.owner == part.owner:
-                    continue
-                self.first_parts[part.part] = unit.parts[0].part
-                self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
-                written_to = self._written_to(unit.ranks, part)
-                if part.owner == self._me.index:
-                    self.readers[part.part] = written_to
-                for source in written_to:
-                    self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
+                if known is None or known.owner != part.owner:
+                    self._count_on(unit, number, part)
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
