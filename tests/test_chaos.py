@@ -75,6 +75,8 @@ FINE = {"scheduler": 0, "node 0": 0, "rank 0": 0, "rank 1": 0}
 @pytest.mark.parametrize(("outcome", "of", "histories", "codes"), [
     ("recovered", scenario("undisturbed"), {0: whole(), 1: whole()}, FINE),
     ("wrong", scenario("undisturbed"), {0: whole(), 1: whole()}, {**FINE, "node 0": 1}),
+    ("recovered", scenario("lost scheduler", Fault(1, 0.0, "scheduler")), {0: whole(), 1: whole()},
+     {**FINE, "node 0": 1}),
     ("hung", scenario("lost node", KILLED), {0: whole(), 1: whole()}, {**FINE, "node 0": None}),
     ("raised", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, **LOST)}, {**FINE, "node 0": 1}),
     ("late", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, **{**LOST, "at_s": 103.5})}, FINE),

@@ -85,6 +85,8 @@ def test_kill_9_while_pushing(job, victim):
             if victim == "node 0" and rank < 2:
                 assert f"node 0 (pid {started.daemons[victim].pid} on this machine) is lost" in outcome.text
                 assert "SIGKILL" in outcome.text
+    if victim == "scheduler":
+        assert started.daemons["helper 0"].wait(20) == 1, "no job goes on without it"
     started.kill()
 
 

@@ -78,8 +78,8 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
         return "crashed", "; ".join(crashed), 0.0
     alive = {rank: each for rank, each in histories.items() if f"rank {rank}" not in killed}
     if all(each.end == "ok" and len(each.steps) == scenario.n_steps for each in alive.values()):
-        odd = {name: code for name, code in codes.items()
-               if code and name not in killed and not _may_be_left(name, code, scenario)}
+        odd = {name: code for name, code in codes.items() if code and name not in killed
+               and scenario.kind not in MAY_RAISE and not _may_be_left(name, code, scenario)}
         return ("wrong", f"the job is done, but exit codes are {odd}", 0.0) if odd else ("recovered", "", 0.0)
     silent = [rank for rank, each in alive.items() if not each.end]
     if silent:

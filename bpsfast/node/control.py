@@ -92,6 +92,7 @@ class Node:
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._unread: list[messages.Message] = []
+        self._is_alone = False  # the scheduler is gone
         self._n_control = 0
         self._exit_code: int | None = None
         self._leave_at = 0.0
@@ -180,8 +181,9 @@ class Node:
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
-        # What a helper fails of the job survives, once it has begun.
-        self._leave(error, LEFT_BEHIND if tell and self._vertex.connected and not self._home.ranks else 1)
+        # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
+        survives = tell and self._vertex.connected and not self._home.ranks and not self._is_alone
+        self._leave(error, LEFT_BEHIND if survives else 1)
 
     def _leave(self, error: BpsError, code: int) -> None:
         self._vertex.abort(error)
@@ -220,7 +222,11 @@ class Node:
         if self._membership is not None and self._exit_code is None:
             now = time.monotonic()
             self._unread += self._membership.recv_nowait(now)
-            self._membership.tick(now)
+            try:
+                self._membership.tick(now)
+            except BpsError:
+                self._is_alone = True
+                raise
 
     def _tick(self) -> None:
         self._breathe()
