@@ -5,7 +5,8 @@
     credit_queue what is sent next     scheduler    the ZeroMQ loop around `job`
     card_queue   and to whom           write_order  before what else
     membership   a node's side of it   security     the job key: CURVE, HMAC
-    recovery     a helper is lost      inquiries    who is missing, who is late
+    losses       who is lost           recovery     what becomes of a lost helper's sums (pure)
+    inquiries    who is missing, who is late
 
 Imports the standard library, pyzmq and msgspec only.
 """

@@ -12,8 +12,8 @@ from .barriers import Barriers
 from .declarations import Declarations
 from .generations import Generations
 from .lags import Lags
+from .losses import Losses
 from .notices import Notices
-from .recovery import Recovery
 from .roster import Roster
 from .stalls import Finding, Stalls
 
@@ -22,18 +22,17 @@ Outgoing = list[tuple[bytes, m.Message]]
 
 class Inquiries:
     """All questions of one job. Parameters are the `Job`'s own, which go on changing; *left*: ranks that have left,
-    *unmeasured*: nodes that still measure their NIC, *recovery*: the one under way.
+    *unmeasured*: nodes that still measure their NIC.
     """
 
     def __init__(self, roster: Roster, left: AbstractSet[int], barriers: Barriers, declarations: Declarations,
-                 generations: Generations, unmeasured: AbstractSet[int], recovery: Callable[[], Recovery | None]
-                 ) -> None:
+                 generations: Generations, unmeasured: AbstractSet[int], losses: Losses) -> None:
         self._roster = roster
         self._barriers = barriers
         self._declarations = declarations
         self._generations = generations
         self._unmeasured = unmeasured
-        self._recovery = recovery
+        self._losses = losses
         self._stalls = Stalls(roster, left.__contains__)
         self._lags = Lags(roster)
         self._notices = Notices(roster, left.__contains__)
@@ -70,7 +69,7 @@ class Inquiries:
         failed = self._declarations.why_failed(name)
         if failed is not None:
             return Finding(f"the declaration failed: {failed}", "declare")
-        recovery = self._recovery()
+        recovery = self._losses.recovery
         if recovery is not None:
             nodes = recovery.missing
             words = ", ".join(map(self._roster.describe_node, nodes))

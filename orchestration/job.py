@@ -3,7 +3,7 @@
     joins -> Admission -> Welcome
     declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
-    a helper is lost -> Freeze -> Frozen from all who are left -> Recovery: Recover -> Ready from all -> Commit
+    a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
 
 Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
@@ -23,17 +23,11 @@ from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .inquiries import Inquiries
+from .losses import FIRST_EPOCH, Losses
 from .placement import check_policy
-from .recovery import Recovery
 from .roster import Roster
 
 Outgoing = list[tuple[bytes, m.Message]]
-
-#: The first epoch; each recovery begins the next.
-FIRST_EPOCH = 1
-
-#: A node that is heard again so long after a helper has called it lost lives: it may have said before what comes first.
-_ALIVE_S = 0.1
 
 #: What waits while a recovery is under way: it changes what is committed.
 _DEFERRED = (m.Declare, m.Retire)
@@ -81,14 +75,10 @@ class Job:
         self._held: list[tuple[bytes, m.Declare]] = []
         self._roster = Roster(())
         self._admitted = False
-        self._epoch = FIRST_EPOCH
-        self._recovery: Recovery | None = None
-        self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a recovery began
         self._deferred: list[tuple[bytes, m.Message]] = []
-        #: By a node with ranks: when a helper has called it lost, which one, and why.
-        self._doubts: dict[bytes, tuple[float, bytes, PeerLostError]] = {}
         self._declarations: Declarations
         self._generations: Generations
+        self._losses: Losses
         self._barriers: Barriers
         self._inquiries: Inquiries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
@@ -127,7 +117,7 @@ class Job:
         if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
             return self.abort(ProtocolError(f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, "
                                             "which is not its own"))
-        if self._recovery is not None and isinstance(message, _DEFERRED):
+        if self._losses.recovery is not None and isinstance(message, _DEFERRED):
             self._deferred.append((sender, message))
             return []
         return self._handlers[type(message)](now, sender, message)
@@ -156,11 +146,8 @@ class Job:
                 out += self._gone(now, sender, PeerLostError(
                     f"{self._name(sender)} has been silent for {now - seen:.1f} s (lease_s = "
                     f"{self.settings.lease_s:g})"))
-        if self._recovery is not None and now >= self._recovery.deadline and not self.over:
-            names = "; ".join(map(self._roster.describe_node, self._recovery.missing))
-            out += self.abort(StallError(f"{names} did not answer within start_timeout_s = "
-                                         f"{self.settings.start_timeout_s:g} s, when the job was to go on without what "
-                                         f"it has lost: {self._recovery.reason}"))
+        if self._admitted and (overdue := self._losses.overdue(now)) is not None:
+            out += self.abort(overdue)
         if self.over:
             return out
         if now >= self._next_heartbeat:
@@ -215,13 +202,14 @@ class Job:
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
             fusion_nbytes=settings.fusion_nbytes)
+        self._losses = Losses(roster, self._generations, settings.start_timeout_s)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
         self._rates = [node.nic_rate_bytes for node in roster.nodes]
         self._unmeasured = {node.index for node in roster.nodes if node.probes}
         self._inquiries = Inquiries(roster, self._left, self._barriers, self._declarations, self._generations,
-                                    self._unmeasured, lambda: self._recovery)
+                                    self._unmeasured, self._losses)
         self._handlers |= self._inquiries.handlers
         self._admitted = True
         return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=roster.nodes))
@@ -256,10 +244,9 @@ class Job:
 
     def _plan(self) -> Outgoing:
         """Begin a generation with everything that is complete, unless one is in flight or NICs are being measured."""
-        if self._generations.in_flight is not None or self._unmeasured or self._recovery is not None:
+        if self._generations.in_flight is not None or self._unmeasured or self._losses.recovery is not None:
             return []
-        specs = self._withdrawn or self._declarations.take_complete()
-        self._withdrawn = ()
+        specs = self._losses.take_withdrawn() or self._declarations.take_complete()
         if not specs:
             return []
         try:
@@ -270,17 +257,19 @@ class Job:
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
-        if self._recovery is not None and self._recovery.ready(index, message.generation):
-            return self._go_on(now)
+        commits = self._losses.ready(index, message.generation)
+        if commits:
+            return commits + self._go_on(now)
         commit = self._generations.ready(index, message.generation)
         return [] if commit is None else self._to_all(commit) + self._plan()
 
     def _prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
         self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
         names = self._generations.abandon(message.generation)
-        if self._recovery is not None and message.generation == self._recovery.generation:
+        recovery = self._losses.recovery
+        if recovery is not None and message.generation == recovery.generation:
             return self.abort(CapacityError(f"{self._name(sender)} cannot go on without what the job has lost "
-                                            f"({self._recovery.reason}): {message.reason}"))
+                                            f"({recovery.reason}): {message.reason}"))
         if not names:
             return []
         error = CapacityError(f"{self._name(sender)} cannot prepare generation {message.generation}: {message.reason}")
@@ -346,64 +335,40 @@ class Job:
         if int(number) in self._roster.lost:
             return []
         lost = self._roster.senders[int(number)]
-        if lost != sender and self._roster.nodes[int(number)].ranks and not self._is_worker(sender):
-            self._doubts.setdefault(lost, (now, sender, error))
+        if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
+            self._losses.doubt(now, lost, sender, error)
             return []
         return self._gone(now, lost, error)
 
     def _settle(self, now: float, sender: bytes) -> Outgoing:
-        """Do without the helper that has called *sender* lost, which is heard: they do not reach each other."""
-        if sender not in self._doubts or now - self._doubts[sender][0] < _ALIVE_S:
-            return []
-        _, helper, error = self._doubts.pop(sender)
-        return self._gone(now, helper, error)
-
-    def _is_worker(self, sender: bytes) -> bool:
-        return bool(self._roster.nodes[self._roster.index_of(sender)].ranks)
+        """Do without the helper that has called *sender* lost, which is heard."""
+        settled = self._losses.settle(now, sender) if self._admitted else None
+        return [] if settled is None else self._gone(now, *settled)
 
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
         if self.over or sender not in self._last_seen:
             return []
-        if not self._admitted or self._is_worker(sender):
+        if not self._admitted or self._losses.is_worker(sender):
             return self.abort(error)
-        index = self._roster.index_of(sender)
-        before = self._recovery
-        self._roster.lost.add(index)
         del self._last_seen[sender]
-        self._withdrawn = self._generations.lose(index) or self._withdrawn
-        self._epoch += 1
-        self._recovery = Recovery(
-            self._epoch, {index} if before is None else {index, *before.lost}, self._roster.alive,
-            f"{before.reason}; {error}" if before is not None else str(error), now + self.settings.start_timeout_s)
-        out: Outgoing = [(sender, m.Abort(error="PeerLostError", goes_on=True,
-                                          reason=f"the job goes on without this node: {error}"))]
+        out = self._losses.lose(now, sender, error)
+        index = self._roster.index_of(sender)
         if index in self._unmeasured:
             self._unmeasured.remove(index)
-            out += self._all_measured()  # what waits for it is planned after the commit
-        return out + self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(self._recovery.lost)),
-                                           reason=self._recovery.reason))
+            out = self._all_measured() + out  # what waits for it is planned after the commit
+        return out
 
     def _frozen(self, now: float, sender: bytes, message: m.Frozen) -> Outgoing:
-        recovery = self._recovery
-        if recovery is None or not recovery.frozen(self._roster.index_of(sender), message):
-            return []
         try:
-            heirs = recovery.heirs(self._generations.units, self._roster.nodes, self._generations.lent)
+            return self._losses.frozen(self._roster.index_of(sender), message)
         except BpsError as exc:
-            return self.abort(type(exc)(f"{recovery.reason}; and the job cannot go on without it: {exc}"))
-        units, successions = self._generations.succeed(heirs)
-        recovery.generation, recovery.units, recovery.successions = self._generations.number, units, successions
-        return self._to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
-                                      successions=tuple(successions)))
+            return self.abort(exc)
 
     def _go_on(self, now: float) -> Outgoing:
-        """Commit what everybody is prepared for, and do what was put off."""
-        assert self._recovery is not None
-        out = self._to_all(self._generations.succeeded(self._recovery.units, self._recovery.successions))
-        self._recovery = None
+        """Do what was put off until a recovery's commit."""
         deferred, self._deferred = self._deferred, []
-        out += self._plan()
+        out = self._plan()
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out
