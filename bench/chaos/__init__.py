@@ -1,9 +1,9 @@
 """bpsfast bench chaos: jobs to which something happens, and what their ranks have seen of it.
 
 Each seed is one trial: a job of real processes that trains, of which one or two are killed or stopped at a moment drawn
-at random (`scenario`). Ranks write a history (`rank`), an oracle reads it (`history`): the contribution of each rank is
-in every sum exactly once, or the job has ended with an error that names who is lost, soon after that could be known.
-Never a wrong sum, never a hang, never a crash.
+at random, or whose link is cut, or its connections reset (`scenario`). Ranks write a history (`rank`), an oracle reads
+it (`history`): the contribution of each rank is in every sum exactly once, or the job has ended with an error that
+names who is lost, soon after that could be known. Never a wrong sum, never a hang, never a crash.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bpsfast.bench.table import finish, plain
 from . import trial
 from .scenario import MAY_RAISE, MUST_RECOVER, draw
 
-_OUTCOMES = ("recovered", "raised", "late", "wrong", "crashed", "hung")
+_OUTCOMES = ("recovered", "raised", "late", "wrong", "crashed", "hung", "skipped")
 
 
 def run(options: dict[str, Any]) -> bool:

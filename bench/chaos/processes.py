@@ -6,24 +6,34 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bpsfast import settings
+from bpsfast.cluster import FaultyLink
 from bpsfast.launch import daemons, job
-from bpsfast.launch.child import Kind
+from bpsfast.launch.child import Command, Kind
+
+#: Where the scheduler listens on a machine of its own, on which every port is free.
+LINK_PORT = 7700
 
 
 class Processes:
     """Scheduler, nodes, helpers and ranks by name ("helper 0"); a context manager that leaves none.
+
+    On this machine, or on the two of *link*, which is left as it is: the scheduler's is "a", that of each other process
+    as *machine_of* says.
 
     Each rank runs ``python -m program FILE *arguments``, where FILE is its `path`; outputs are kept in *folder*, too.
     *values*: settings of the job.
     """
 
     def __init__(self, folder: Path, ranks: tuple[int, ...], n_helpers: int, values: Mapping[str, object],
-                 program: str, *arguments: object) -> None:
+                 program: str, *arguments: object, link: FaultyLink | None = None,
+                 machine_of: Callable[[str], str] = lambda name: "a") -> None:
         self._folder = folder
+        self._link = link
+        self._machine_of = machine_of
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
         shape = job.Shape(ranks=ranks, n_helpers=n_helpers)
         try:
@@ -37,7 +47,7 @@ class Processes:
                     if command.kind is Kind.RANK:
                         argv += [str(self.path(n_ranks)), *map(str, arguments)]
                         n_ranks += 1
-                    self._start(command.name, argv, command.environ)
+                    self._start(command, argv)
         except BaseException:
             self._end()
             raise
@@ -68,10 +78,16 @@ class Processes:
     def __exit__(self, *exc: object) -> None:
         self._end()
 
-    def _start(self, name: str, argv: list[str], environ: Mapping[str, str]) -> None:
-        with (self._folder / f"{name.replace(' ', '_')}.log").open("wb") as log:
-            self._popen[name] = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=log,
-                                                 stderr=subprocess.STDOUT)
+    def _start(self, command: Command, argv: list[str]) -> None:
+        environ = dict(command.environ)
+        if self._link is not None:
+            machine = self._link[self._machine_of(command.name)]
+            argv = [*machine.via(), *argv]
+            environ |= {"BPSFAST_SCHEDULER": f"{self._link['a'].address}:{LINK_PORT}",
+                        "BPSFAST_NODE_HOST": machine.address}
+        with (self._folder / f"{command.name.replace(' ', '_')}.log").open("wb") as log:
+            self._popen[command.name] = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=log,
+                                                         stderr=subprocess.STDOUT)
 
     def _end(self) -> None:
         for process in self._popen.values():

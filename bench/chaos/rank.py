@@ -1,17 +1,22 @@
 """One rank of a trial: trains, and writes a history of what it has seen.
 
-    python -m bpsfast.bench.chaos.rank FILE N_STEPS
+    python -m bpsfast.bench.chaos.rank FILE STOP
+
+It trains until there is a file STOP: the ranks add up who has seen it, so all of them end after the same step.
 
 A line of the history is a JSON object: ``{"step": 7, "sums": [digest of each gradient's]}`` for each step that is over;
 at last ``{"end": "ok"}``, or the class of the error with its text and when it was raised (CLOCK_MONOTONIC).
 """
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
 from typing import TextIO
+
+import numpy as np
 
 import bpsfast
 from bpsfast.orchestration.errors import BpsError
@@ -21,11 +26,11 @@ from .gradients import SIZES, digest, pushed
 
 def main(arguments: list[str]) -> int:
     """Train; return 0 whatever became of it, if the history says so."""
-    path, n_steps = Path(arguments[0]), int(arguments[1])
+    path, stop = map(Path, arguments)
     with path.open("w", buffering=1) as history:
         try:
             bpsfast.init()
-            _train(history, n_steps)
+            _train(history, stop)
             bpsfast.shutdown()
         except BpsError as exc:
             _note(history, end=type(exc).__name__, text=str(exc), at_s=time.monotonic())
@@ -34,12 +39,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _train(history: TextIO, n_steps: int) -> None:
+def _train(history: TextIO, stop: Path) -> None:
     rank = bpsfast.rank()
-    for step in range(n_steps):
+    for step in itertools.count():
+        seen = bpsfast.push_pull_async(np.array([stop.exists()], np.float32), name="stop", average=False)
         handles = [bpsfast.push_pull_async(pushed(rank, step, i), name=f"g{i}", average=False)
                    for i in range(len(SIZES))]
         _note(history, step=step, sums=[digest(bpsfast.synchronize(handle)) for handle in handles])
+        if bpsfast.synchronize(seen)[0]:
+            return
 
 
 def _note(history: TextIO, **fields: object) -> None:

@@ -1,37 +1,55 @@
-"""What goes wrong in one trial, and what must come of it: drawn from a seed, always the same for the same. Pure."""
+"""What goes wrong in one trial, and what must come of it: drawn from a seed, always the same for the same. Pure.
+
+Kinds of trials are dealt like cards: each run of `DECK` seeds has each kind as often as the deck has it.
+"""
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 from typing import Literal
 
-Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "lost rank", "lost node",
-                "lost scheduler"]
+Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
+                "reset connections", "lost rank", "lost node", "lost scheduler"]
 
 #: Those of which every rank must go on with the bits of a job that nothing happened to; of the others it may also end
 #: with an error that names who is lost.
-MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop")
+MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop",
+                                    "cut link", "reset connections")
 MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node", "lost scheduler")
 
-#: How often a class is drawn, compared to others.
-_WEIGHTS: dict[Class, int] = {
-    "undisturbed": 1, "lost helper": 6, "two helpers": 2, "hung helper": 2, "short stop": 5, "lost rank": 2,
-    "lost node": 2, "lost scheduler": 2}
+#: Those of jobs on two machines with a link between them, on which something happens.
+ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
 
-#: Silence for so long is a loss; a short stop is at most a third of it.
+#: How often each kind is among so many trials that follow each other.
+_HANDS: dict[Class, int] = {
+    "undisturbed": 1, "lost helper": 4, "two helpers": 2, "hung helper": 2, "short stop": 3, "cut link": 2,
+    "reset connections": 2, "lost rank": 1, "lost node": 1, "lost scheduler": 2}
+DECK = sum(_HANDS.values())
+
+#: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
 LEASE_S = 3.0
+#: The job trains for so many steps after the one of the last fault.
+N_STEPS_AFTER = 10
+#: The role of what is no process.
+LINK = "link"
 #: A stop that outlasts the lease.
 HANG_S = 2 * LEASE_S
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At `delay_s` after rank 0 has begun `step` the process `role` is killed, or stopped for `seconds` if not 0."""
+    """At `delay_s` after rank 0 has begun `step` the process `role` is killed, or stopped for `seconds` if not 0.
+
+    Or something happens to the link: nothing that the machines `senders` send arrives for `seconds`, or `n_resets`
+    connections are reset in the middle of what they carry.
+    """
 
     step: int
     delay_s: float
     role: str
     seconds: float = 0.0
+    senders: tuple[str, ...] = ()
+    n_resets: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,8 +62,12 @@ class Scenario:
     n_helpers: int
     transport: str
     placement: str
-    n_steps: int
     faults: tuple[Fault, ...]
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps there are at least: some after the last fault."""
+        return N_STEPS_AFTER + max((fault.step for fault in self.faults), default=0)
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
@@ -56,21 +78,29 @@ class Scenario:
             first += n
         return tuple(found)
 
+    def machine_of(self, process: str) -> str:
+        """Return the machine, of those at the link's ends, on which *process* is: the odd nodes are on "b"."""
+        role, _, number = process.partition(" ")
+        if role == "rank":
+            number = str(next(i for i, ranks in enumerate(self.machines) if int(number) in ranks))
+        return "b" if role != "scheduler" and int(number) % 2 else "a"
+
 
 def draw(seed: int) -> Scenario:
     """Return the trial of *seed*."""
     chance = random.Random(seed)
-    kind = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+    deck = [kind for kind, n in _HANDS.items() for _ in range(n)]
+    random.Random(f"deck {seed // DECK}").shuffle(deck)
+    kind = deck[seed % DECK]
     ranks = chance.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2)])
     n_helpers = chance.choice([1, 2, 3]) if kind not in ("two helpers",) else 3
-    n_steps = 40
     scenario = Scenario(seed, kind, ranks, n_helpers, chance.choice(["tcp", "auto"]),
-                        chance.choice(["optimal", "ps"]), n_steps, ())
+                        chance.choice(["optimal", "ps"]), ())
     return Scenario(**{**scenario.__dict__, "faults": tuple(_faults(scenario, chance))})
 
 
 def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
-    step, delay_s = chance.randrange(5, scenario.n_steps - 10), chance.random() * 0.03
+    step, delay_s = chance.randrange(5, 30), chance.random() * 0.03
     helpers = [f"helper {i}" for i in range(scenario.n_helpers)]
     everybody = ["scheduler", *helpers, *(f"node {i}" for i in range(len(scenario.ranks))),
                  *(f"rank {i}" for i in range(sum(scenario.ranks)))]
@@ -87,6 +117,11 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
             return [Fault(step, delay_s, chance.choice(helpers), HANG_S)]
         case "short stop":
             return [Fault(step, delay_s, chance.choice(everybody), chance.random() * LEASE_S / 3)]
+        case "cut link":
+            senders = chance.choice([("a", "b"), ("a",), ("b",)])
+            return [Fault(step, delay_s, LINK, chance.random() * LEASE_S / 3, senders)]
+        case "reset connections":
+            return [Fault(step, delay_s, LINK, n_resets=chance.randint(1, 8))]
         case "lost rank":
             return [Fault(step, delay_s, f"rank {chance.randrange(sum(scenario.ranks))}")]
         case "lost node":

@@ -1,30 +1,36 @@
 """One trial: a real job on this machine, its faults, and a verdict on what its ranks have seen."""
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bpsfast.cluster import FaultyLink, faulty_link
 from bpsfast.launch.daemons import LEFT_BEHIND
 
 from .gradients import PARTITION_NBYTES
 from .history import RankHistory, read, wrong_sums
-from .processes import Processes
-from .scenario import LEASE_S, MAY_RAISE, Fault, Scenario
+from .processes import LINK_PORT, Processes
+from .scenario import LEASE_S, LINK, MAY_RAISE, ON_A_LINK, Fault, Scenario
 
 #: Nobody may wait for longer: a job that has not ended by then hangs.
 _HANG_S = 120.0
 #: From the moment that a loss can be known (a death at once, silence after the lease) to the error on every rank.
 _DETECTED_S = 2.0
+#: Connections are reset whenever so much was carried one way: in the middle of payloads, and of being made anew.
+_RESET_NBYTES = 30_000
+#: The file in a trial's folder that ends the training.
+_STOP = "stop"
 _PROGRAM = "bpsfast.bench.chaos.rank"
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one trial: `outcome` is "recovered", "raised", "late", "wrong", "crashed" or "hung"."""
+    """What became of one trial: `outcome` is "recovered", "raised", "late", "wrong", "crashed", "hung" or "skipped"."""
 
     seed: int
     kind: str
@@ -36,7 +42,7 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         """Whether that may be of trials of this kind."""
-        return self.outcome == "recovered" or (self.outcome == "raised" and self.kind in MAY_RAISE)
+        return self.outcome in ("recovered", "skipped") or (self.outcome == "raised" and self.kind in MAY_RAISE)
 
     def row(self) -> dict[str, object]:
         """Return it for a result file."""
@@ -47,13 +53,24 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
     """Run the trial; *folder* keeps histories and outputs. Everything it starts has ended when this returns."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    with Processes(folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM,
-                   scenario.n_steps) as processes:
+    lacking = faulty_link.missing() if scenario.kind in ON_A_LINK else None
+    if lacking is not None:
+        return Verdict(scenario.seed, scenario.kind, "skipped", lacking, 0.0)
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(FaultyLink("a", "b", mtu=9000)) if scenario.kind in ON_A_LINK else None
+        processes = stack.enter_context(Processes(
+            folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / _STOP, link=link,
+            machine_of=scenario.machine_of))
         struck: dict[str, float] = {}
         for fault in scenario.faults:
-            _await(processes, fault)
-            struck[fault.role] = _strike(processes, fault)
+            _await(processes, fault.step)
+            time.sleep(fault.delay_s)
+            struck[fault.role] = _strike(processes, fault) if link is None else _strike_link(link, fault)
+        _await(processes, scenario.n_steps)
+        (folder / _STOP).touch()
         codes = processes.wait(begin + _HANG_S)
+        if link is not None and not (link.carried.dropped or link.carried.resets):
+            return Verdict(scenario.seed, scenario.kind, "wrong", "nothing happened to the link", 0.0)
     histories = {rank: read(processes.path(rank)) for rank in range(sum(scenario.ranks))}
     outcome, words, after_s = judge(scenario, histories, codes, struck)
     return Verdict(scenario.seed, scenario.kind, outcome, words, time.monotonic() - begin, after_s)
@@ -65,7 +82,7 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
 
     *codes*: exit codes by process, None of those that hang; *struck*: when each fault was (CLOCK_MONOTONIC), by role.
     """
-    killed = {fault.role for fault in scenario.faults if not fault.seconds}
+    killed = {fault.role for fault in scenario.faults if not fault.seconds} - {LINK}
     hung = [name for name, code in codes.items() if code is None]
     if hung:
         return "hung", f"{', '.join(hung)} did not end within {_HANG_S:g} s", 0.0
@@ -77,7 +94,8 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
     if crashed:
         return "crashed", "; ".join(crashed), 0.0
     alive = {rank: each for rank, each in histories.items() if f"rank {rank}" not in killed}
-    if all(each.end == "ok" and len(each.steps) == scenario.n_steps for each in alive.values()):
+    n_steps = {len(each.steps) for each in alive.values()}
+    if all(each.end == "ok" for each in alive.values()) and len(n_steps) == 1 and min(n_steps) >= scenario.n_steps:
         odd = {name: code for name, code in codes.items() if code and name not in killed
                and scenario.kind not in MAY_RAISE and not _may_be_left(name, code, scenario)}
         return ("wrong", f"the job is done, but exit codes are {odd}", 0.0) if odd else ("recovered", "", 0.0)
@@ -85,6 +103,8 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
     if silent:
         return "crashed", f"ranks {silent} ended without a word", 0.0
     errors = {each.end for each in alive.values()} - {"ok"}
+    if not errors:
+        return "wrong", f"ranks have ended in order after {sorted(n_steps)} steps, not {scenario.n_steps}", 0.0
     texts = sorted({each.text for each in alive.values() if each.text})
     after_s = max(each.at_s for each in alive.values()) - max(struck.values(), default=0.0)
     # Silence is a loss after the lease only, and who was stopped sees the end when it goes on.
@@ -104,14 +124,15 @@ def _values(scenario: Scenario) -> dict[str, object]:
             "heartbeat_s": LEASE_S / 6, "partition_bytes": PARTITION_NBYTES, "timeout_s": 60, "start_timeout_s": 60}
 
 
-def _await(processes: Processes, fault: Fault) -> None:
-    """Wait until rank 0 has ended the step before the fault's, and then for its delay."""
+def _await(processes: Processes, n_steps: int) -> None:
+    """Wait until some rank has made *n_steps*, or has ended."""
     deadline = time.monotonic() + _HANG_S
-    while len(read(processes.path(0)).steps) < fault.step and time.monotonic() < deadline:
-        if processes["rank 0"].poll() is not None:
-            return  # what it has seen says why
+    ranks = [name for name in processes if name.startswith("rank")]
+    paths = [processes.path(int(name.split()[1])) for name in ranks]
+    while max(len(read(path).steps) for path in paths) < n_steps and time.monotonic() < deadline:
+        if all(processes[name].poll() is not None for name in ranks):
+            return  # what they have seen says why
         time.sleep(0.002)
-    time.sleep(fault.delay_s)
 
 
 def _strike(processes: Processes, fault: Fault) -> float:
@@ -123,4 +144,17 @@ def _strike(processes: Processes, fault: Fault) -> float:
     process.send_signal(signal.SIGSTOP)
     time.sleep(fault.seconds)
     process.send_signal(signal.SIGCONT)
+    return at_s
+
+
+def _strike_link(link: FaultyLink, fault: Fault) -> float:
+    """Do it; return when (CLOCK_MONOTONIC)."""
+    at_s = time.monotonic()
+    if fault.n_resets:
+        link.spare(LINK_PORT)
+        link.reset(fault.n_resets, _RESET_NBYTES)
+        return at_s
+    link.cut(*fault.senders)
+    time.sleep(fault.seconds)
+    link.mend()
     return at_s
