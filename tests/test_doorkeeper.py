@@ -12,6 +12,7 @@ import zmq
 
 from bpsfast.orchestration.doorkeeper import MOST_STRANGERS, STRANGER_MAX_NBYTES, Doorkeeper, interface
 from bpsfast.orchestration.security import curve_pair
+from tests.hung_up import is_over
 
 KEY = secrets.token_bytes(32)
 LIMIT_S = 20.0
@@ -79,18 +80,6 @@ def member(context, server):
     client.connect(f"tcp://127.0.0.1:{server.port}")
     yield client
     client.close()
-
-
-def is_over(sock):
-    sock.setblocking(False)
-    try:
-        while sock.recv(4096):
-            continue
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
-    return True
 
 
 def test_an_endless_handshake_is_cut_off(server):

@@ -17,16 +17,21 @@ from tests.fuzzed_parsers import PARSERS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-@pytest.mark.parametrize("name", fuzzing.PROGRAMS)
-def test_no_native_parser_reads_or_writes_beyond_its_memory(name, tmp_path):
+def fuzzed(seconds, name, folder, *headers):
+    """Run a program of `fuzzing` on its seeds, and what comes of them by damage, for so long."""
     try:
-        program = sanitized.fuzz_program(name, tmp_path)
+        program = sanitized.fuzz_program(name, folder, *headers)
     except sanitized.Unavailable as exc:
         pytest.skip(str(exc))
-    seeds = tmp_path / "seeds"
+    seeds = folder / "seeds"
     seeds.mkdir()
     fuzz_seeds.write(name, seeds)
-    done = subprocess.run([program, "2", seeds], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([program, str(seconds), seeds], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("name", fuzzing.PROGRAMS)
+def test_no_native_parser_reads_or_writes_beyond_its_memory(name, tmp_path):
+    done = fuzzed(2, name, tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 100
 
@@ -38,14 +43,7 @@ def test_no_native_parser_reads_or_writes_beyond_its_memory(name, tmp_path):
     ("lane.h", "lane->entries[tail & (capacity - 1)]", "lane->entries[tail & capacity]", "memory"),
 ], ids=["a frame longer than its slot", "more rows than there is room for", "an offset beyond", "an index beyond"])
 def test_a_hole_made_on_purpose_is_found(header, right, wrong, name, tmp_path):
-    try:
-        program = sanitized.fuzz_program(name, tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
-    except sanitized.Unavailable as exc:
-        pytest.skip(str(exc))
-    seeds = tmp_path / "seeds"
-    seeds.mkdir()
-    fuzz_seeds.write(name, seeds)
-    done = subprocess.run([program, "10", seeds], capture_output=True, text=True, timeout=120, check=False)
+    done = fuzzed(10, name, tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
     assert done.returncode != 0 and ("Sanitizer" in done.stderr or "runtime error" in done.stderr), done.stderr
 
 

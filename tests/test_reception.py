@@ -20,6 +20,7 @@ from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.transport import shm
+from tests.hung_up import is_over
 
 KEY = bytes(range(16))
 
@@ -86,19 +87,6 @@ def until(loop, condition):
     while not condition():
         assert time.monotonic() < deadline
         loop.run_once(0.05)
-
-
-def is_over(sock):
-    """Whether the node has closed the other end of *sock*; what it said before is thrown away."""
-    sock.setblocking(False)
-    try:
-        while sock.recv(4096):
-            continue
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
-    return True
 
 
 def stranger(door):

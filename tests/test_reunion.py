@@ -112,20 +112,14 @@ def test_both_notice_at_once_again_and_again(sides):
     assert numbers == sorted(set(numbers))
 
 
-def test_nobody_who_listens_is_the_end_at_once(sides):
-    sides[0].reunions.close()
-    sides[0].port.close()
-    sides[1].seek()
-    sides[1].until(sides[1].reunions.gone)
-    assert f"nobody listens at {sides[0].address} any more" in sides[1].reunions.gone()[0]
-
-
-def test_the_one_that_waits_to_be_dialled_notices_the_end_as_well(sides):
-    sides[1].reunions.close()
-    sides[1].port.close()
-    sides[0].seek()
-    sides[0].until(sides[0].reunions.gone)
-    assert f"nobody listens at {sides[1].address} any more" in sides[0].reunions.gone()[1]
+@pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
+def test_nobody_who_listens_is_the_end_at_once(sides, index):
+    there, here = sides[1 - index], sides[index]
+    there.reunions.close()
+    there.port.close()
+    here.seek()
+    here.until(here.reunions.gone)
+    assert f"nobody listens at {there.address} any more" in here.reunions.gone()[1 - index]
 
 
 @pytest.mark.parametrize("sides", [0.5], indirect=True)
