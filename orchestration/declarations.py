@@ -4,7 +4,7 @@ A *bundle* is what must be declared as one: a lone tensor, or all members of a g
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -22,6 +22,8 @@ _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nby
 #: What bundles have in common that are planned together: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]
 _EVERYBODYS: _Family = ("", (), False)
+#: Of the key of what was committed before this scheduler's time: how it was declared is not known.
+_COMMITTED = "committed"
 
 
 class Failed(NamedTuple):
@@ -53,15 +55,31 @@ class Declarations:
         self._position: dict[str, int] = {}  # of a name in the order of the first rank that declares it
         self._n_positions = 0
 
-    def add(self, rank: int, tensors: Sequence[TensorSpec]) -> list[Failed]:
-        """Note what *rank* declares; return what fails by it. The same declaration said twice counts once."""
+    def resume(self, committed: Iterable[str], failed: Mapping[str, BpsError], n_positions: int) -> None:
+        """Know what became of declarations before a scheduler was lost: all ranks of what is *committed* have said it.
+
+        *n_positions* are in use.
+        """
+        for name in committed:
+            key = (_COMMITTED, name)
+            self._bundles[key] = _Bundle((name,), taken=True)
+            self._key_of[name] = key
+        self._failed |= failed
+        self._n_positions = n_positions
+
+    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[Failed]:
+        """Note what *rank* declares; return what fails by it. The same declaration said twice counts once.
+
+        *positions*: those of *tensors* in the order of all that the rank has declared, if that was before now.
+        """
         failures = []
+        before = {spec.name: position for spec, position in zip(tensors, positions)}
         for key, members in _bundles(tensors):
             if rank == _first(members[0]):
                 for spec in members:
                     if spec.name not in self._position:
-                        self._position[spec.name] = self._n_positions
-                        self._n_positions += 1
+                        self._position[spec.name] = before.get(spec.name, self._n_positions)
+                        self._n_positions += spec.name not in before
             failure = self._add_bundle(rank, key, members)
             if failure is not None:
                 failures.append(failure)
@@ -69,6 +87,8 @@ class Declarations:
 
     def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> Failed | None:
         names = tuple(spec.name for spec in members)
+        if all(self._key_of.get(name) == (_COMMITTED, name) for name in names):
+            return None
         for name in names:
             if name in self._failed:
                 return self._fail(rank, key, names, self._failed[name])
@@ -121,8 +141,9 @@ class Declarations:
         key = self._key_of.get(name)
         if key is None:
             return None
-        rank, members = next(iter(self._bundles[key].by_rank.items()))
-        return rank, next(spec for spec in members if spec.name == name)
+        for rank, members in self._bundles[key].by_rank.items():
+            return rank, next(spec for spec in members if spec.name == name)
+        return None
 
     def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> Failed:
         """Give up *names* and everything bundled with them, except what was planned already: that stays as it is."""
@@ -185,6 +206,8 @@ class Declarations:
     def missing(self, name: str) -> list[int]:
         """Return the ranks that have not declared *name*."""
         key = self._key_of.get(name)
+        if key is not None and self._bundles[key].taken:
+            return []
         have = self._bundles[key].by_rank if key is not None else {}
         ranks = next(iter(have.values()))[0].ranks if have else ()
         return [rank for rank in ranks or range(self._size) if rank not in have]

@@ -39,3 +39,11 @@ class CapacityError(BpsError, MemoryError):
 
 class ProtocolError(BpsError, RuntimeError):
     """Bytes disagree with the format: mixed versions, or *our* bug. Please report it."""
+
+
+def error_of(name: str, reason: str) -> BpsError:
+    """Return the error that a message names by its class; unknown names become `PeerLostError`."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, BpsError):
+        return kind(reason)
+    return PeerLostError(f"{name}: {reason}" if name else reason)

@@ -11,6 +11,7 @@ from .errors import CapacityError
 from .layout import lay_out
 from .messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
 from .partition import MAX_PARTS, has_state
+from .past import Past
 from .placement import assign, assign_among
 from .rates import bound_remark, bounded, machines_of, ownable
 from .recovery import Heir
@@ -41,7 +42,6 @@ class Generations:
         self._next_unit = 0
         self._next_part = 0
         self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
-        self._edition_of: dict[int, str] = {}  # of units that take turns with others
         self._retiring: dict[int, set[int]] = {}
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
@@ -52,6 +52,18 @@ class Generations:
         self.in_flight: Plan | None = None
         self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
         assign([1], self._machines, policy)
+
+    def resume(self, past: Past) -> None:
+        """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
+        self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
+        self._lost = set(past.lost)
+        self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
+        self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
+        self._next_unit = past.next_unit
+        self._owned = _and([0] * len(self._owned), self.units)
+        used = sorted(part.part for unit in self.units for part in unit.parts)
+        self._next_part = used[-1] + 1 if used else 0
+        self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
 
     def know(self, nodes: Sequence[NodeInfo]) -> None:
         """Count on *nodes*, the same ones with other rates, from the next generation on."""
@@ -83,15 +95,13 @@ class Generations:
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
-            first_unit=self._next_unit, first_part=MAX_PARTS - most)), most))
+            first_unit=self._next_unit, first_part=MAX_PARTS - most)), family, most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)
             remark = bound_remark(self._nodes, self._machines, machines, nbytes) or remark
         self.number += 1
         self._next_unit += len(units)
-        if family:
-            self._edition_of |= {unit.unit: family for unit in units}
         self._ready = set()
         self._specs = declared
         self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark, choice=choice)
@@ -106,7 +116,7 @@ class Generations:
 
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
-        others = [unit for unit in self.units if family and self._edition_of.get(unit.unit) == family]
+        others = [unit for unit in self.units if family and unit.edition_of == family]
         return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
@@ -115,13 +125,15 @@ class Generations:
                 if node.index not in self._lost
                 and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
 
-    def _for_workers(self, units: Sequence[UnitPlan], most: int) -> list[UnitPlan]:
-        """Return *units*, of those with a store one for each worker, numbered anew; `CapacityError`: over *most* parts.
+    def _for_workers(self, units: Sequence[UnitPlan], family: str, most: int) -> list[UnitPlan]:
+        """Return *units* of one *family* of editions, of those with a store one for each worker, numbered anew.
+
+        Raises CapacityError if they have more than *most* partitions.
         """
         made: list[UnitPlan] = []
         for unit in units:
             if unit.store is None:
-                made.append(msgspec.structs.replace(unit, unit=self._next_unit + len(made)))
+                made.append(msgspec.structs.replace(unit, unit=self._next_unit + len(made), edition_of=family))
                 continue
             workers = workers_of(unit.store, unit.ranks, [node.ranks for node in self._nodes])
             first = self._next_unit + len(made)
@@ -166,7 +178,6 @@ class Generations:
             if known[number].store is not None:
                 self._gone_from.setdefault(known[number].store_unit, set()).update(self._retiring[number])
             del self._retiring[number]
-            self._edition_of.pop(number, None)
             for part in known[number].parts:
                 self._owned[part.owner] -= part.wire_nbytes
             self._give_back([part.part for part in known[number].parts])

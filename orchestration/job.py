@@ -5,6 +5,7 @@
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
+    the scheduler before was lost -> `Tenure`
 
 Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
 Welcome, Plans and Commits in the same order, or the same Abort.
@@ -24,6 +25,7 @@ from .errors import BpsError, CapacityError, ConfigError, PeerLostError, Protoco
 from .generations import Generations
 from .inquiries import Inquiries
 from .losses import FIRST_EPOCH, Losses
+from .past import Past
 from .placement import check_policy
 from .roster import Roster
 
@@ -49,6 +51,7 @@ class JobSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     start_timeout_s: float = 60.0
+    name: str = ""  # that no other job has
 
 
 class Job:
@@ -61,6 +64,8 @@ class Job:
         self.settings = settings
         self.finished = False
         self.aborted: m.Abort | None = None
+        self.is_deposed = False  # too few nodes with ranks are heard for anything to be decided
+        self.name = settings.name
         self._admission = Admission(
             Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
@@ -91,6 +96,27 @@ class Job:
     def over(self) -> bool:
         """Tell whether nothing more will be decided."""
         return self.finished or self.aborted is not None
+
+    @property
+    def admitted(self) -> bool:
+        """Tell whether everybody has joined."""
+        return self._admitted
+
+    @property
+    def joins(self) -> dict[bytes, m.Join]:
+        """Return who has joined, by sender, until everybody has."""
+        return {} if self._admitted else self._admission.joins
+
+    @property
+    def heard(self) -> dict[bytes, tuple[int, float]]:
+        """Return each node that is not lost, and when it was heard, by sender."""
+        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._last_seen.items()
+                if self._admitted}
+
+    @property
+    def lost(self) -> set[int]:
+        """Return the nodes that the job goes on without."""
+        return self._roster.lost
 
     # -- what comes in ------------------------------------------------------------------------------------
 
@@ -141,8 +167,12 @@ class Job:
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}"))
         out: Outgoing = []
-        for sender, seen in list(self._last_seen.items()):
-            if now - seen >= self.settings.lease_s:
+        silent = [(sender, seen) for sender, seen in self._last_seen.items() if now - seen >= self.settings.lease_s]
+        if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
+            self.is_deposed = True
+            return []
+        for sender, seen in silent:
+            if not self.over:
                 out += self._gone(now, sender, PeerLostError(
                     f"{self._name(sender)} has been silent for {now - seen:.1f} s (lease_s = "
                     f"{self.settings.lease_s:g})"))
@@ -197,7 +227,12 @@ class Job:
             return self.abort(exc)
 
     def _welcome(self) -> Outgoing:
-        roster = Roster(self._admission.roster())
+        self._seat(Roster(self._admission.roster()))
+        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self._roster.nodes, job=self.name))
+                for index, sender in enumerate(self._roster.senders)]
+
+    def _seat(self, roster: Roster) -> None:
+        """Begin to decide for the nodes of *roster*."""
         settings = self.settings
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
@@ -212,8 +247,24 @@ class Job:
                                     self._unmeasured, self._losses)
         self._handlers |= self._inquiries.handlers
         self._admitted = True
-        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=roster.nodes))
-                for index, sender in enumerate(roster.senders)]
+
+    def resume(self, now: float, past: Past) -> Outgoing:
+        """Go on where another scheduler has left off."""
+        self._seat(past.roster)
+        self.name = past.job
+        self._last_seen = dict.fromkeys(set(past.roster.alive_senders) - {b""}, now)
+        self._rates[:] = past.rates
+        self._unmeasured &= set(past.unmeasured)
+        self._generations.know(self._measured_nodes())
+        self._generations.resume(past)
+        self._declarations.resume(past.committed, past.failed, past.n_declared)
+        self._barriers.resume(past.barrier)
+        senders = past.roster.senders
+        out = [(senders[index], message) for index, messages in past.answers.items() for message in messages]
+        out += self._losses.resume(now, past)
+        for index, message in past.later:
+            out += self.receive(now, senders[index], message)
+        return out
 
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> Outgoing:
         """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
@@ -227,9 +278,12 @@ class Job:
     def _all_measured(self) -> Outgoing:
         if self._unmeasured:
             return []
-        self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
-                                for node, rate in zip(self._roster.nodes, self._rates)])
+        self._generations.know(self._measured_nodes())
         return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._plan()
+
+    def _measured_nodes(self) -> list[m.NodeInfo]:
+        return [msgspec.structs.replace(node, nic_rate_bytes=rate)
+                for node, rate in zip(self._roster.nodes, self._rates)]
 
     # -- declaring ----------------------------------------------------------------------------------------
 
@@ -238,7 +292,7 @@ class Job:
         if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
             self._held.append((sender, message))  # the names are free once all ranks have retired them
             return []
-        for failed in self._declarations.add(message.rank, message.tensors):
+        for failed in self._declarations.add(message.rank, message.tensors, message.positions):
             out += self._declare_failed(failed, self._roster.senders_of(failed.ranks))
         return out + self._plan()
 

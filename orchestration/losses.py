@@ -6,11 +6,12 @@ is heard, and then the helper is done without, or until it is gone.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from . import messages as m
 from .errors import BpsError, PeerLostError, StallError
 from .generations import Generations
+from .past import Past
 from .recovery import Recovery
 from .roster import Roster
 
@@ -59,13 +60,32 @@ class Losses:
         index, before = self._roster.index_of(sender), self.recovery
         self._roster.lost.add(index)
         self._withdrawn = self._generations.lose(index) or self._withdrawn
-        self._epoch += 1
         lost, reason = {index}, str(error)
         if before is not None:
             lost, reason = {index, *before.lost}, f"{before.reason}; {error}"
-        self.recovery = Recovery(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s)
         abort = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
-        return [(sender, abort), *self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), reason=reason))]
+        return [(sender, abort), *self._freeze(now, lost, reason)]
+
+    def _freeze(self, now: float, lost: Collection[int], reason: str) -> Outgoing:
+        self._epoch += 1
+        self.recovery = Recovery(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s)
+        return self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), reason=reason))
+
+    def has_majority(self, but: Sequence[bytes]) -> bool:
+        """Whether the nodes with ranks, and the scheduler, are more than half of all if those are not *but*."""
+        workers = [node.index for node in self._roster.nodes if node.ranks]
+        n_heard = sum(self._roster.senders[index] not in but for index in workers)
+        return 2 * (n_heard + 1) > len(workers) + 1
+
+    def resume(self, now: float, past: Past) -> Outgoing:
+        """Go on where another scheduler has left off: with a recovery, if one was under way or somebody is lost by now.
+        """
+        self._epoch = past.epoch
+        self._roster.lost.update(past.absent)
+        if not past.absent and not past.frozen:
+            return []
+        names = ", ".join(map(self._roster.describe_node, sorted(self._roster.lost)))
+        return self._freeze(now, self._roster.lost, f"{names}: lost beside the scheduler, or when that was lost")
 
     # -- the recovery under way ---------------------------------------------------------------------------
 

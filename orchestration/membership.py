@@ -18,6 +18,11 @@ _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SU
            | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 #: So many questions for the time follow each other at the start; then there is one in each heartbeat.
 _FIRST_QUESTIONS = 8
+#: Silence for this part of the lease, and the connection is given up: tcp may keep one that is dead for longer than any
+#: lease, for it tries again after ever longer times. A new one has to be made before the scheduler calls us lost.
+_PATIENCE = 0.5
+#: A new connection over which nothing was heard is given up sooner.
+_IMPATIENCE = 0.25
 
 
 class Membership:
@@ -25,42 +30,53 @@ class Membership:
 
     Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
     `tick`. The scheduler need not run yet: connecting is tried again and again until `start_timeout_s` after *now*.
+    If it is lost later it has as long to come back: `tick` dials anew.
     *asks_time*: heartbeats ask for the scheduler's monotonic clock, and `clock` knows how far it is ahead of ours.
     """
 
     def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,
                  start_timeout_s: float = 60.0, asks_time: bool = False) -> None:
         self.address = f"{host}:{port}"
+        self._host, self._port, self._key = host, port, key
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s
         self._start_timeout_s = start_timeout_s
-        self._started = now
-        self._heard: float | None = None
+        self._started = self._last_tick = now
         self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # a short job has a trace, too
         self._n_heartbeats = 0
         self._asks_time = asks_time
         self.clock = ClockOffset()
         self._n_connected = 0
-        self._secure = False
-        self._disconnected = False
+        self._was_secure = False
         self._ended = False
+        self._was_heard = False
+        self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and what became of it
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._connect(host, port, key)
+        self._dial(now)
 
-    def _connect(self, host: str, port: int, key: bytes) -> None:
-        socket = self._socket
-        socket.curve_publickey, socket.curve_secretkey = curve_pair(key, "node")
-        socket.curve_serverkey = curve_pair(key, "scheduler")[0]
+    def _dial(self, now: float) -> None:
+        """Begin a connection; what is sent goes out once it stands."""
+        self._heard: float | None = None  # over this connection
+        self._dialled = now
+        self._secure = self._disconnected = False
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        socket.curve_publickey, socket.curve_secretkey = curve_pair(self._key, "node")
+        socket.curve_serverkey = curve_pair(self._key, "scheduler")[0]
         socket.identity = f"{os.getpid()}-{secrets.token_hex(12)}".encode()
         socket.sndhwm = socket.rcvhwm = 0
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 500
+        host = self._host
         if ":" in host:
             socket.ipv6 = True
             host = f"[{host}]"
-        socket.connect(f"tcp://{host}:{port}")
+        socket.connect(f"tcp://{host}:{self._port}")
+
+    def _hang_up(self, linger_s: float) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger_s * 1000))
 
     @property
     def sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
@@ -79,7 +95,7 @@ class Membership:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return received
-            self._heard = now
+            self._heard, self._was_heard, self._lost = now, True, None
             message = m.decode(data, "scheduler")
             self._ended = self._ended or isinstance(message, m.Finish | m.Abort | m.Refuse)
             if isinstance(message, m.Echo):
@@ -89,31 +105,54 @@ class Membership:
             elif not isinstance(message, m.Heartbeat):
                 received.append(message)
 
-    def tick(self, now: float) -> None:
-        """Send a heartbeat if it is due; notice that the scheduler is gone. Call `recv_nowait` before.
+    def tick(self, now: float) -> bool:
+        """Send a heartbeat if it is due; notice that the scheduler is gone, and dial anew. Call `recv_nowait` before.
+
+        Returns whether it has dialled: then there are other `sockets`, what was sent and what was still to come over
+        the ones before is lost, and whoever answers knows nothing of this node.
 
         Raises
         ------
         PeerLostError
-            If the scheduler closed the connection, or was silent for `lease_s`. Never after its last word.
+            If no scheduler has answered for `start_timeout_s`. Never after its last word.
         StallError
-            If nothing was heard from a scheduler within `start_timeout_s`.
+            If nothing was ever heard from a scheduler within `start_timeout_s`.
         """
+        slept_s, self._last_tick = now - self._last_tick, now
         if self._ended:
-            return
-        if self._disconnected:
-            raise PeerLostError(f"the scheduler at {self.address} is gone: the connection closed without a last word")
+            return False
+        if slept_s > self._lease_s * _IMPATIENCE / 2:  # stopped ourselves: what came meanwhile is still to be read
+            self._heard = self._heard + slept_s if self._heard is not None else None
+            self._dialled += slept_s
+        trouble = self._trouble(now)
         # Believed at the next tick only, so that an Abort on its way in is read first.
         self._read_monitor()
-        if self._heard is None:
-            if now - self._started >= self._start_timeout_s:
-                raise StallError(self._nobody())
-        elif now - self._heard >= self._lease_s:
-            raise PeerLostError(f"the scheduler at {self.address} has been silent for {now - self._heard:.1f} s "
-                                f"(lease_s = {self._lease_s:g})")
+        if not self._was_heard and now - self._started >= self._start_timeout_s:
+            raise StallError(self._nobody())
+        if trouble and self._was_heard:
+            self._lost = self._lost or (self._heard or now, trouble)
+        if self._lost is not None and now - self._lost[0] >= self._start_timeout_s:
+            since, first = self._lost
+            raise PeerLostError(f"the scheduler at {self.address} is gone: {first}, and none has answered there since, "
+                                f"for {now - since:.1f} s (start_timeout_s = {self._start_timeout_s:g})")
+        if trouble:
+            self._hang_up(0.0)
+            self._dial(now)
+            return True
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
             self._beat()
+        return False
+
+    def _trouble(self, now: float) -> str:
+        """Say why this connection is to be given up, "" if it is not."""
+        if self._disconnected:
+            return "the connection closed without a last word"
+        if self._heard is not None and now - self._heard >= self._lease_s * _PATIENCE:
+            return f"it has been silent for {now - self._heard:.1f} s (lease_s = {self._lease_s:g})"
+        if self._was_heard and self._heard is None and now - self._dialled >= self._lease_s * _IMPATIENCE:
+            return "nobody answers there"
+        return ""
 
     def _beat(self) -> None:
         self._n_heartbeats += 1
@@ -125,13 +164,13 @@ class Membership:
             if event == zmq.EVENT_CONNECTED:
                 self._n_connected += 1
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._secure = True
+                self._secure = self._was_secure = True
             elif event == zmq.EVENT_DISCONNECTED and self._secure:
                 self._disconnected = True
 
     def _nobody(self) -> str:
         """Say why nothing was heard, by what the sockets saw."""
-        if self._secure:
+        if self._was_secure:
             seen = "connected, but the scheduler never answered: it hangs, or is overloaded"
         elif self._n_connected:
             seen = f"connected {self._n_connected} times; whoever listens has another job key or is no scheduler"
@@ -144,7 +183,5 @@ class Membership:
         """Close the connection; blocks up to *linger_s* for what is still to be sent. Calling it again does nothing."""
         if self._context.closed:
             return
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=int(linger_s * 1000))
+        self._hang_up(linger_s)
         self._context.term()

@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 9
+VERSION = 10
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -106,7 +106,7 @@ class UnitPlan(Record):
     `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
     the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
     unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
-    unit, `n_workers` how many there are.
+    unit, `n_workers` how many there are. `edition_of`: as its members say.
     """
 
     unit: int
@@ -126,6 +126,7 @@ class UnitPlan(Record):
     store: StoreSpec | None = None
     store_unit: int = -1
     n_workers: int = 1
+    edition_of: str = ""
 
 
 class LagRow(Record):
@@ -192,10 +193,11 @@ class Measured(Message):
 
 
 class Declare(Message):
-    """Rank `rank` declares tensors."""
+    """Rank `rank` declares tensors. `positions`: in the order of all that it ever declared, if this is said again."""
 
     rank: int
     tensors: tuple[TensorSpec, ...]
+    positions: tuple[int, ...] = ()
 
 
 class Retire(Message):
@@ -319,6 +321,57 @@ class LagReport(Message):
     owned: tuple[LagRow, ...]
 
 
+class Rejoin(Message):
+    """Node `index` of the job named `job` says all it knows: to a new scheduler, or to one that has asked (`recall`).
+
+    There follow its committed units, `n_units` of them (`Kept`), what its ranks have said and was not answered, as they
+    said it, and `Recounted`. `version`, `package`, `settings`: as in `Join`. `rates`: as `Rates` said, `measured`: as
+    this node did (-1: it has not). `epoch` and `lost`: as the last `Freeze` said, `frozen`: there was no commit since.
+    `committed`: the last generation that was, `prepared`: the one that is neither committed nor dropped (0: none), with
+    these new units; `seen`: the last number that was heard of, `next_unit` the first of a unit that was not. `lent`: of
+    successions that have been committed, those with a round that some lacked. `gone_from`: ranks that have retired
+    theirs of a store, by the number of its first unit. `failed`: names that cannot be committed. `barrier`: the last
+    one that is done. `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as this
+    node has said last (-2: it has not). `farewells`: nodes all of whose ranks have left, as they said themselves.
+    """
+
+    version: int
+    package: str
+    settings: dict[str, str]
+    job: str
+    index: int
+    nodes: tuple[NodeInfo, ...]
+    recall: int = 0
+    n_units: int = 0
+    rates: tuple[float, ...] = ()
+    measured: float = -1.0
+    epoch: int = 1
+    lost: tuple[int, ...] = ()
+    frozen: bool = False
+    committed: int = 0
+    prepared: int = 0
+    prepared_units: tuple[int, ...] = ()
+    seen: int = 0
+    next_unit: int = 0
+    lent: tuple[Succession, ...] = ()
+    gone_from: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    failed: tuple[tuple[str, str, str], ...] = ()
+    barrier: int = 0
+    n_declared: int = 0
+    ownable_nbytes: int = -2
+    farewells: tuple[int, ...] = ()
+
+
+class Kept(Message):
+    """Some of the committed units of the node that says `Rejoin`, in the order of their commits."""
+
+    units: tuple[UnitPlan, ...]
+
+
+class Recounted(Message):
+    """That was all: the end of what begins with `Rejoin`."""
+
+
 class Publish(Message):
     """Rank `rank` leaves a notice for others to find. `question`: as in `Stalled`; answered by `Found`."""
 
@@ -372,11 +425,26 @@ class NodeInfo(Record):
 
 
 class Welcome(Message):
-    """All have joined: your index, everybody in node order (the order of the association), the epoch."""
+    """All have joined: your index, everybody in node order (the order of the association), the epoch.
+
+    `job`: a name that no other job has.
+    """
 
     index: int
     epoch: int
     nodes: tuple[NodeInfo, ...]
+    job: str = ""
+
+
+class Recall(Message):
+    """Say all you know (`Rejoin`), with this `number`: a node was cut off, and may have missed what others have heard.
+    """
+
+    number: int
+
+
+class Resume(Message):
+    """This scheduler knows all that the one before did. What you have prepared and it has not committed is dropped."""
 
 
 class Rates(Message):
@@ -687,11 +755,13 @@ class Told(Message):
 
 NodeMessage = (
     Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | BarrierEnter | Heartbeat
-    | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
+    | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup | Rejoin | Kept
+    | Recounted
 )
 SchedulerMessage = (
-    Welcome | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired | CreditChanged | DeclareFailed | BarrierDone
-    | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed | Abort | Finish
+    Welcome | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired | CreditChanged
+    | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed
+    | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire

@@ -1,12 +1,14 @@
-"""The scheduler process: a ZeroMQ ROUTER around `job.Job`. It carries decisions, never tensor bytes.
+"""The scheduler process: a ZeroMQ ROUTER around `tenure.Tenure`. It carries decisions, never tensor bytes.
 
 Clients must know the scheduler's CURVE key to be understood, and own the job's client key to be let in (ZAP, answered
 in the same loop). Both follow from the job key: whoever has another one gets no byte back, and runs into its deadline.
 """
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
+import secrets
 import time
 
 import msgspec
@@ -16,8 +18,9 @@ from zmq.utils import z85
 from . import messages as m
 from .doorkeeper import Doorkeeper
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
-from .job import Job, JobSettings, Outgoing
+from .job import JobSettings, Outgoing
 from .security import curve_pair
+from .tenure import Tenure
 from .unreadable import UNREADABLE
 
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
@@ -54,7 +57,7 @@ class Scheduler:
 
     def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
                  farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
-        self._job = Job(settings, time.monotonic())
+        self._job = Tenure(dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
         self._farewell_s = farewell_s
         self._tick_s = tick_s
         self._stop_reason = ""

@@ -67,23 +67,24 @@ class Job:
         shape = launch.Shape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.key = key or secrets.token_bytes(32)
-        with daemons.reserve_port("127.0.0.1") as reserved:
-            commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
-                                   reserved.getsockname(), self.key.hex())
-            self.ranks: list[subprocess.Popen] = []
-            self.daemons: dict[str, subprocess.Popen] = {}
-            self._pipes: list[Connection] = []
-            try:
-                for command in commands:
-                    self._start(command, values)
-                if attach:
-                    self.call("init")
-            except BaseException:
-                self.kill()
-                raise
+        self._port = daemons.reserve_port("127.0.0.1")
+        self.ranks: list[subprocess.Popen] = []
+        self.daemons: dict[str, subprocess.Popen] = {}
+        self._pipes: list[Connection] = []
+        self._commands: dict[str, Any] = {}
+        try:
+            for command in launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
+                                       self._port.getsockname(), self.key.hex()):
+                self._start(command)
+            if attach:
+                self.call("init")
+        except BaseException:
+            self.kill()
+            raise
         self._attached = attach
 
-    def _start(self, command: Any, values: dict[str, Any]) -> None:
+    def _start(self, command: Any) -> None:
+        self._commands[command.name] = command
         if command.kind is not Kind.RANK:
             self.daemons[command.name] = subprocess.Popen(command.argv, env=command.environ, stdin=subprocess.DEVNULL)
             return
@@ -143,6 +144,10 @@ class Job:
         for process in lost:
             process.wait(10)
 
+    def restart(self, name: str) -> None:
+        """Start a daemon that was killed again, as it was started first."""
+        self._start(self._commands[name])
+
     # -- innards ---------------------------------------------------------------------------------------------------
 
     def _send(self, path: str | None, name: str, arguments: tuple[Any, ...], only: tuple[int, ...] | None) -> None:
@@ -180,6 +185,7 @@ class Job:
 
     def kill(self) -> None:
         """End everything at once. Idempotent."""
+        self._port.close()
         for pipe in self._pipes:
             pipe.close()
         for process in [*self.ranks, *self.daemons.values()]:

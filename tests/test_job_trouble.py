@@ -46,9 +46,19 @@ def test_a_scheduler_that_slept_blames_nobody():
     table = welcomed()
     table.tick(1000.0)
     assert not table.job.over
-    for now in range(1001, 1012):
+    for now in range(1001, 1010):
         table.tick(float(now))
-    assert table.job.aborted.error == "PeerLostError"
+    table.say(b"A", m.Heartbeat(sequence=1))
+    table.tick(1010.0)
+    assert table.job.aborted.error == "PeerLostError" and "node 1" in table.job.aborted.reason
+
+
+def test_a_scheduler_that_hears_no_majority_decides_nothing():
+    table = welcomed()
+    for now in range(1, 11):
+        table.tick(float(now))
+        table.say(b"H", m.Heartbeat(sequence=now))
+    assert table.job.is_deposed and not table.job.over and not table.got(b"H", m.Abort)
 
 
 def test_heartbeats_go_to_everybody():

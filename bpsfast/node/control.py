@@ -4,6 +4,7 @@
     join      Join -> Welcome -> connect to all peers -> Attached
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
               a helper is lost: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
+              the scheduler is lost: `Interregnum`
     end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
 
 Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
@@ -19,11 +20,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import zmq
+
 from .. import __version__, logs, transport
 from ..launch.daemons import LEFT_BEHIND
 from ..launch.reach import local_host, nobody_at
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
+from ..orchestration.ledger import Ledger
 from ..orchestration.membership import Membership
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
@@ -32,6 +36,7 @@ from . import metrics, reception, strength
 from .counters import told
 from .event_loop import EventLoop
 from .household import Household
+from .interregnum import Interregnum
 from .peers import GRACE_S, Peers
 from .plans import Plans
 from .recovery import Recovery
@@ -88,16 +93,20 @@ class Node:
         self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
+        self._ledger = Ledger(__version__, self._fingerprint)
+        self._interregnum = Interregnum(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
         self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with)
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
+        self._dialled: tuple[zmq.Socket[bytes], ...] = ()
         self._unread: list[messages.Message] = []
-        self._is_alone = False  # the scheduler is gone
+        self._is_alone = False  # the scheduler is gone for good
         self._n_control = 0
         self._exit_code: int | None = None
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
-            messages.Welcome: self._on_welcome, messages.Rates: self._peers.rates_known,
+            messages.Welcome: self._on_welcome, messages.Recall: self._interregnum.recalled,
+            messages.Resume: self._interregnum.resumed, messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
             messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,
@@ -135,8 +144,7 @@ class Node:
                 host, port, self._key, now=time.monotonic(), heartbeat_s=self._settings.heartbeat_s,
                 lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s,
                 asks_time=bool(self._settings.trace_dir))
-            for sock in self._membership.sockets:
-                self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
+            self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
         ranks = self._home.wished_ranks()
         self._membership.send(messages.Join(
@@ -149,6 +157,13 @@ class Node:
             probes=self._strength.probes, copy_rate_bytes=self._strength.copy_rate_bytes,
             room_nbytes=-1 if ranks else self._vertex.regions.room_nbytes))
 
+    def _watch(self, *sockets: zmq.Socket[bytes]) -> None:
+        for sock in self._dialled:
+            self._loop.forget(sock)
+        self._dialled = sockets
+        for sock in sockets:
+            self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
+
     @property
     def admitted(self) -> bool:
         """Whether the scheduler has closed the job's list of members."""
@@ -160,12 +175,22 @@ class Node:
         return self._exit_code is not None
 
     @property
+    def is_without_scheduler(self) -> bool:
+        """Whether the scheduler is lost, and no other one knows yet what this node knows."""
+        return self._interregnum.lasts
+
+    @property
     def vertex(self) -> Vertex:
         """What sums here."""
         return self._vertex
 
     def send(self, message: messages.Message) -> None:
-        """Send *message* to the scheduler."""
+        """Send *message* to the scheduler; if there is none, the next one hears of it as far as it still matters."""
+        self._ledger.said(message)
+        self.say(message)
+
+    def say(self, message: messages.Message) -> None:
+        """Send *message* to the scheduler that there is now; it may be lost with that."""
         self._n_control += 1
         if self._membership is not None:
             self._membership.send(message)
@@ -223,17 +248,33 @@ class Node:
             now = time.monotonic()
             self._unread += self._membership.recv_nowait(now)
             try:
-                self._membership.tick(now)
+                dialled = self._membership.tick(now)
             except BpsError:
                 self._is_alone = True
                 raise
+            if dialled:
+                self._dialled_anew()
+
+    def _dialled_anew(self) -> None:
+        """The scheduler is lost: say all again, in case that the one that answers knows nothing."""
+        assert self._membership is not None
+        self._watch(*self._membership.sockets)
+        self._unread.clear()  # as if it had not arrived
+        if not self.admitted:
+            self.join()
+            return
+        self._interregnum.begin(self._membership.address)
 
     def _tick(self) -> None:
         self._breathe()
         while self._unread:
             message = self._unread.pop(0)
             self._n_control += 1
+            self._ledger.heard(message)
             self._handlers[type(message)](message)
+        if self._exit_code is None and self._interregnum.is_over():
+            log.info("all ranks have left, and there is no scheduler any more: this node ends")
+            self._on_finish(messages.Finish())
         self._home.flush()
         self._vertex.flush()
 
@@ -286,6 +327,7 @@ class Node:
 
     def _on_welcome(self, message: messages.Welcome) -> None:
         self._welcome = message
+        self._interregnum.welcomed(message)
         logs.configure(self._settings.log_level, self.name)
         self._home.admitted(message.nodes[message.index])
         self._peers.welcomed(message)

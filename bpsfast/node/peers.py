@@ -98,6 +98,21 @@ class Peers:
         if self._detours is not None:
             self._detours.forget(index)
 
+    def take_leave(self) -> None:
+        """Tell all peers that the ranks of this node have left, for there is no scheduler to tell them."""
+        assert self._peering is not None
+        self._peering.take_leave()
+
+    @property
+    def farewells(self) -> set[int]:
+        """The peers that have said that all their ranks have left."""
+        return self._peering.farewells if self._peering is not None else set()
+
+    @property
+    def has_taken_leave(self) -> bool:
+        """Whether all peers that can be reached know that the ranks of this node have left."""
+        return self._peering is not None and self._peering.has_taken_leave
+
     def close(self) -> None:
         """Stop connecting; close what was not handed on."""
         if self._peering is not None:
@@ -177,7 +192,7 @@ class Peers:
             rubbish = f"{who} announced or sent what fits no partition ({what})"
             self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), who)
             return
-        if index in self._parted:
+        if index in self._parted or index in self.farewells:
             return
         reason = f"its data connection ended ({self._node.vertex.why_lost(index, code)})"
         if self._detours is None or not self._detours.begin(index, reason):
@@ -188,7 +203,7 @@ class Peers:
         link = self._node.vertex.links.get(index)
         if isinstance(link, shm.ShmLink):
             self._loop.forget(link.pidfd)
-        if index in self._lost_peers or self._node.ending:
+        if index in self._lost_peers or index in self.farewells or self._node.ending:
             return
         self._lost_peers.add(index)
         assert self._welcome is not None
@@ -199,6 +214,11 @@ class Peers:
         self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
 
     def _without_word(self, index: int, error: PeerLostError) -> None:
-        """End the job unless the scheduler has said meanwhile that it goes on without node *index*."""
-        if index not in self._parted:
+        """End the job unless the scheduler has said meanwhile that it goes on without node *index*, or is lost."""
+        assert self._welcome is not None
+        if index in self._parted:
+            return
+        if self._node.is_without_scheduler and not self._welcome.nodes[index].ranks:
+            self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
+        else:
             self._node.fail(error, tell=False)

@@ -70,6 +70,13 @@ class Plans:
             self._vertex.wiring.drop(self._generation)
         self._generation = None
 
+    def resumed(self) -> None:
+        """Forget what was prepared under a scheduler that is lost, and which nobody has committed."""
+        self._early.clear()
+        if self._generation is not None:
+            self.forget()
+            self._say_room()
+
     def without(self, index: int) -> None:
         """Expect nothing more from node *index* on its channel."""
         if self._generation is not None:

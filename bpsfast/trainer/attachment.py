@@ -10,8 +10,7 @@ from .. import channel as channels
 from ..channel import Channel
 from ..launch.reach import nobody_at
 from ..launch.roles import Place
-from ..orchestration import errors
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Refuse
 from ..pyx.pages import Segment
 from ..settings import Settings, fingerprint
@@ -38,14 +37,6 @@ class Attachment:
         for segment in (self.lane, self.board, self.doorbell):
             segment.close()
         os.close(self.node_pidfd)
-
-
-def error_of(name: str, reason: str) -> BpsError:
-    """Return the error that a message names by its class; unknown names become `PeerLostError`."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, BpsError):
-        return kind(reason)
-    return PeerLostError(f"{name}: {reason}" if name else reason)
 
 
 def attach(place: Place, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:

@@ -21,7 +21,7 @@ from . import pace, rdma, shm, tcp
 from .data_port import DataPort
 from .links import Link
 from .rdma import rendezvous
-from .reunion import KNOCK, Reunions
+from .reunion import FAREWELL, KNOCK, Reunions
 
 log = logging.getLogger("bpsfast.node")
 
@@ -95,6 +95,8 @@ class Peering:
         self._gathered = threading.Condition(self._lock)
         self._closed = False
         self._taken: set[int] = set()
+        self._farewells: set[int] = set()
+        self._told: set[int] = set()  # of our own farewell, or not to be reached
         self._threads: list[threading.Thread] = []
         self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections)
         self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
@@ -132,6 +134,22 @@ class Peering:
         with self._lock:
             self.reasons[index] = reason or self.reasons[index]
         self._reunions.seek(index, awaited)
+
+    def take_leave(self) -> None:
+        """Tell all peers that all ranks of this node have left; `has_taken_leave` then says when they know. Once."""
+        for peer in self._peers.values():
+            self._begin(partial(self._say_farewell, peer))
+
+    @property
+    def has_taken_leave(self) -> bool:
+        """Whether all peers have been told that all ranks of this node have left, but for those not to be reached."""
+        return self._told == self._peers.keys()
+
+    @property
+    def farewells(self) -> set[int]:
+        """Return the peers that have said so."""
+        with self._lock:
+            return set(self._farewells)
 
     def give_up(self, index: int, why: str) -> None:
         """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
@@ -293,8 +311,23 @@ class Peering:
     def _missing(self) -> list[int]:
         return [index for index in self._peers if index > self._me.index and index not in self.links]
 
+    def _say_farewell(self, peer: NodeInfo) -> None:
+        try:
+            tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
+                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s).close()
+        except (BpsError, OSError) as exc:
+            log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
+        with self._lock:
+            self._told.add(peer.index)
+
     def _came(self, sock: socket.socket, hello: StreamHello) -> None:
         """Take in a connection that has proven itself."""
+        if hello.stream == FAREWELL:
+            sock.close()
+            with self._lock:
+                self._farewells.add(hello.peer)
+            self._notify()
+            return
         if hello.link > 0 or hello.stream == KNOCK:
             self._reunions.came(sock, hello)
             return

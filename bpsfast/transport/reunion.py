@@ -32,6 +32,8 @@ log = logging.getLogger("bpsfast.node")
 
 #: The stream number of a knock, which no tcp stream has.
 KNOCK = 1001
+#: The number of a stream that is none: all ranks of the node that opens it have left the job.
+FAREWELL = 1002
 #: One attempt to connect: with a second packet, should the first be lost.
 _CONNECT_S = 1.5
 _PAUSE_S = 0.2

@@ -1,0 +1,139 @@
+"""What one scheduler decides from its start to its end: of a new job, or of one that another scheduler began. Pure.
+
+    first a Join       a new `Job`
+    first a Rejoin     its scheduler was lost: `Rebuilding`, then a `Job` that goes on where that one left off
+    later a Rejoin     a node was cut off, or this scheduler was stopped, and either may have missed something:
+                       everybody is recalled, and the job is rebuilt as if this scheduler had lost its memory
+    no majority        is heard any more: the same, so nothing is decided until it is
+
+So there is one way back, whatever has happened, and every way to it is the one that a lost scheduler takes.
+"""
+from __future__ import annotations
+
+from . import messages as m
+from .errors import BpsError
+from .job import Job, JobSettings
+from .rebuilding import Rebuilding
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+#: A node that has lost its connection comes back in this time, or its process is gone.
+_RETURN_S = 1.0
+
+
+class Tenure:
+    """See the module, and `Job` for its methods. Owner thread only; *now* is any clock that only moves forward."""
+
+    def __init__(self, settings: JobSettings, now: float) -> None:
+        self.job = Job(settings, now)
+        self._settings = settings
+        self._rebuilding: Rebuilding | None = None
+        self._n_recalls = 0
+        self._away: dict[bytes, float] = {}  # since when connections of nodes are gone
+
+    @property
+    def over(self) -> bool:
+        """Tell whether nothing more will be decided."""
+        return self.job.over
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether all ranks have left."""
+        return self.job.finished
+
+    @property
+    def aborted(self) -> m.Abort | None:
+        """Return what ended the job, if it did not end well."""
+        return self.job.aborted
+
+    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        """Decide what *message* from *sender* leads to."""
+        if self._rebuilding is not None and not self.over:
+            return self._rebuilding.receive(now, sender, message) + self._rebuilt(now)
+        if isinstance(message, m.Rejoin):
+            return self._rejoin(now, sender, message)
+        return self.job.receive(now, sender, message)
+
+    def unreachable(self, now: float, sender: bytes) -> Outgoing:
+        """Decide what follows from *sender*'s connection being gone."""
+        if self._rebuilding is not None:
+            self._rebuilding.unreachable(sender)
+            return []
+        if not self.job.admitted:
+            return self.job.unreachable(now, sender)
+        self._away.setdefault(sender, now)
+        return []
+
+    def tick(self, now: float) -> Outgoing:
+        """Decide what the time leads to. Call it several times a heartbeat."""
+        if self.over:
+            return []
+        if self._rebuilding is not None:
+            return self._rebuilding.tick(now) + self._rebuilt(now)
+        out: Outgoing = []
+        for sender, since in list(self._away.items()):
+            if now - since >= _RETURN_S:
+                del self._away[sender]
+                out += self.job.unreachable(now, sender)
+        out += self.job.tick(now)
+        return out + self._begin(now) if self.job.is_deposed else out
+
+    def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> Outgoing:
+        """End the job with *error* on everybody except *but*."""
+        if self._rebuilding is None or self.over:
+            return self.job.abort(error, but=but)
+        self.job.abort(error)
+        assert self.job.aborted is not None
+        return [(sender, self.job.aborted) for sender in self._rebuilding.senders if sender not in but]
+
+    # -- rebuilding ---------------------------------------------------------------------------------------
+
+    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> Outgoing:
+        if self.job.aborted is not None:
+            return [(sender, self.job.aborted)]
+        if self.job.finished:
+            return [(sender, m.Finish())]
+        if self.job.admitted and rejoin.job != self.job.name:
+            return [(sender, m.Refuse(error="PeerLostError", reason=(
+                "the scheduler of this node's job is gone: at its address is that of another job")))]
+        if rejoin.index in self.job.lost:
+            return [(sender, m.Abort(error="PeerLostError", goes_on=True,
+                                     reason="the job goes on without this node, which it has lost"))]
+        if sender in self.job.heard:
+            return []  # the answer to a recall that is over
+        out = self._begin(now)
+        return out + self.receive(now, sender, rejoin)
+
+    def _begin(self, now: float) -> Outgoing:
+        """Ask everybody to say all it knows."""
+        settings, joins = self._settings, self.job.joins
+        self._n_recalls += 1
+        self._rebuilding = Rebuilding(
+            settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
+            timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=self.job.heard)
+        self._away.clear()
+        for sender, join in joins.items():
+            self._rebuilding.receive(now, sender, join)
+        return [(sender, m.Recall(number=self._n_recalls)) for sender in self.job.heard if sender not in joins]
+
+    def _rebuilt(self, now: float) -> Outgoing:
+        """Go on with the job if it is rebuilt, or has ended meanwhile."""
+        rebuilding = self._rebuilding
+        assert rebuilding is not None
+        if rebuilding.finished:
+            self.job.finished = True
+            return [(sender, m.Finish()) for sender in rebuilding.senders]
+        try:
+            if rebuilding.aborted is not None:
+                raise rebuilding.aborted
+            past = rebuilding.past(now)
+        except BpsError as exc:
+            return self.abort(exc)
+        if past is None:
+            return []
+        self._rebuilding = None
+        left_behind = m.Abort(error="PeerLostError", goes_on=True,
+                              reason="the job goes on without this node, which it has lost")
+        out: Outgoing = [(sender, left_behind) for sender in rebuilding.senders if sender not in past.roster.senders]
+        self.job = Job(self._settings, now)
+        return out + self.job.resume(now, past)
