@@ -1,4 +1,4 @@
-"""What ends a job, on real ranks: a bug in the trainer, a disagreement, kill -9 of each role."""
+"""What ends a job, on real ranks: a bug in the trainer, a disagreement, kill -9 of a rank or its node."""
 from __future__ import annotations
 
 import os
@@ -66,7 +66,7 @@ def push_for_ever():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", ["rank 1", "node 0", "node 1", "scheduler"])
+@pytest.mark.parametrize("victim", ["rank 1", "node 0", "node 1"])
 def test_kill_9_while_pushing(job, victim):
     started = job(ranks=(2, 1), helpers=1, transport="tcp")  # its end is noticed, not its silence: no short lease
     started.run(total, "for ever")
@@ -85,8 +85,6 @@ def test_kill_9_while_pushing(job, victim):
             if victim == "node 0" and rank < 2:
                 assert f"node 0 (pid {started.daemons[victim].pid} on this machine) is lost" in outcome.text
                 assert "SIGKILL" in outcome.text
-    if victim == "scheduler":
-        assert started.daemons["helper 0"].wait(20) == 1, "no job goes on without it"
     started.kill()
 
 

@@ -1,4 +1,4 @@
-"""The scheduler is lost in the middle of training: data goes on, another one learns all, every sum has the same bits."""
+"""The scheduler is lost in the middle of training: data goes on, another one learns all, sums have the same bits."""
 from __future__ import annotations
 
 import os
@@ -56,3 +56,85 @@ def test_tensors_are_declared_and_barriers_met_across_losses(job, times):
         started.restart("scheduler")
     assert values(started.outcomes(60)) == [[]] * 2
     assert started.run(declare_and_meet, 150, 155) == [[]] * 2
+
+
+def test_a_helper_is_lost_while_there_is_no_scheduler(job, tmp_path):
+    path = tmp_path / "step"
+    started = job((1, 1), helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
+    started.begin(train, SHAPES[1, 1], 0, 60, str(path))
+    until_step(path, 10)
+    started.lose("scheduler", "helper 0")
+    time.sleep(3.0)  # longer than workers wait for a scheduler's word where there is one
+    started.restart("scheduler")
+    assert values(started.outcomes(60)) == [[]] * 2
+    assert [recoveries for recoveries, _ in started.run(counts)] == [1, 1]
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.01, 0.03])
+def test_the_scheduler_is_lost_while_the_job_recovers_from_a_lost_helper(job, tmp_path, later_s):
+    path = tmp_path / "step"
+    started = job((1, 1, 1), helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
+    started.begin(train, ((0,), (1,), (2,)), 0, 50, str(path))
+    until_step(path, 10)
+    started.lose("helper 0")
+    time.sleep(later_s)
+    started.lose("scheduler")
+    started.restart("scheduler")
+    assert values(started.outcomes(60)) == [[]] * 3
+    assert all(recoveries >= 1 for recoveries, _ in started.run(counts))
+
+
+@pytest.mark.parametrize("hang_s", [1.0, 5.0], ids=["half the lease", "longer than the lease"])
+def test_a_scheduler_that_hangs_goes_on_later(job, tmp_path, hang_s):
+    path = tmp_path / "step"
+    started = job((1, 1), helpers=1, transport="tcp", lease_s=2.0, heartbeat_s=0.5, partition_bytes=65536)
+    started.begin(train, SHAPES[1, 1], 0, 200, str(path))
+    until_step(path, 10)
+    scheduler = started.daemons["scheduler"]
+    scheduler.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, scheduler.pid, os.WSTOPPED)
+    time.sleep(hang_s)
+    scheduler.send_signal(signal.SIGCONT)
+    assert values(started.outcomes(60)) == [[]] * 2
+    assert started.run(declare_and_meet, 0, 3) == [[]] * 2
+
+
+def test_without_another_scheduler_every_rank_is_told_by_the_deadline(job):
+    started = job((2, 1), helpers=1, transport="tcp", start_timeout_s=6)
+    started.run(declare_and_meet, 0, 1)
+    started.lose("scheduler")
+    begin = time.monotonic()
+    outcomes = started.attempt(declare_and_meet, 1, 1000)
+    assert 4 < time.monotonic() - begin < 6 + 4
+    for outcome in outcomes:
+        assert outcome.error == "PeerLostError" and "none has answered there since" in outcome.text, outcomes
+    assert started.daemons["helper 0"].wait(20) == 1
+    started.kill()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_a_job_that_ends_without_a_scheduler_ends_well(job, transport):
+    started = job((2, 1), helpers=1, transport=transport, start_timeout_s=60)
+    started.run(declare_and_meet, 0, 2)
+    started.lose("scheduler")
+    begin = time.monotonic()
+    started.close()  # all exit codes are 0
+    assert time.monotonic() - begin < 20
+
+
+def test_some_leave_without_a_scheduler_and_the_others_under_the_next(job):
+    started = job((1, 1), helpers=1, transport="tcp")
+    started.run(declare_and_meet, 0, 2)
+    started.lose("scheduler")
+    started._send(None, "shutdown", (), (0,))
+    started.begin(sleep_a_little, only=(1,))
+    started.outcomes(only=(1,))
+    started.restart("scheduler")
+    started._send(None, "shutdown", (), (1,))
+    assert values(started.outcomes(20)) == [None, None]
+    started._attached = False
+
+
+def sleep_a_little() -> None:
+    """A rank that is busy with something else."""
+    time.sleep(1.0)

@@ -1,0 +1,127 @@
+"""The scheduler is lost at any moment, or a node is cut off from it: the real decisions, old and new, and real ledgers.
+
+As in `test_recovery_model` nodes do as the engine does, helpers die, and whatever is under way comes late. All that a
+node and a scheduler had said to each other and not read is lost with their connection.
+"""
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import initialize, rule
+
+from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.ledger import Ledger
+from bpsfast.orchestration.tenure import Tenure
+from tests.lossy_nodes import ROUNDS
+from tests.test_recovery_model import APART, TOGETHER, World
+
+
+class Orphans(World):
+    """A world that loses schedulers, too."""
+
+    @initialize(shape=st.sampled_from(APART + TOGETHER), policy=st.sampled_from(["optimal", "ps"]),
+                first_round=st.sampled_from([0, ROUNDS - 3]))
+    def start(self, shape, policy, first_round):
+        self.ledgers, self.n_connections = {}, 0
+        super().start(shape, policy, first_round)
+        tenure = Tenure(self.table.job.settings, 0.0)
+        for index in range(len(shape)):
+            self.ledger(index)
+        tenure.job, self.table.job = self.table.job, tenure
+
+    def ledger(self, index):
+        if index not in self.ledgers:
+            self.ledgers[index] = Ledger("1.0", {"transport": "tcp"})
+            self.ledgers[index].heard(m.Welcome(index=index, epoch=1, nodes=self.infos))
+        return self.ledgers[index]
+
+    @property
+    def infos(self):
+        return getattr(self.table.job, "job", self.table.job)._roster.nodes
+
+    def tell(self, index, message):
+        self.ledger(index).said(message)
+        super().tell(index, message)
+
+    def let_hear(self, node):
+        message = self.inbox(node).pop(0)
+        self.ledger(node.index).heard(message)
+        if isinstance(message, m.Recall):
+            self.up[node.index].extend(self.ledger(node.index).account(message.number))
+        elif isinstance(message, m.Resume):
+            node.forget()
+        else:
+            node.hear(message)
+
+    def dial(self, index):
+        """Nothing that was under way between node *index* and its scheduler arrives any more; it dials anew."""
+        self.n_connections += 1
+        self.senders[index] = b"%d over %d" % (index, self.n_connections)
+        self.up[index] = deque(self.ledger(index).account() if self.nodes[index].alive else ())
+
+    @rule()
+    def lose_the_scheduler(self):
+        self.table.job = Tenure(self.table.job._settings, self.table.now)
+        for index, node in enumerate(self.nodes):
+            self.dial(index)
+            if not node.alive:
+                self.unnoticed.add(index)
+
+    @rule(number=st.integers(0, 5))
+    def cut_off(self, number):
+        alive = [index for index, node in enumerate(self.nodes) if node.alive]
+        self.dial(alive[number % len(alive)])
+
+    @rule()
+    def notice(self):
+        """The scheduler sees the ends of connections; one that is just there, who does not come in time."""
+        for _ in range(4 if self.unnoticed else 0):
+            for index, node in enumerate(self.nodes):
+                while self.up[index]:
+                    self.hear_of(index)
+                while node.alive and self.inbox(node):
+                    self.let_hear(node)
+            for index in self.unnoticed:
+                self.table.post(self.table.job.unreachable(self.table.now, self.senders[index]))
+            for index in [index for index, node in enumerate(self.nodes) if node.alive]:
+                self.table.say(self.senders[index], m.Heartbeat(sequence=1))
+            self.table.tick(self.table.now + 4.0)
+        self.unnoticed.clear()
+
+    def teardown(self):
+        if hasattr(self, "limit"):
+            for index, node in enumerate(self.nodes):
+                if not node.alive:
+                    self.unnoticed.add(index)
+            self.notice()
+        super().teardown()
+        if hasattr(self, "limit") and not self.table.job.over:
+            accounts = [list(ledger.account()) for index, ledger in self.ledgers.items() if self.nodes[index].alive]
+            kept = [[unit for each in said if isinstance(each, m.Kept) for unit in each.units] for said in accounts]
+            assert all(each == kept[0] for each in kept) and len(kept[0]) == 2
+            assert all(said[0].committed == accounts[0][0].committed for said in accounts)
+
+
+def test_a_scheduler_is_lost_between_a_commit_and_its_last_reader():
+    """Half of the nodes have read the commit: the others get it from the next scheduler, and both the same units."""
+    world = Orphans()
+    world.start(APART[0], "ps", 0)
+    while not world.inbox(world.nodes[0]) or not isinstance(world.inbox(world.nodes[0])[0], m.Commit):
+        for index, node in enumerate(world.nodes):
+            while world.up[index]:
+                world.hear_of(index)
+        for node in world.nodes:
+            if world.inbox(node) and not isinstance(world.inbox(node)[0], m.Commit):
+                world.let_hear(node)
+    world.let_hear(world.nodes[0])
+    world.let_hear(world.nodes[2])
+    world.lose_the_scheduler()
+    world.go_on(Random(1))
+    assert all(node.units for node in world.nodes[:2])
+    world.teardown()
+
+
+TestOrphans = Orphans.TestCase
+TestOrphans.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
