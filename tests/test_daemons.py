@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import zmq
 
 from bpsfast.launch import daemons
+from bpsfast.launch.keeper import N_RESTARTS
 from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.settings import Settings, load_with_origins
@@ -22,6 +24,7 @@ from bpsfast.settings import Settings, load_with_origins
 _STARTER = """
 import sys
 from bpsfast.launch import daemons
+from bpsfast.launch.keeper import N_RESTARTS
 from bpsfast.launch.roles import detect
 from bpsfast.settings import load
 settings = load({"heartbeat_s": 0.1, "lease_s": 0.3, "start_timeout_s": 100})
@@ -55,6 +58,22 @@ def test_a_single_process_gets_both_daemons_and_a_real_port(single, pidfd_of):
 
 @pytest.mark.slow
 def test_a_daemon_that_fails_is_named(single):
+    single.node.kill()
+    single.node.wait(timeout=20)
+    assert re.search(r"the node \(pid \d+\) was killed by SIGKILL", single.failure())
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_killed_is_started_again_and_named_when_it_is_not(single, caplog):
+    for n in range(N_RESTARTS):
+        pid = single.scheduler.pid
+        single.scheduler.kill()
+        deadline = time.monotonic() + 20
+        while single.scheduler.pid == pid:
+            assert time.monotonic() < deadline
+            assert single.failure() is None
+            time.sleep(0.001)
+        assert f"({n + 1} of {N_RESTARTS} times)" in caplog.text
     single.scheduler.kill()
     single.scheduler.wait(timeout=20)
     assert re.search(r"the scheduler \(pid \d+\) was killed by SIGKILL", single.failure())

@@ -109,7 +109,7 @@ def test_a_scheduler_is_lost_between_a_commit_and_its_last_reader():
     world = Orphans()
     world.start(APART[0], "ps", 0)
     while not world.inbox(world.nodes[0]) or not isinstance(world.inbox(world.nodes[0])[0], m.Commit):
-        for index, node in enumerate(world.nodes):
+        for index in range(len(world.nodes)):
             while world.up[index]:
                 world.hear_of(index)
         for node in world.nodes:

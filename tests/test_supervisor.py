@@ -52,6 +52,18 @@ def supervise(*commands: Command, limits: Limits = _FAST, **options):
     return code, out.getvalue().decode(), err.getvalue().decode()
 
 
+def test_what_a_signal_has_ended_is_started_again_if_the_job_waits_for_it(tmp_path):
+    """It is, twice; the third end is the job's."""
+    said = tmp_path / "said"
+    text = f"import os, signal; open({str(said)!r}, 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
+    waits = program("rank 0", "import time; time.sleep(600)")
+    killed = Command("scheduler", Kind.DAEMON, (sys.executable, "-S", "-c", text), dict(os.environ), n_restarts=2)
+    code, _, err = supervise(waits, killed)
+    assert code == 128 + signal.SIGKILL and said.read_text() == "xxx"
+    assert "scheduler was killed by SIGKILL: it is started again (2 of 2 times)" in err
+    assert "scheduler failed first: it was killed by SIGKILL" in err
+
+
 def test_every_line_says_whose_it_is():
     code, out, err = supervise(
         program("rank 0", "import sys; print('one'); print('two', end=''); print('wrong', file=sys.stderr)"),

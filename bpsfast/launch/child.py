@@ -29,7 +29,8 @@ class Kind(enum.Enum):
 class Command(msgspec.Struct, frozen=True):
     """One process to start: its `name` heads its lines; `environ` is its whole environment.
 
-    `via` is a command that runs another in some place and becomes it, such as ``ip netns exec NAME``.
+    `via` is a command that runs another in some place and becomes it, such as ``ip netns exec NAME``. `n_restarts`: how
+    often it is started again if a signal has ended it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Command(msgspec.Struct, frozen=True):
     argv: Sequence[str]
     environ: Mapping[str, str]
     via: Sequence[str] = ()
+    n_restarts: int = 0
 
 
 class Process(Protocol):

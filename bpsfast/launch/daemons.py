@@ -9,6 +9,7 @@ Two ways of not outliving the starter, for two situations:
 """
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import select
@@ -26,6 +27,7 @@ import msgspec
 from .. import logs
 from ..orchestration.errors import ConfigError
 from ..settings import Settings, environment, fingerprint, parse_address
+from .keeper import Keeper
 from .place import Place, is_loopback, job_key
 
 _log = logging.getLogger("bpsfast.daemons")
@@ -48,19 +50,27 @@ _REMARK_S = 30.0
 class Daemons:
     """The daemons that this process has started: none, a node, or a node and the scheduler. Owner thread only.
 
-    `place` is the place they were started from, its scheduler port resolved.
+    A scheduler that a signal has ended is started again (`Keeper`): the job waits for it. `place` is the place they were
+    started from, its scheduler port resolved.
     """
 
     def __init__(self, place: Place, reserved: socket.socket | None = None) -> None:
         self.place = place
-        self.scheduler: subprocess.Popen | None = None
+        self.keeper: Keeper | None = None
         self.node: subprocess.Popen | None = None
         self._reserved = reserved
+
+    @property
+    def scheduler(self) -> subprocess.Popen | None:
+        """The scheduler's process, if this process has started it."""
+        return self.keeper.process if self.keeper is not None else None
 
     def failure(self) -> str | None:
         """Return which daemon has ended with an error, in words, or None. (A node ends with 0 if another one runs.)"""
         for name, process in (("scheduler", self.scheduler), ("node", self.node)):
             if process is not None and process.poll():
+                if process is not self.node and process.returncode < 0 and self.keeper and self.keeper.returns:
+                    continue
                 return f"the {name} (pid {process.pid}) {describe_exit(process.returncode)}; its output is above"
         return None
 
@@ -83,12 +93,14 @@ class Daemons:
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait until the daemons have ended by themselves; end those that do not. Idempotent."""
         deadline = time.monotonic() + timeout_s
+        if self.keeper is not None:
+            self.keeper.stop()
         for name, process in (("node", self.node), ("scheduler", self.scheduler)):
             if process is not None and not _wait(process, deadline):
                 _log.warning("the %s (pid %d) is still running %g s after this rank has left: ending it", name,
                              process.pid, timeout_s)
                 end(process)
-        self.node = self.scheduler = None
+        self.node = self.keeper = None
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
@@ -103,7 +115,7 @@ def start(place: Place, settings: Settings) -> Daemons:
     daemons = Daemons(place, reserved)
     try:
         if place.starts_scheduler:
-            daemons.scheduler = start_scheduler(place, settings)
+            daemons.keeper = Keeper("scheduler", functools.partial(start_scheduler, place, settings), describe_exit)
         if place.starts_node:
             daemons.node = start_node(place, settings)
     except OSError:

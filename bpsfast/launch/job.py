@@ -20,6 +20,7 @@ from ..settings import Settings, environment
 from . import roles
 from .child import Command, Kind, thread_defaults
 from .daemons import clean_environment, reserve_port, run_node, run_scheduler
+from .keeper import N_RESTARTS
 from .output import Output
 from .supervisor import Limits, Supervisor
 
@@ -174,7 +175,8 @@ def check_program(program: Sequence[str]) -> None:
 def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None,
             python: str, kind: Kind = Kind.DAEMON) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
-    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine))
+    n_restarts = N_RESTARTS if role == "scheduler" else 0  # of whatever else is lost, its memory is lost, too
+    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine), n_restarts)
 
 
 def _via(machine: Machine | None) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ class Supervisor:
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._errors: dict[Process, Transcript] = {}
+        self._streams: list[tuple[Transcript, Transcript]] = []  # by command, as the processes
+        self._n_restarts: dict[int, int] = {}
         self._failed: list[Process] = []  # in the order of their ends
         self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
         self._deadline: float | None = None  # of the present phase
@@ -116,13 +118,11 @@ class Supervisor:
             place.open(self._events)
         n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
         rank = 0
-        for command, place in zip(self._commands, self._by_command):
+        for number, command in enumerate(self._commands):
             is_rank = command.kind is Kind.RANK
-            out, err = self._output.streams(command.name, rank if is_rank else None, n_ranks)
+            self._streams.append(self._output.streams(command.name, rank if is_rank else None, n_ranks))
             rank += is_rank
-            process = place.start(command, out, err)
-            self._processes.append(process)
-            self._errors[process] = err
+            self._begin(number)
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -158,6 +158,8 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
+            if self._phase == "run" and self._starts_again(process):
+                continue
             if self._phase == "run" and _can_be_missed(process):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
             elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
@@ -166,6 +168,25 @@ class Supervisor:
                     self._enter("failed")
             elif self._phase == "run" and all(p.code == 0 for p in self._processes if p.command.kind is Kind.RANK):
                 self._enter("leaving")
+
+    def _starts_again(self, process: Process) -> bool:
+        """Start what a signal has ended again, if the job waits for it; whether that was done."""
+        number = self._processes.index(process)
+        command = self._commands[number]
+        n_before = self._n_restarts.get(number, 0)
+        if (process.code or 0) >= 0 or n_before >= command.n_restarts:
+            return False
+        self._n_restarts[number] = n_before + 1
+        self._output.say(f"{command.name} {process.end_in_words()}: it is started again ({n_before + 1} of "
+                         f"{command.n_restarts} times)")
+        self._begin(number)
+        return True
+
+    def _begin(self, number: int) -> None:
+        out, err = self._streams[number]
+        process = self._by_command[number].start(self._commands[number], out, err)
+        self._processes[number:number + 1] = [process]
+        self._errors[process] = err
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
