@@ -122,8 +122,8 @@ class Membership:
         if self._ended:
             return False
         if slept_s > self._lease_s * _IMPATIENCE / 2:  # stopped ourselves: what came meanwhile is still to be read
-            self._heard = self._heard + slept_s if self._heard is not None else None
-            self._dialled += slept_s
+            self._heard = min(now, self._heard + slept_s) if self._heard is not None else None
+            self._dialled = min(now, self._dialled + slept_s)
         trouble = self._trouble(now)
         # Believed at the next tick only, so that an Abort on its way in is read first.
         self._read_monitor()

@@ -40,8 +40,8 @@ def whole(n_steps=1 + N_STEPS_AFTER, **fields):
 
 
 def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
-    drawn = [draw(seed) for seed in range(200)]
-    assert drawn == [draw(seed) for seed in range(200)]
+    drawn = [draw(seed) for seed in range(220)]
+    assert drawn == [draw(seed) for seed in range(220)]
     kinds = Counter(each.kind for each in drawn)
     assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 10
     assert [each.kind for each in drawn[:DECK]] != [each.kind for each in drawn[DECK:2 * DECK]]
@@ -51,7 +51,7 @@ def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
         assert {fault.role for fault in each.faults} <= roles | {LINK} and len(each.faults) == len({*each.faults})
         assert all((fault.role == LINK) == (each.kind in ON_A_LINK) for fault in each.faults)
         assert all((0 < fault.step < each.n_steps and fault.seconds in (0, HANG_S)) or fault.seconds <= LEASE_S / 3
-                   for fault in each.faults)
+                   or fault.restarts for fault in each.faults)
 
 
 def test_an_input_that_is_missing_or_twice_is_another_sum():
@@ -81,6 +81,7 @@ def test_wrong_sums_and_steps_left_out_are_found():
     assert wrong_sums({0: bad}, MACHINES) == [f"rank 0 has steps {[0, *range(2, 1 + N_STEPS_AFTER)]}"]
 
 
+RESTARTED = Fault(1, 0.0, "scheduler", restarts=True)
 KILLED = Fault(1, 0.0, "node 1")
 LOST = {"end": "PeerLostError", "text": "node 1 is lost", "at_s": 101.0}
 FINE = {"scheduler": 0, "node 0": 0, "rank 0": 0, "rank 1": 0}
@@ -89,8 +90,9 @@ FINE = {"scheduler": 0, "node 0": 0, "rank 0": 0, "rank 1": 0}
 @pytest.mark.parametrize(("outcome", "of", "histories", "codes"), [
     ("recovered", scenario("undisturbed"), {0: whole(), 1: whole()}, FINE),
     ("wrong", scenario("undisturbed"), {0: whole(), 1: whole()}, {**FINE, "node 0": 1}),
-    ("recovered", scenario("lost scheduler", Fault(1, 0.0, "scheduler")), {0: whole(), 1: whole()},
-     {**FINE, "node 0": 1}),
+    ("recovered", scenario("lost node", KILLED), {0: whole(), 1: whole()}, {**FINE, "node 0": 1}),
+    ("recovered", scenario("lost scheduler", RESTARTED), {0: whole(), 1: whole()}, FINE),
+    ("wrong", scenario("lost scheduler", RESTARTED), {0: whole(), 1: whole()}, {**FINE, "scheduler": 1}),
     ("wrong", scenario("lost node", KILLED), {0: whole(), 1: whole(N_STEPS_AFTER)}, FINE),
     ("wrong", scenario("lost node", KILLED), {0: whole(N_STEPS_AFTER), 1: whole(N_STEPS_AFTER)}, FINE),
     ("hung", scenario("lost node", KILLED), {0: whole(), 1: whole()}, {**FINE, "node 0": None}),

@@ -1,4 +1,4 @@
-"""A node's side of the control plane: when it believes that the scheduler is gone."""
+"""A node's side of the control plane: when it believes that the scheduler is gone, and dials anew."""
 from __future__ import annotations
 
 import secrets
@@ -63,15 +63,13 @@ def receive(membership, now):
     return membership.recv_nowait(now)
 
 
-def tick_until_lost(membership):
-    """Tick, as a node does after every event, until the loss is believed."""
+def tick_until_dialled(membership, now):
+    """Tick, as a node does after every event, until it has dialled anew."""
     until = time.monotonic() + LIMIT_MS / 1000
-    with pytest.raises(PeerLostError) as caught:
-        while time.monotonic() < until:
-            membership.tick(5.0)
-            membership.sockets[1].poll(100)
-            membership.recv_nowait(5.0)
-    return str(caught.value)
+    while not membership.tick(now):
+        assert time.monotonic() < until
+        membership.sockets[1].poll(100)
+        membership.recv_nowait(now)
 
 
 def test_heartbeats_are_sent_when_due_and_not_handed_on(puppet, membership):
@@ -86,14 +84,48 @@ def test_heartbeats_are_sent_when_due_and_not_handed_on(puppet, membership):
     assert not puppet.router.poll(0)
 
 
-def test_silence_is_a_loss_after_the_lease(puppet, membership):
+def greeted(puppet, membership, now):
+    """The scheduler has spoken, at *now*; return who it has spoken to."""
     membership.send(m.Ready(generation=1))
-    puppet.hear()
+    while not isinstance(puppet.hear(), m.Ready):
+        pass
     puppet.say(m.Heartbeat(sequence=1))
-    assert receive(membership, 100.0) == []
-    membership.tick(109.9)
-    with pytest.raises(PeerLostError, match=rf"127.0.0.1:{puppet.port} has been silent for 10.0 s \(lease_s = 10\)"):
-        membership.tick(110.0)
+    assert receive(membership, now) == []
+    return puppet.client
+
+
+def pass_time(membership, begin, end):
+    """Tick as time passes, several times a heartbeat; return when it has dialled anew."""
+    return [now for now in [begin + i / 4 for i in range(int((end - begin) * 4) + 1)] if membership.tick(now)]
+
+
+def test_after_half_a_lease_of_silence_another_connection_is_made(puppet, membership):
+    before = greeted(puppet, membership, 100.0)
+    sockets = membership.sockets
+    assert pass_time(membership, 100.0, 105.0) == [105.0]
+    assert all(sock.closed for sock in sockets) and membership.sockets != sockets
+    membership.send(m.Ready(generation=2))
+    while puppet.hear() != m.Ready(generation=2):
+        pass
+    assert puppet.client != before, "nothing that is meant for the one is taken for the other's"
+    puppet.say(m.BarrierDone(sequence=1))
+    assert receive(membership, 105.5) == [m.BarrierDone(sequence=1)]
+    assert pass_time(membership, 105.5, 110.0) == []
+
+
+def test_connections_that_nobody_answers_are_made_anew_until_the_deadline(puppet, membership):
+    greeted(puppet, membership, 100.0)
+    assert pass_time(membership, 100.0, 115.0) == [105.0, 107.5, 110.0, 112.5, 115.0]
+    with pytest.raises(PeerLostError, match=rf"127.0.0.1:{puppet.port} is gone: it has been silent for 5.0 s .*none has "
+                                            r"answered there since, for 60.0 s \(start_timeout_s = 60\)"):
+        pass_time(membership, 115.0, 160.0)
+
+
+def test_whoever_slept_blames_nobody(puppet, membership):
+    greeted(puppet, membership, 100.0)
+    assert not membership.tick(150.0)
+    assert pass_time(membership, 150.0, 154.0) == []
+    assert pass_time(membership, 154.0, 156.0) == [155.0]
 
 
 def test_silence_from_the_start_is_a_stall(puppet, membership):
@@ -104,11 +136,13 @@ def test_silence_from_the_start_is_a_stall(puppet, membership):
         membership.tick(60.0)
 
 
-def test_a_closed_connection_is_a_loss_at_once(puppet, membership):
-    membership.send(m.Ready(generation=1))
-    puppet.hear()
+def test_a_connection_that_is_closed_is_made_anew_at_once(puppet, membership):
+    greeted(puppet, membership, 0.0)
+    puppet.router.unbind(puppet.router.last_endpoint)
     puppet.close()
-    assert "closed without a last word" in tick_until_lost(membership)
+    tick_until_dialled(membership, 0.5)
+    with pytest.raises(PeerLostError, match="the connection closed without a last word, and none has answered"):
+        pass_time(membership, 0.5, 60.5)
 
 
 @pytest.mark.parametrize("word", [m.Abort(error="StallError", reason="x"), m.Finish(), m.Refuse(error="E", reason="x")])

@@ -36,18 +36,19 @@ class Processes:
         self._machine_of = machine_of
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
         shape = job.Shape(ranks=ranks, n_helpers=n_helpers)
+        self._commands: dict[str, Command] = {}
+        self._reserved = daemons.reserve_port("127.0.0.1")
         try:
-            with daemons.reserve_port("127.0.0.1") as reserved:
-                commands = job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
-                                    {**os.environ, "OMP_NUM_THREADS": "1"}, reserved.getsockname(),
-                                    secrets.token_hex(32))
-                n_ranks = 0
-                for command in commands:
-                    argv = list(command.argv)
-                    if command.kind is Kind.RANK:
-                        argv += [str(self.path(n_ranks)), *map(str, arguments)]
-                        n_ranks += 1
-                    self._start(command, argv)
+            commands = job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
+                                {**os.environ, "OMP_NUM_THREADS": "1"}, self._reserved.getsockname(),
+                                secrets.token_hex(32))
+            n_ranks = 0
+            for command in commands:
+                argv = list(command.argv)
+                if command.kind is Kind.RANK:
+                    argv += [str(self.path(n_ranks)), *map(str, arguments)]
+                    n_ranks += 1
+                self._start(command, argv)
         except BaseException:
             self._end()
             raise
@@ -61,6 +62,11 @@ class Processes:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._popen)
+
+    def restart(self, name: str) -> None:
+        """Start a daemon that was killed again."""
+        self._popen[name].wait()
+        self._start(self._commands[name], list(self._commands[name].argv))
 
     def wait(self, deadline: float) -> dict[str, int | None]:
         """Return the exit codes by name, None of those that have not ended by *deadline* (monotonic seconds)."""
@@ -79,17 +85,19 @@ class Processes:
         self._end()
 
     def _start(self, command: Command, argv: list[str]) -> None:
+        self._commands[command.name] = command
         environ = dict(command.environ)
         if self._link is not None:
             machine = self._link[self._machine_of(command.name)]
             argv = [*machine.via(), *argv]
             environ |= {"BPSFAST_SCHEDULER": f"{self._link['a'].address}:{LINK_PORT}",
                         "BPSFAST_NODE_HOST": machine.address}
-        with (self._folder / f"{command.name.replace(' ', '_')}.log").open("wb") as log:
+        with (self._folder / f"{command.name.replace(' ', '_')}.log").open("ab") as log:
             self._popen[command.name] = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=log,
                                                          stderr=subprocess.STDOUT)
 
     def _end(self) -> None:
+        self._reserved.close()
         for process in self._popen.values():
             if process.poll() is None:
                 process.kill()

@@ -4,18 +4,19 @@ Kinds of trials are dealt like cards: each run of `DECK` seeds has each kind as 
 """
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Literal
 
 Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
-                "reset connections", "lost rank", "lost node", "lost scheduler"]
+                "reset connections", "lost scheduler", "hung scheduler", "lost rank", "lost node"]
 
 #: Those of which every rank must go on with the bits of a job that nothing happened to; of the others it may also end
 #: with an error that names who is lost.
 MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop",
-                                    "cut link", "reset connections")
-MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node", "lost scheduler")
+                                    "cut link", "reset connections", "lost scheduler", "hung scheduler")
+MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node")
 
 #: Those of jobs on two machines with a link between them, on which something happens.
 ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
@@ -23,7 +24,7 @@ ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
 #: How often each kind is among so many trials that follow each other.
 _HANDS: dict[Class, int] = {
     "undisturbed": 1, "lost helper": 4, "two helpers": 2, "hung helper": 2, "short stop": 3, "cut link": 2,
-    "reset connections": 2, "lost rank": 1, "lost node": 1, "lost scheduler": 2}
+    "reset connections": 2, "lost scheduler": 3, "hung scheduler": 1, "lost rank": 1, "lost node": 1}
 DECK = sum(_HANDS.values())
 
 #: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
@@ -40,6 +41,7 @@ HANG_S = 2 * LEASE_S
 class Fault:
     """At `delay_s` after rank 0 has begun `step` the process `role` is killed, or stopped for `seconds` if not 0.
 
+    With `restarts` it is killed, and started again after `seconds`.
     Or something happens to the link: nothing that the machines `senders` send arrives for `seconds`, or `n_resets`
     connections are reset in the middle of what they carry.
     """
@@ -50,6 +52,7 @@ class Fault:
     seconds: float = 0.0
     senders: tuple[str, ...] = ()
     n_resets: int = 0
+    restarts: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,4 +130,9 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
         case "lost node":
             return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
         case "lost scheduler":
-            return [Fault(step, delay_s, "scheduler")]
+            lost = Fault(step, delay_s, "scheduler", chance.choice([0.0, 0.3, LEASE_S]), restarts=True)
+            before_s = chance.choice([0.0, 0.002, 0.02])  # while the job recovers, or is just to
+            return chance.choice([[lost], [Fault(step, delay_s, chance.choice(helpers)),
+                                           dataclasses.replace(lost, delay_s=before_s)]])
+        case "hung scheduler":
+            return [Fault(step, delay_s, "scheduler", HANG_S)]

@@ -82,7 +82,7 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
 
     *codes*: exit codes by process, None of those that hang; *struck*: when each fault was (CLOCK_MONOTONIC), by role.
     """
-    killed = {fault.role for fault in scenario.faults if not fault.seconds} - {LINK}
+    killed = {fault.role for fault in scenario.faults if not fault.seconds and not fault.restarts} - {LINK}
     hung = [name for name, code in codes.items() if code is None]
     if hung:
         return "hung", f"{', '.join(hung)} did not end within {_HANG_S:g} s", 0.0
@@ -138,6 +138,11 @@ def _await(processes: Processes, n_steps: int) -> None:
 def _strike(processes: Processes, fault: Fault) -> float:
     """Do it; return when (CLOCK_MONOTONIC)."""
     process, at_s = processes[fault.role], time.monotonic()
+    if fault.restarts:
+        process.kill()
+        time.sleep(fault.seconds)
+        processes.restart(fault.role)
+        return at_s
     if not fault.seconds:
         process.kill()
         return at_s

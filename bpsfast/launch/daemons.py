@@ -50,8 +50,8 @@ _REMARK_S = 30.0
 class Daemons:
     """The daemons that this process has started: none, a node, or a node and the scheduler. Owner thread only.
 
-    A scheduler that a signal has ended is started again (`Keeper`): the job waits for it. `place` is the place they were
-    started from, its scheduler port resolved.
+    A scheduler that a signal has ended is started again (`Keeper`): the job waits for it. `place` is the place they
+    were started from, its scheduler port resolved.
     """
 
     def __init__(self, place: Place, reserved: socket.socket | None = None) -> None:
