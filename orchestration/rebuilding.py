@@ -59,6 +59,7 @@ class Rebuilding:
         self._joins: dict[bytes, m.Join] = {}
         self._all_left: set[int] = set()  # nodes with ranks that have said so before they went
         self._first: m.Rejoin | None = None
+        self._majority_since: float | None = None
 
     # -- what comes in ------------------------------------------------------------------------------------
 
@@ -147,6 +148,7 @@ class Rebuilding:
         if slept_s > self._lease_s / 2:
             self._heard = {sender: heard + slept_s for sender, heard in self._heard.items()}
             self._began += slept_s
+            self._majority_since = self._majority_since + slept_s if self._majority_since is not None else None
         if now - self._began >= self._timeout_s:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
@@ -184,7 +186,9 @@ class Rebuilding:
                 if each.is_complete and each.rejoin.index not in self._lost()}
         workers = self._workers()
         if 2 * (sum(index in told for index in workers) + 1) <= len(workers) + 1:
+            self._majority_since = None
             return None
+        self._majority_since = now if self._majority_since is None else self._majority_since
         over = {*told, *self._lost()}
         missing = [node.index for node in self._first.nodes if node.index not in over]
         if any(not self._is_given_up(now, index) for index in missing):
@@ -208,7 +212,7 @@ class Rebuilding:
         assert self._first is not None
         speaks = [sender for sender, each in self._accounts.items() if each.rejoin.index == index]
         speaks += [sender for sender, known in self._index_of.items() if known == index and sender in self._heard]
-        heard = max([self._began, *(self._heard.get(sender, 0.0) for sender in speaks)])
+        heard = max([self._majority_since or self._began, *(self._heard.get(sender, 0.0) for sender in speaks)])
         called = not speaks and not self._first.nodes[index].ranks and any(
             isinstance(said, m.Lost) and said.who == f"node {index}"
             for each in self._accounts.values() if self._first.nodes[each.rejoin.index].ranks for said in each.later)

@@ -130,7 +130,7 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
         case "lost node":
             return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
         case "lost scheduler":
-            lost = Fault(step, delay_s, "scheduler", chance.choice([0.0, 0.3, LEASE_S]), restarts=True)
+            lost = Fault(step, delay_s, "scheduler", chance.choice([0.0, 0.3, 1.0]), restarts=True)
             before_s = chance.choice([0.0, 0.002, 0.02])  # while the job recovers, or is just to
             return chance.choice([[lost], [Fault(step, delay_s, chance.choice(helpers)),
                                            dataclasses.replace(lost, delay_s=before_s)]])

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsfast.node")
 
+#: A scheduler that comes back so soon should find somebody to tell it that all is over.
+_LAST_WAIT_S = 2.0
+
 
 class Interregnum:
     """All times without a scheduler of *node*, which has joined. Called by the control loop's thread."""
@@ -78,7 +81,8 @@ class Interregnum:
         for index in farewells:
             self._ledger.took_leave(index)
         others = {node.index for node in self._welcome.nodes if node.ranks} - {me.index}
-        return farewells >= others and (not me.ranks or self._peers.has_taken_leave)
+        return (farewells >= others and (not me.ranks or self._peers.has_taken_leave)
+                and time.monotonic() - self._since >= _LAST_WAIT_S)
 
     def _tell_all(self, recall: int) -> None:
         for message in self._ledger.account(recall):
