@@ -135,7 +135,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0)] = 300.0
     stall_warn_s: Annotated[float, _about("after which a wait warns, naming tensor, stage and who is missing; again "
                                           "each time the wait has doubled; 0: never", "s", ge=0)] = 60.0
-    start_timeout_s: Annotated[float, _about("deadline of the rendezvous", "s", gt=0)] = 60.0
+    start_timeout_s: Annotated[float, _about("deadline of the rendezvous, and of another scheduler to come once one is "
+                                             "lost", "s", gt=0)] = 60.0
     heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""

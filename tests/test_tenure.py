@@ -18,13 +18,13 @@ SETTINGS = JobSettings(num_nodes=3, num_helpers=1, name="this job")
 
 
 class Court:
-    """A scheduler and its nodes, which read what they are sent when told to. All of a name's connections are its own."""
+    """A scheduler and its nodes, which read what they are sent when told to; `over`: the connection of each."""
 
     def __init__(self):
         self.now = 0.0
         self.settings = SETTINGS
         self.tenure = Tenure(self.settings, 0.0)
-        self.over = {name: name.encode() for name in NODES}  # the connection of each
+        self.over = {name: name.encode() for name in NODES}
         self.inbox = defaultdict(list)
         self.ledgers = {name: Ledger("1.0", {"transport": "tcp"}) for name in NODES}
         for name, n_ranks in NODES.items():
