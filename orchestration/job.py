@@ -12,8 +12,7 @@ Welcome, Plans and Commits in the same order, or the same Abort.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -24,6 +23,7 @@ from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .inquiries import Inquiries
+from .job_settings import JobSettings
 from .losses import FIRST_EPOCH, Losses
 from .past import Past
 from .placement import check_policy
@@ -33,25 +33,6 @@ Outgoing = list[tuple[bytes, m.Message]]
 
 #: What waits while a recovery is under way: it changes what is committed.
 _DEFERRED = (m.Declare, m.Retire)
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with."""
-
-    num_nodes: int
-    num_helpers: int = 0
-    num_server_processes: int = -1
-    size: int = -1
-    package: str = ""
-    fingerprint: Mapping[str, str] | None = None
-    placement: str = "optimal"
-    partition_nbytes: int = 4096000
-    fusion_nbytes: int = 4096000
-    heartbeat_s: float = 1.0
-    lease_s: float = 10.0
-    start_timeout_s: float = 60.0
-    name: str = ""  # that no other job has
 
 
 class Job:

@@ -18,7 +18,8 @@ from zmq.utils import z85
 from . import messages as m
 from .doorkeeper import Doorkeeper
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
-from .job import JobSettings, Outgoing
+from .job import Outgoing
+from .job_settings import JobSettings
 from .security import curve_pair
 from .tenure import Tenure
 from .unreadable import UNREADABLE

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from . import messages as m
 from .errors import BpsError
-from .job import Job, JobSettings
+from .job import Job
+from .job_settings import JobSettings
 from .rebuilding import Rebuilding
 
 Outgoing = list[tuple[bytes, m.Message]]

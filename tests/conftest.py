@@ -75,7 +75,7 @@ class Job:
         try:
             for command in launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
                                        self._port.getsockname(), self.key.hex()):
-                self._start(command)
+                self._start(command, values)
             if attach:
                 self.call("init")
         except BaseException:
@@ -83,7 +83,7 @@ class Job:
             raise
         self._attached = attach
 
-    def _start(self, command: Any) -> None:
+    def _start(self, command: Any, values: dict[str, Any]) -> None:
         self._commands[command.name] = command
         if command.kind is not Kind.RANK:
             self.daemons[command.name] = subprocess.Popen(command.argv, env=command.environ, stdin=subprocess.DEVNULL)
@@ -146,7 +146,7 @@ class Job:
 
     def restart(self, name: str) -> None:
         """Start a daemon that was killed again, as it was started first."""
-        self._start(self._commands[name])
+        Job._start(self, self._commands[name], {})  # a subclass has put in it what it puts there
 
     # -- innards ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import bpsfast
 from bpsfast.cluster import FaultyLink, faulty_link
 from tests.checked_training import train
 from tests.conftest import Job
@@ -168,6 +169,20 @@ def test_a_cut_that_a_connection_does_not_survive_is_shorter_than_the_lease(job,
     assert min(job.finish()) >= 1
 
 
+def test_a_cut_that_no_connection_survives_not_the_schedulers_either(job):
+    """Longer than half the lease: by then tcp would try again only when the lease is over."""
+    job.link.cut()
+    last(LEASE_S * 0.6)
+    job.link.mend()
+    assert min(job.finish()) >= 1
+    job.run(meet)
+
+
+def meet() -> None:
+    """Do what needs the scheduler."""
+    bpsfast.barrier()
+
+
 def test_three_in_ten_packets_are_lost_for_some_seconds(job):
     dropped = job.link.carried.dropped
     job.link.lose(0.3)
@@ -227,4 +242,4 @@ def test_a_machine_that_is_cut_off_for_longer_than_the_lease_is_lost_by_name(doo
     assert time.monotonic() - begin < 3 * 3.0
     assert {outcome.error for outcome in outcomes} == {"PeerLostError"}, outcomes
     assert "node 1" in outcomes[0].text and "silent for 3" in outcomes[0].text
-    assert "scheduler" in outcomes[1].text and "silent for 3" in outcomes[1].text
+    assert "node 0" in outcomes[1].text and "within lease_s = 3 s" in outcomes[1].text

@@ -13,7 +13,7 @@ import zmq
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, StallError
-from bpsfast.orchestration.job import JobSettings
+from bpsfast.orchestration.job_settings import JobSettings
 from bpsfast.orchestration.membership import Membership
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.scheduler import Scheduler

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.job import JobSettings
+from bpsfast.orchestration.job_settings import JobSettings
 from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.tenure import Tenure
 from tests.job_table import join, spec
