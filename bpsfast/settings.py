@@ -138,6 +138,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: Annotated[float, _about("deadline of the rendezvous", "s", gt=0)] = 60.0
     heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
+    first_round: Annotated[int, _about(
+        "number of the first round of each tensor; near 4294967295 a job soon shows what it does when counters wrap",
+        ge=0, lt=1 << 32)] = 1
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
     trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1)] = 65_536
     trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1)] = 1

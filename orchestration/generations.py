@@ -28,13 +28,15 @@ class Generations:
     Raises ConfigError if *policy* cannot place anything on *nodes*.
     """
 
-    def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int) -> None:
+    def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
+                 first_round: int = 1) -> None:
         self._nodes = nodes
         self._machines = machines_of(nodes)
         self._copy_rates = [node.copy_rate_bytes for node in nodes]
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
+        self._first_round = first_round
         self._page_nbytes = max(node.page_nbytes for node in nodes)
         self._owned = [0] * len(nodes)
         self._more = ownable(nodes)
@@ -147,7 +149,7 @@ class Generations:
         for unit in units:
             parts = tuple(msgspec.structs.replace(part, part=first + i) for i, part in enumerate(unit.parts))
             first += len(parts)
-            numbered.append(msgspec.structs.replace(unit, parts=parts))
+            numbered.append(msgspec.structs.replace(unit, parts=parts, first_round=self._first_round))
         return numbered
 
     def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:

@@ -49,6 +49,7 @@ class JobSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     start_timeout_s: float = 60.0
+    first_round: int = 1
 
 
 class Job:
@@ -201,7 +202,7 @@ class Job:
         settings = self.settings
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
-            fusion_nbytes=settings.fusion_nbytes)
+            fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round)
         self._losses = Losses(roster, self._generations, settings.start_timeout_s)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)

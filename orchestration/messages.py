@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 9
+VERSION = 10
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -106,7 +106,7 @@ class UnitPlan(Record):
     `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
     the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
     unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
-    unit, `n_workers` how many there are.
+    unit, `n_workers` how many there are. Rounds are counted modulo 2^32, from `first_round` on.
     """
 
     unit: int
@@ -126,6 +126,7 @@ class UnitPlan(Record):
     store: StoreSpec | None = None
     store_unit: int = -1
     n_workers: int = 1
+    first_round: int = 1
 
 
 class LagRow(Record):

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from .errors import PeerLostError, ProtocolError
 from .messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
-
-_ROUNDS = 1 << 32
+from .rounds import ahead
 
 
 class Recovery:
@@ -129,10 +128,10 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
     """
     kept = next(iter(done.values())).complete
     for each in done.values():
-        kept = each.complete if _ahead(each.complete, kept) > 0 else kept
+        kept = each.complete if ahead(each.complete, kept) > 0 else kept
     for node, each in done.items():
-        if (_ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1)
-                or _ahead(each.passed_on, each.complete) not in (0, 1)):
+        if (ahead(each.complete, kept) not in (0, -1) or ahead(each.passed_on, kept) not in (0, 1)
+                or ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
                                 f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
     holders = [node for node, each in done.items() if each.complete == kept]
@@ -164,13 +163,3 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
     """
     return all(node == owner or node not in near[owner] or each.place == members[owner].place
                for node, each in members.items())
-
-
-def after(round_: int) -> int:
-    """Return the round that follows."""
-    return (round_ + 1) % _ROUNDS
-
-
-def _ahead(round_: int, than: int) -> int:
-    """Return by how much a round is ahead of another one; they are counted modulo 2^32."""
-    return (round_ - than + _ROUNDS // 2) % _ROUNDS - _ROUNDS // 2

@@ -160,7 +160,7 @@ cdef class Engine:
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                   uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
-                  codec=None, rows=None, uintptr_t store=0, int64_t kept_round=-1):
+                  codec=None, rows=None, uintptr_t store=0, uint32_t first_round=1, int64_t kept_round=-1):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
@@ -172,7 +172,8 @@ cdef class Engine:
         for it.
 
         *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
-        frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing.
+        frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing. Rounds are counted modulo 2^32,
+        from *first_round* on.
 
         *kept_round* >= 0, only while frozen: own it from the round after that one on, in the place of an owner that is
         gone. What a member's part of the same number has taken in of that round counts.
@@ -185,7 +186,7 @@ cdef class Engine:
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
         _install(self._open(), part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers,
-                 codec, rows, kept_round)
+                 codec, rows, first_round, kept_round)
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
@@ -210,11 +211,12 @@ cdef class Engine:
         return _behind(self._open(), part)
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
-                   uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None):
+                   uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None,
+                   uint32_t first_round=1):
         """Take part in *part*: sum this machine's ranks into *partial* and forward it to source *owner*.
 
         *partial* is (address, segment, offset) of the partial's place; a single rank's input is forwarded as it
-        is. The owner's result is published when it arrives. *codec*, *rows*: see `add_owned`; with a codec the place
+        is. The owner's result is published when it arrives. *codec*, *rows*, *first_round*: see `add_owned`; with a codec the place
         is its frame's.
         """
         cdef bps_part fresh
@@ -222,7 +224,8 @@ cdef class Engine:
         fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        _install(self._open(), part, fresh, kernel, [(source, 0) for source in local], (), codec, rows)
+        _install(self._open(), part, fresh, kernel, [(source, 0) for source in local], (), codec, rows,
+                 first_round)
 
     def detach(self, uint32_t source):
         """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""

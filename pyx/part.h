@@ -42,7 +42,8 @@ struct bps_part {
     uint8_t owned, to_wire;
     uint32_t generation;
     struct bps_weight_store *store; /* owned: what its pushes are applied to (store.h); NULL: the sum is the result */
-    uint32_t applied;        /* of a store: the last round whose push was applied */
+    uint32_t applied;        /* of a store: the last round whose push was applied, */
+    uint8_t n_applied;       /* and how many were: 3 stands for more */
     uint8_t held;            /* of a store: nothing but the answer is missing, and that waits for others */
     uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (succession.h) */
     uint32_t keeper, kept_round;

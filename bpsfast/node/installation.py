@@ -77,7 +77,7 @@ class Installation:
             if part.owner != self._me.index and not self._standing.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:
-                arguments, vault = self.owned(unit, part, outputs, holding)
+                arguments, vault = self.owned(unit, part, outputs, holding, unit.first_round)
                 self._engine.add_owned(part.part, **arguments)
                 if vault is not None:
                     vault.is_engaged = True
@@ -98,7 +98,7 @@ class Installation:
         return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
             error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
 
-    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int = 1
+    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int
               ) -> tuple[dict[str, Any], Vault | None]:
         """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
         one: allocated, and bound to the lanes of those who write here, from *first_round* on.
@@ -132,6 +132,7 @@ class Installation:
             shm_peers=[self._sources[index] for index, link in sorted(self._links.items())
                        if isinstance(link, ShmLink) and index in members.nodes],
             codec=codec, rows=_rows(unit, part), store=vault.handle if vault is not None else 0,
+            first_round=unit.first_round,
         ), vault
 
     def results(self, part: PartPlan, holding: Holding) -> tuple[int, int]:
@@ -148,7 +149,7 @@ class Installation:
             arriving = self._frames(part, self._regions.slots, holding)
             codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
-            bind(holding, link, unit, part, arriving, codec is not None)
+            bind(holding, link, unit, part, arriving, codec is not None, unit.first_round)
             holding.arriving[part.part] = arriving
         partial = Place(0, 0, 0)
         if nbytes := self._standing.partial_nbytes(unit, part):
@@ -159,7 +160,7 @@ class Installation:
             part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=self._kernel(unit), local=list(self._standing.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
-            rows=_rows(unit, part),
+            rows=_rows(unit, part), first_round=unit.first_round,
         )
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Installation:
 
 
 def bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,
-         first_round: int = 1) -> None:
+         first_round: int) -> None:
     """Expect *part* from *first_round* on over *link*, at these addresses by parity, and note it in *holding*."""
     link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS,
               first_round)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..orchestration.messages import LagRow, Message, NodeInfo, Stage, Welcome
+from ..orchestration.rounds import ahead
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -297,7 +298,7 @@ class Vertex:
         except ValueError:
             return "done", (), ()  # a helper that has nothing to do with it
         waited_for, sources, owned = found
-        if waited_for > round_:
+        if ahead(waited_for, round_) > 0:
             return "done", (), ()
         if owned and not sources:  # all there: an answer of a store may wait for other workers
             behind = self.wiring.ranks_of(self.engine.behind(part))
