@@ -42,6 +42,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     # who and where: filled by a launcher, see `roles`
     scheduler: Annotated[str, _about("where the scheduler listens", "host:port")] = ""
+    muster: Annotated[str, _about("where the workers of an elastic job meet: set by `bpsfast run --elastic`",
+                                  "host:port")] = ""
+    member: Annotated[int, _about("number of this worker in an elastic job", ge=-1)] = -1
     rank: Annotated[int, _about("number of this rank in the job", ge=-1)] = -1
     size: Annotated[int, _about("ranks in the job", ge=-1)] = -1
     local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1)] = -1

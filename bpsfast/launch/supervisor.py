@@ -22,7 +22,9 @@ import msgspec
 
 from .. import logs
 from .child import Children, Command, Kind, Place, Process, watch
+from .crew import Crew, member_of
 from .daemons import LEFT_BEHIND
+from .muster_service import End, Order, Stop
 from .output import Output, Transcript
 
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
@@ -56,10 +58,12 @@ class Supervisor:
         Where lines go; the caller closes it.
     places
         Where each command runs, one for each; None: all on this machine. `run` opens and closes them.
+    crew
+        If the job is elastic: all of *commands* are its workers, and more may follow, on this machine.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
-                 places: Sequence[Place] | None = None) -> None:
+                 places: Sequence[Place] | None = None, crew: Crew | None = None) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
@@ -70,7 +74,10 @@ class Supervisor:
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._errors: dict[Process, Transcript] = {}
+        self._crew = crew
         self._failed: list[Process] = []  # in the order of their ends
+        self._missed: list[Process] = []  # workers that the job goes on without
+        self._is_hopeless = False  # the muster has said so
         self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
         self._deadline: float | None = None  # of the present phase
         self._phase = "run"
@@ -114,15 +121,18 @@ class Supervisor:
             self._deadline = time.monotonic() + self._limits.job_s
         for place in self._places:
             place.open(self._events)
-        n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
-        rank = 0
+        if self._crew is not None:
+            self._selector.register(self._crew.fileno(), selectors.EVENT_READ, self._on_orders)
         for command, place in zip(self._commands, self._by_command):
-            is_rank = command.kind is Kind.RANK
-            out, err = self._output.streams(command.name, rank if is_rank else None, n_ranks)
-            rank += is_rank
-            process = place.start(command, out, err)
-            self._processes.append(process)
-            self._errors[process] = err
+            self._launch(command, place)
+
+    def _launch(self, command: Command, place: Place) -> None:
+        n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
+        rank = sum(process.command.kind is Kind.RANK for process in self._processes)
+        out, err = self._output.streams(command.name, rank if command.kind is Kind.RANK else None, n_ranks)
+        process = place.start(command, out, err)
+        self._processes.append(process)
+        self._errors[process] = err
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -158,14 +168,49 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if self._phase == "run" and _can_be_missed(process):
+            if self._phase == "run" and self._can_be_missed(process):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
+                self._missed.append(process)
             elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
                 self._failed.append(process)
                 if self._phase != "failed":
                     self._enter("failed")
-            elif self._phase == "run" and all(p.code == 0 for p in self._processes if p.command.kind is Kind.RANK):
+            if self._phase == "run" and self._has_trained():
                 self._enter("leaving")
+
+    def _can_be_missed(self, process: Process) -> bool:
+        """Whether the job goes on without *process*, which has ended otherwise than well."""
+        if self._crew is not None:
+            return self._crew.has_ended(process) and process.code != 0
+        return _can_be_missed(process)
+
+    def _has_trained(self) -> bool:
+        """Whether all ranks have ended, well but for those that the job has done without."""
+        ranks = [process for process in self._processes if process.command.kind is Kind.RANK]
+        return any(process.code == 0 for process in ranks) and all(
+            process.code == 0 or process in self._missed for process in ranks)
+
+    def _on_orders(self) -> None:
+        assert self._crew is not None, "whose orders else"
+        for order in self._crew.orders():
+            if self._phase == "run":
+                self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        assert self._crew is not None, "whose orders else"
+        if isinstance(order, Stop):
+            self._output.say(f"no further job: {order.reason}")
+            self._is_hopeless = True
+            self._enter("failed")
+        elif isinstance(order, End):
+            for process in self._processes:
+                if process.code is None and member_of(process.command) == order.member:
+                    self._output.say(f"{process.command.name} has not come to the others in time: ending it")
+                    process.signal_group(signal.SIGKILL)
+        else:
+            for command in self._crew.commands(order):
+                self._output.say(f"{command.name} is started")
+                self._launch(command, self._places[0])
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
@@ -218,7 +263,7 @@ class Supervisor:
     def _verdict(self) -> int:
         """Show what ended the job, if anything did; return its exit code."""
         cause = self._cause()
-        code = 0
+        code = int(self._is_hopeless)
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             self._output.say(f"{cause.command.name} failed first: it {cause.end_in_words()}. Its last output:")
