@@ -65,7 +65,7 @@ class TorchState(State):
             if isinstance(value, torch.nn.Module):
                 for module in value.modules():
                     if isinstance(module, DistributedDataParallel):
-                        module.rejoin()
+                        _rejoin_with_own_values(module)
         for _, value in self._parts():
             if isinstance(value, torch.optim.Optimizer) and hasattr(value, "_exchange"):
                 rejoin(value)
@@ -98,6 +98,13 @@ class TorchState(State):
             value.load_state_dict(found)
         else:
             setattr(self, name, found)
+
+
+def _rejoin_with_own_values(module: DistributedDataParallel) -> None:
+    """Join *module* to the job. It is given rank 0's values there, as at its making; but rank 0 may be a newcomer."""
+    own = copy.deepcopy(module.state_dict())
+    module.rejoin()
+    module.load_state_dict(own)
 
 
 def _is_stateful(value: Any) -> bool:
