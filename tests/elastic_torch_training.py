@@ -1,4 +1,4 @@
-"""A training with PyTorch that does not fall apart with its workers: FOLDER KIND MEMBER STEP (which kills itself there).
+"""A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP (which kills itself there).
 
 KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
 """
@@ -35,7 +35,8 @@ def main() -> None:
     numbered = torch.utils.data.TensorDataset(torch.arange(480), inputs, inputs.sum(1, keepdim=True))
     sampler = elastic.ElasticSampler(numbered)
     rates = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
-    state = elastic.TorchState(model=model, optimizer=optimizer, rates=rates, sampler=sampler, epoch=0, steps=0, used=())
+    state = elastic.TorchState(model=model, optimizer=optimizer, rates=rates, sampler=sampler, epoch=0, steps=0,
+                               used=())
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:

@@ -1,9 +1,9 @@
 """A deterministic training that tells who took part in each step, for elastic jobs whose workers are killed.
 
-    python -m tests.elastic_training FOLDER STEPS [MEMBER@STEP+SECONDS | MEMBER%RESTORE+SECONDS | MEMBER!STEP]...
+    python -m tests.elastic_training FOLDER STEPS [DEED]...
 
-kills worker MEMBER so long after it has begun STEP, or after it has gone back to a commit for the RESTORE-th time; or
-lets it raise a ValueError at STEP. A word ``+STEP`` lets worker 0 write the file *add* there; two ranks wait for more.
+The deed ``MEMBER@STEP+SECONDS`` or ``MEMBER%RESTORE+SECONDS`` kills worker MEMBER so long after it has begun STEP, or after it has gone back to a commit for the RESTORE-th time; or
+lets it raise a ValueError at STEP. ``MEMBER&OTHER@STEP`` lets it kill OTHER and then itself there. A word ``+STEP`` lets worker 0 write the file *add* there; two ranks wait for more.
 """
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Deeds:
     """What happens to this worker, and when."""
 
     def __init__(self, words: Sequence[str], member: int) -> None:
-        mine = [word for word in words if not word.startswith("+")]
+        mine = [word for word in words if word[0] != "+" and "&" not in word]
+        self.takes_along = dict(self._parsed([word for word in words if "&" in word], "&", member))
         self.at_step = dict(self._parsed(mine, "@", member))
         self.at_restore = dict(self._parsed(mine, "%", member))
         self.raises = [int(word.split("!")[1]) for word in mine if "!" in word and int(word.split("!")[0]) == member]
@@ -61,7 +62,7 @@ class Deeds:
         for word in words:
             who, has_mark, rest = word.partition(mark)
             if has_mark and int(who) == member:
-                when, _, seconds = rest.partition("+")
+                when, _, seconds = rest.partition("@" if mark == "&" else "+")
                 found.append((int(when), float(seconds)))
         return found
 
@@ -87,11 +88,12 @@ def main() -> None:
     member = enlisted()
     number = member.number if member is not None else bpsfast.rank()
     deeds = Deeds(words, number)
+    (Path(folder) / f"pid{number}").write_text(str(os.getpid()))
     state = Counted(deeds, weights=np.zeros(SIZE, np.float32), step=0)
     weights = state.weights
     sizes = [bpsfast.size()]
     state.register_reset_callbacks([lambda: sizes.append(bpsfast.size())])
-    log = open(Path(folder) / f"worker{number}", "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (ends with us)
+    log = open(Path(folder) / f"worker{number}", "a", buffering=1, encoding="utf-8")
 
     @elastic.run
     def train(state: Counted) -> int:
@@ -101,6 +103,10 @@ def main() -> None:
         while state.step < int(n_steps):
             if state.step in deeds.at_step:
                 kill_later(deeds.at_step[state.step])
+            for other, step in deeds.takes_along.items():
+                if step == state.step:
+                    for each in (other, number):
+                        os.kill(int((Path(folder) / f"pid{each}").read_text()), signal.SIGKILL)
             if state.step in deeds.raises:
                 raise ValueError("a bug of the user")
             if state.step in deeds.adds and bpsfast.size() == 2 and number == 0:

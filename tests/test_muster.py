@@ -210,7 +210,7 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
             assert said.number == number and len(set(members)) == len(members) and set(members) <= waiting & alive
             assert rules.min_ranks <= len(members) <= max(rules.max_ranks, len(before))
             kept = [member for member in before if member in alive]
-            assert [member for member in members if member in kept] == kept, "survivors keep their order, none is left out"
+            assert [member for member in members if member in kept] == kept, "survivors keep their order, all of them"
             if policy == "abort":
                 assert not gone & set(before)
             if policy == "shrink" and number > 1 and gone & set(before):

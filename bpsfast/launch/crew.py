@@ -57,7 +57,7 @@ class Crew:
             found.append(self._another(self._commands[order.member]))
             self._service.started(member_of(found[0]), order.member)
         else:
-            for _ in range(order.count):
+            for _ in range(order.n_workers):
                 found.append(self._another(self._least_used()))
                 self._service.started(member_of(found[-1]))
         return found

@@ -53,7 +53,7 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
     common = msgspec.structs.replace(settings, muster=muster, job_key=key, job_key_file="", scheduler="",
                                      num_helpers=0, num_servers=-1, num_nodes=-1, size=-1, rank=-1, local_rank=-1,
                                      local_size=-1, node_index=-1)
-    workers = []
+    workers: list[Command] = []
     for name, n_local in zip(shape.machines, shape.ranks):
         here = msgspec.structs.replace(common, node_id=name, node_host=common.node_host or _LOOPBACK)
         command = Command("", Kind.RANK, tuple(program), {**base, **environment(here)})

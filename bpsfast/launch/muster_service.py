@@ -31,9 +31,9 @@ class Replace(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Start *count* more workers."""
+    """Start *n_workers* more."""
 
-    count: int
+    n_workers: int
 
 
 class End(NamedTuple):

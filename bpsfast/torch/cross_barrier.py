@@ -215,7 +215,8 @@ class CrossBarrierExchange(Exchange):
         for name in self._pending:
             parameter = self.parameters[name]
             del _due[id(parameter)]
-            if type(parameter) is DueParameter:
+            its_class = type(parameter)
+            if its_class is DueParameter:
                 parameter.__class__ = torch.nn.Parameter
         self._pending.clear()
         self._sent.clear()

@@ -148,7 +148,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.rejoin()
 
     def rejoin(self) -> None:
-        """Average gradients in the job that was joined last, and take rank 0's parameters; the constructor's part in it.
+        """Average gradients in the job that was joined last, and take rank 0's parameters, as the constructor does.
 
         On all ranks of that job, in the order in which they make their modules, or had made them.
         """

@@ -52,6 +52,13 @@ def init(**settings: object) -> None:
     begin(roles.detect(found), found)
 
 
+def init_again() -> None:
+    """As `init`, also where somebody has started scheduler and nodes anew since this process has left its job."""
+    global _has_left
+    _has_left = False
+    init()
+
+
 def begin(place: Place, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
     """Join the job as `init` does, at the *place* of this process that the settings *found* have led to.
 
