@@ -2,8 +2,9 @@
 
     python -m tests.elastic_training FOLDER STEPS [DEED]...
 
-The deed ``MEMBER@STEP+SECONDS`` or ``MEMBER%RESTORE+SECONDS`` kills worker MEMBER so long after it has begun STEP, or after it has gone back to a commit for the RESTORE-th time; or
-lets it raise a ValueError at STEP. ``MEMBER&OTHER@STEP`` lets it kill OTHER and then itself there. A word ``+STEP`` lets worker 0 write the file *add* there; two ranks wait for more.
+The deed ``MEMBER@STEP+SECONDS`` kills worker MEMBER so long after it has begun STEP, ``MEMBER%RESTORE+SECONDS`` so long
+after it has gone back to a commit for the RESTORE-th time; ``MEMBER&OTHER@STEP`` lets it kill OTHER and itself at STEP,
+``MEMBER!STEP`` raise a ValueError. ``+STEP`` lets worker 0 write the file *add* there; two ranks then wait for more.
 """
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class _NotThereError(UnsupportedError, AttributeError):
 
 def __getattr__(name: str) -> object:
     if name == "elastic":
-        raise _NotThereError("bpsfast.hvd.elastic is not there yet: operations of Horovod's API do not follow a program "
-                             "from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for programs "
-                             "that use bpsfast.torch")
+        raise _NotThereError("bpsfast.hvd.elastic is not there yet: operations of Horovod's API do not follow a "
+                             "program from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for "
+                             "programs that use bpsfast.torch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
