@@ -79,8 +79,8 @@ class State(ABC):
         self._n_commits = n_commits
         self.save()
 
-    def reset(self) -> None:
-        """Adapt to the job that was joined, of another size maybe; nothing to do here."""
+    def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
+        """Adapt to the job that was joined, of another size maybe."""
 
     @abstractmethod
     def save(self) -> None:

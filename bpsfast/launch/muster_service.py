@@ -181,10 +181,12 @@ class MusterService:
         while self._facts:
             self._facts.popleft()()
         try:
-            for message in self._line.recv_nowait():
-                self._hear(message)
+            messages = self._line.recv_nowait()
         except ProtocolError as exc:
+            messages = []
             _log.warning("%s", exc)
+        for message in messages:
+            self._hear(message)
         self._decide()
 
     def _hear(self, message: object) -> None:
@@ -220,8 +222,9 @@ class MusterService:
         if message.job != self._muster.number:
             return
         if len(message.value) > line_of.MOST_VALUE_NBYTES or len(self._store) >= line_of.MOST_VALUES:
-            raise ProtocolError(f"worker {message.member} stores {len(message.value)} bytes as {message.key[:64]!r}, "
-                                f"beside {len(self._store)} values: more than a job needs")
+            _log.warning("worker %d stores %d bytes beside %d values, which is more than a job needs: ignored",
+                         message.member, len(message.value), len(self._store))
+            return
         self._store[message.key] = message.value
         self._say(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
