@@ -108,7 +108,7 @@ def test_a_stranger_is_not_heard(muster):
 
 
 def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
-    service, (first, second), more = muster(2, lost_worker="wait")
+    service, (_, second), more = muster(2, lost_worker="wait")
     service.ended(0, "was killed by SIGKILL")
     assert second.hears(Void) == Void(1, "worker 0 was killed by SIGKILL")
     assert order(service) == Replace(0)
