@@ -168,9 +168,9 @@ class Muster:
             return None
         if self.rules.lost_worker == "abort":
             return Fail("PeerLostError", f"{self._losses()}; the policy for lost workers is abort")
-        if self.number == 0:
-            return None  # nobody has any state yet
         survivors = self._survivors()
+        if self.number == 0:  # nobody has any state yet
+            return None if survivors or self.rules.lost_worker == "wait" else Fail("PeerLostError", self._losses())
         if not survivors:
             return Fail("PeerLostError", f"no quorum: {self._losses()}: nobody is left who has the state")
         before, after = ({seat.node for seat in seats} for seats in (self.seats, survivors))

@@ -187,6 +187,12 @@ def test_when_all_are_lost_the_launcher_says_so(elastic):
 
 
 @pytest.mark.timeout(200)
+def test_the_last_one_is_lost_long_after_the_others(elastic):
+    ran = elastic.run("-n", "2", "--lost-worker", "shrink", deeds=("1@5+0", "0@20+0"))
+    assert ran.code == 1 and not ran.weights and "no further job: no quorum: " in ran.err
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("policy", ["abort", "shrink", "wait"])
 def test_an_exception_of_the_program_is_not_swallowed(elastic, policy):
     begin = time.monotonic()

@@ -59,7 +59,7 @@ def test_add_says_when_nobody_answers(tmp_path):
     path = tmp_path / "control"
     with elastic_job._shown(path, elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)):
         assert os.stat(path).st_mode & 0o777 == 0o600
-        with pytest.raises(elastic_job.PeerLostError, match="has not answered at 127.0.0.1:1 within 0.3 s"):
+        with pytest.raises(elastic_job.PeerLostError, match=r"has not answered at 127\.0\.0\.1:1 within 0\.3 s"):
             elastic_job.add(path, 1, timeout_s=0.3)
     assert not path.exists()
 

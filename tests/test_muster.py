@@ -62,6 +62,14 @@ def test_without_any_survivor_nobody_has_the_state(policy):
     assert "nobody is left who has the state" in found.decide(1.0).reason and found.to_replace == ()
 
 
+def test_a_first_job_whose_members_are_all_lost_is_not_waited_for():
+    found = Muster(Rules(lost_worker="shrink", max_ranks=2), range(2))
+    found.ended(0, "is gone", 1.0)
+    assert found.decide(1.0) is None
+    found.ended(1, "is gone, too", 2.0)
+    assert found.decide(2.0) == Fail("PeerLostError", "rank 0 (worker 0) is gone, rank 1 (worker 1) is gone, too")
+
+
 def test_abort_goes_on_after_no_loss():
     found = muster("abort", max_ranks=4)
     found.ended(1, "was killed by SIGKILL", 1.0)

@@ -106,7 +106,7 @@ class Supervisor:
     def _run_job(self) -> None:
         try:
             self._start()
-            while any(process.code is None for process in self._processes):
+            while any(process.code is None for process in self._processes) or self._is_awaiting_orders:
                 self._step()
             for place in self._places:
                 place.drain()
@@ -189,6 +189,11 @@ class Supervisor:
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK]
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._missed for process in ranks)
+
+    @property
+    def _is_awaiting_orders(self) -> bool:
+        """Whether the muster of an elastic job, of which nobody runs any more, has yet to say what follows."""
+        return self._crew is not None and self._phase == "run"
 
     def _on_orders(self) -> None:
         assert self._crew is not None, "whose orders else"
