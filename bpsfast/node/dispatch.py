@@ -63,7 +63,10 @@ class Detour(NamedTuple):
 
 
 class Destination:
-    """A node behind a wire: its link, and what was posted last of each part. The dispatcher's own."""
+    """A node behind a wire: its link, and what was posted last of each part, until it is to be posted again.
+
+    The dispatcher's own.
+    """
 
     def __init__(self, link: WireLink) -> None:
         self.link = link
@@ -313,7 +316,8 @@ class Dispatcher:
 
     def _take(self, detour: Detour) -> None:
         if detour.source not in self._destinations:
-            return  # it is lost meanwhile, and nobody waits for this
+            detour.taken.set()  # it is lost meanwhile: nothing is to be written
+            return
         self._keep_up()  # what was posted of parts that are retired is not to be written again
         self.handle(self._engine.events(0.0))  # what the old link had still to say: it is closed, so that is all
         destination = self._destinations[detour.source]
@@ -323,6 +327,7 @@ class Dispatcher:
         for part, round_ in detour.awaited.items():
             write = destination.posted.get(part)
             if write is not None and write.round == round_:
+                del destination.posted[part]  # it waits: should this link end before its turn, that is once enough
                 self._put(detour.source, write)
         self._pump()
         self._n_detours += 1
