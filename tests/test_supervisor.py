@@ -16,6 +16,7 @@ import time
 import pytest
 
 from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.daemons import LEFT_BEHIND
 from bpsfast.launch.output import Output
 from bpsfast.launch.supervisor import Limits, Supervisor
 
@@ -50,6 +51,13 @@ def supervise(*commands: Command, limits: Limits = _FAST, **options):
     with contextlib.closing(Output(out, err, **options)) as output:
         code = Supervisor(commands, limits=limits, output=output).run()
     return code, out.getvalue().decode(), err.getvalue().decode()
+
+
+def fifo(folder) -> str:
+    """Make a named pipe: who reads it goes on when who writes it has opened it and ended."""
+    path = str(folder / "gate")
+    os.mkfifo(path)
+    return path
 
 
 def test_every_line_says_whose_it_is():
@@ -221,6 +229,30 @@ def test_a_daemon_that_fails_is_named():
     )
     assert code == 4
     assert "helper 0 failed first" in err
+
+
+def test_a_helper_that_a_job_has_left_behind_fails_nothing(tmp_path):
+    code, _, err = supervise(
+        program("rank 0", f"open({(gate := fifo(tmp_path))!r}).read()"),
+        program("helper 0", f"open({gate!r}, 'w'); raise SystemExit({LEFT_BEHIND})", Kind.HELPER))
+    assert code == 0 and f"helper 0 ended with exit code {LEFT_BEHIND}: the job goes on without it" in err, err
+
+
+def test_neither_does_one_that_ends_so_while_all_leave(tmp_path):
+    gate = fifo(tmp_path)
+
+    class Attentive(Supervisor):
+        def _enter(self, phase):
+            super()._enter(phase)
+            if phase == "leaving":
+                open(gate, "w").close()
+
+    out, err = io.BytesIO(), io.BytesIO()
+    with contextlib.closing(Output(out, err)) as output:
+        code = Attentive([program("rank 0", ""), program(
+            "helper 0", f"open({gate!r}).read(); raise SystemExit({LEFT_BEHIND})", Kind.HELPER)],
+            limits=Limits(job_s=60.0, after_ranks_s=20.0), output=output).run()
+    assert code == 0 and b"helper 0 ended with exit code" in err.getvalue()
 
 
 def test_a_daemon_that_ends_well_ends_nothing():

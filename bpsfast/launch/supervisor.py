@@ -168,7 +168,7 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if self._phase == "run" and self._can_be_missed(process):
+            if self._phase in ("run", "leaving") and self._can_be_missed(process):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
                 self._missed.append(process)
             elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
