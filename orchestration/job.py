@@ -342,9 +342,9 @@ class Job:
         return self._gone(now, lost, error)
 
     def _settle(self, now: float, sender: bytes) -> Outgoing:
-        """Do without the helper that has called *sender* lost, which is heard."""
-        settled = self._losses.settle(now, sender) if self._admitted else None
-        return [] if settled is None else self._gone(now, *settled)
+        """Do without the helpers that have called *sender* lost, which is heard."""
+        settled = self._losses.settle(now, sender) if self._admitted else ()
+        return [each for helper, error in settled for each in self._gone(now, helper, error)]
 
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""

@@ -32,8 +32,8 @@ class Losses:
         self._timeout_s = timeout_s
         self._epoch = FIRST_EPOCH
         self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a recovery began
-        #: By a node with ranks: when a helper has called it lost, which one, and why.
-        self._doubts: dict[bytes, tuple[float, bytes, PeerLostError]] = {}
+        #: By a node with ranks, and a helper that has called it lost: when, and why.
+        self._doubts: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
         #: The recovery under way.
         self.recovery: Recovery | None = None
 
@@ -45,14 +45,13 @@ class Losses:
 
     def doubt(self, now: float, lost: bytes, helper: bytes, error: PeerLostError) -> None:
         """Note that *helper* calls *lost*, a node with ranks, lost for *error*."""
-        self._doubts.setdefault(lost, (now, helper, error))
+        self._doubts.setdefault(lost, {}).setdefault(helper, (now, error))
 
-    def settle(self, now: float, sender: bytes) -> tuple[bytes, PeerLostError] | None:
-        """Return the helper that has called *sender* lost, which is heard, and why: they do not reach each other."""
-        if sender not in self._doubts or now - self._doubts[sender][0] < _ALIVE_S:
-            return None
-        _, helper, error = self._doubts.pop(sender)
-        return helper, error
+    def settle(self, now: float, sender: bytes) -> list[tuple[bytes, PeerLostError]]:
+        """Return the helpers that have called *sender* lost, which is heard, and why: they do not reach each other."""
+        doubts = self._doubts.get(sender, {})
+        due = [helper for helper, (since, _) in doubts.items() if now - since >= _ALIVE_S]
+        return [(helper, doubts.pop(helper)[1]) for helper in due]
 
     def lose(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Do without the helper behind *sender*: begin a recovery, or begin anew the one under way."""

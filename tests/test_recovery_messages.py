@@ -55,6 +55,19 @@ def test_a_lost_helper_is_told_farewell_and_all_others_freeze(how):
     assert not table.job.over
 
 
+def test_all_helpers_that_have_called_a_worker_lost_are_done_without_when_it_is_heard():
+    table = LossyTable().commit()
+    for helper in (b"H", b"I"):
+        table.say(helper, m.Lost(who="node 1", reason="reset"))
+        table.now += 0.06
+    table.say(b"B", m.Heartbeat(sequence=1))
+    assert [each.lost for each in table.got(b"A", m.Freeze)] == [(2,)], "the other one has only just said so"
+    table.now += 0.06
+    table.say(b"B", m.Heartbeat(sequence=2))
+    assert [each.lost for each in table.got(b"A", m.Freeze)] == [(2, 3)] and not table.job.over
+    assert len(table.got(b"I", m.Abort)) == 1
+
+
 def test_a_helper_is_kept_that_was_right_about_a_worker():
     table = LossyTable().commit()
     table.say(b"H", m.Lost(who="node 1", reason="its process is gone"))
