@@ -61,6 +61,15 @@ static inline int bps_is_at(const struct bps_part *part, uint32_t after)
     return part->round == after || part->round == after + 1;
 }
 
+/* Whether the result of `after` lies here whole, and only was not decoded yet: `keeper` has sent it after an earlier
+ * loss, and sends it no second time. (One that the lost owner has sent is dropped: a copy comes, which is waited for
+ * before anything else may be written there.) */
+static inline int bps_has_loan(const struct bps_part *part, uint32_t after, uint32_t keeper)
+{
+    return part->codec != NULL && part->codec->has_result && part->codec->result_round == after && !part->is_kept &&
+           part->kept_round == after && part->keeper == keeper;
+}
+
 /* A member's part has the new owner `owner`. What is complete up to `after` but not here comes from `keeper`; if that is
  * BPS_NOBODY, it lies here already and was only not announced. */
 static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t owner, uint32_t after, uint32_t keeper)
@@ -74,12 +83,13 @@ static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t own
                                                                                  : BPS_SUCCEEDED;
     if (status == BPS_SUCCEEDED) {
         part->owner = owner;
-        if (part->codec != NULL && part->codec->has_result) { /* not decoded yet: then it counts as not arrived */
+        int has_loan = bps_has_loan(part, after, keeper);
+        if (part->codec != NULL && part->codec->has_result && !has_loan) { /* not decoded yet: as if not arrived */
             part->codec->has_result = 0;
             part->codec->result_round--;
         }
         part->is_kept = 0;
-        if (!bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
+        if (!has_loan && !bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
             part->is_kept = keeper != BPS_NOBODY;
             part->keeper = keeper;
             part->kept_round = after;
