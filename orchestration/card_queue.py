@@ -34,7 +34,7 @@ class _Peer(Generic[Item]):
 
 
 class CardQueue(Generic[Item]):
-    """One `CreditQueue` for each peer, and whose turn it is. Never blocks; owner thread only, but for `hold` and counts.
+    """One `CreditQueue` for each peer, and whose turn it is. Never blocks; owner thread only, but for `hold`, counts.
 
     Parameters
     ----------

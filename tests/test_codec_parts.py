@@ -1,5 +1,4 @@
-"""Compressed parts in one engine: frames that another node got wrong, results that a loss overtakes, and what retires them.
-"""
+"""Compressed parts in one engine: wrong frames of other nodes, results that a loss overtakes, and what retires them."""
 from __future__ import annotations
 
 import contextlib
