@@ -98,7 +98,7 @@ def main() -> None:
 
     @elastic.run
     def train(state: Counted) -> int:
-        job = member._job if member is not None else 0
+        job = member.job if member is not None else 0
         print(json.dumps({"job": job, "rank": bpsfast.rank(), "node": current.current().node,
                           "size": bpsfast.size()}), file=log)
         while state.step < int(n_steps):

@@ -65,7 +65,8 @@ class Member:
         self._line = connect(host, port, line_key(security.job_key(key, "")))
         self._quiet_fd = os.eventfd(0)  # to wait on lines takes a descriptor, which nobody here uses
         self._line.tell(Hello(rank=self.number))
-        self._job = 0
+        #: The job that was joined last, counted from 1.
+        self.job = 0
         self._formed: Formed | Refused | Over | None = None
         self._values: dict[str, str] = {}
         self._void: dict[int, str] = {}
@@ -133,14 +134,14 @@ class Member:
             kind = getattr(errors, found.error, None)
             is_ours = isinstance(kind, type) and issubclass(kind, BpsError)
             raise (kind if is_ours else PeerLostError)(found.reason)
-        self._job, self.lost_worker = found.job, found.lost_worker
+        self.job, self.lost_worker = found.job, found.lost_worker
         self._values = {}
         return found
 
     def _why_void(self) -> str | None:
         """Return why the job that is being joined will not come together, None if nothing is known."""
         self._listen(0.0)
-        return self._void.get(self._job)
+        return self._void.get(self.job)
 
     def _listen(self, timeout_s: float) -> None:
         if timeout_s > 0.0:
@@ -149,11 +150,11 @@ class Member:
             match message:
                 case Formed() | Refused() | Over():
                     self._formed = message
-                case Value() if message.job == self._job:
+                case Value() if message.job == self.job:
                     self._values[message.key] = message.value
                 case Void():
                     self._void = {message.job: message.reason}
-                case Newcomers() if message.job == self._job:
+                case Newcomers() if message.job == self.job:
                     self._newcomers = message.count
 
     # -- the store of a job ----------------------------------------------------------------------------------------
@@ -181,18 +182,18 @@ class _Store:
     """`rendezvous.Store` of one job."""
 
     def __init__(self, member: Member, job: int) -> None:
-        self._member, self._job = member, job
+        self._member, self.job = member, job
         self._counters: dict[str, int] = {}
 
     def set(self, key: str, value: str, /) -> None:
-        self._member.put(self._job, key, value)
+        self._member.put(self.job, key, value)
 
     def get(self, key: str, /) -> bytes:
-        return self._member.value(self._job, key, 0.0).encode()
+        return self._member.value(self.job, key, 0.0).encode()
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         for key in keys:
-            self._member.value(self._job, key, timeout.total_seconds())
+            self._member.value(self.job, key, timeout.total_seconds())
 
     def add(self, key: str, amount: int, /) -> int:
         """Count here: what `rendezvous` counts is this rank's own, and each job has a store of its own."""
