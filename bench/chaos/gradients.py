@@ -27,7 +27,12 @@ def digest(array: npt.NDArray[np.float32]) -> str:
     return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
 
 
-def expected(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> str:
-    """Return the digest of the sum in which each rank's input is once: by machine, and ranks of one first."""
+def summed(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> npt.NDArray[np.float32]:
+    """Return the sum in which each rank's input is once: by machine, and ranks of one first."""
     partials = [functools.reduce(np.add, (pushed(rank, step, gradient) for rank in ranks)) for ranks in machines]
-    return digest(functools.reduce(np.add, partials))
+    return functools.reduce(np.add, partials)
+
+
+def expected(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> str:
+    """Return the digest of that."""
+    return digest(summed(machines, step, gradient))

@@ -9,21 +9,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
-                "reset connections", "lost rank", "lost node", "lost scheduler"]
+                "reset connections", "lost rank", "lost node", "lost scheduler", "lost worker, shrink",
+                "lost worker, wait"]
 
 #: Those of which every rank must go on with the bits of a job that nothing happened to; of the others it may also end
 #: with an error that names who is lost.
 MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop",
-                                    "cut link", "reset connections")
+                                    "cut link", "reset connections", "lost worker, shrink",
+                                    "lost worker, wait")
 MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node", "lost scheduler")
 
 #: Those of jobs on two machines with a link between them, on which something happens.
 ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
 
+#: Those of elastic jobs, and the policy for lost workers. All of them have a quorum.
+LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
+
 #: How often each kind is among so many trials that follow each other.
 _HANDS: dict[Class, int] = {
     "undisturbed": 1, "lost helper": 4, "two helpers": 2, "hung helper": 2, "short stop": 3, "cut link": 2,
-    "reset connections": 2, "lost rank": 1, "lost node": 1, "lost scheduler": 2}
+    "reset connections": 2, "lost rank": 1, "lost node": 1, "lost scheduler": 2,
+    "lost worker, shrink": 2, "lost worker, wait": 2}
 DECK = sum(_HANDS.values())
 
 #: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
@@ -94,6 +100,8 @@ def draw(seed: int) -> Scenario:
     kind = deck[seed % DECK]
     ranks = chance.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2)])
     n_helpers = chance.choice([1, 2, 3]) if kind not in ("two helpers",) else 3
+    if kind in LOST_WORKER:
+        n_helpers = 0
     scenario = Scenario(seed, kind, ranks, n_helpers, chance.choice(["tcp", "auto"]),
                         chance.choice(["optimal", "ps"]), ())
     return Scenario(**{**scenario.__dict__, "faults": tuple(_faults(scenario, chance))})
@@ -128,3 +136,8 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
             return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
         case "lost scheduler":
             return [Fault(step, delay_s, "scheduler")]
+        case "lost worker, shrink":
+            return [Fault(step, delay_s, f"worker {chance.randrange(sum(scenario.ranks))}")]
+        case "lost worker, wait":
+            return [Fault(step + i * chance.choice([0, 5]), delay_s, f"worker {worker}") for i, worker in
+                    enumerate(chance.sample(range(sum(scenario.ranks)), chance.randint(1, sum(scenario.ranks) - 1)))]

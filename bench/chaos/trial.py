@@ -11,10 +11,11 @@ from pathlib import Path
 from bpsfast.cluster import FaultyLink, faulty_link
 from bpsfast.launch.daemons import LEFT_BEHIND
 
+from . import elastic_trial
 from .gradients import PARTITION_NBYTES
 from .history import RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
-from .scenario import LEASE_S, LINK, MAY_RAISE, ON_A_LINK, Fault, Scenario
+from .scenario import LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
 
 #: Nobody may wait for longer: a job that has not ended by then hangs.
 _HANG_S = 120.0
@@ -53,6 +54,9 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
     """Run the trial; *folder* keeps histories and outputs. Everything it starts has ended when this returns."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
+    if scenario.kind in LOST_WORKER:
+        outcome, words = elastic_trial.run(scenario, folder)
+        return Verdict(scenario.seed, scenario.kind, outcome, words, time.monotonic() - begin)
     lacking = faulty_link.missing() if scenario.kind in ON_A_LINK else None
     if lacking is not None:
         return Verdict(scenario.seed, scenario.kind, "skipped", lacking, 0.0)

@@ -5,7 +5,7 @@ import copy
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -111,6 +111,10 @@ class ObjectState(State):
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
         self.save()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save(self) -> None:
         """See `State`."""

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 
-from ..elastic.member import enlisted
 from ..orchestration.errors import ClosedError, ConfigError, MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.current import barrier, local_rank, local_size, rank, size
@@ -72,6 +71,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
     ClosedError
         Without `suspend`.
     """
+    from ..elastic.member import enlisted
+
     global _suspended
     if num_workers < 1 or num_servers < 0 or global_rank < 0:
         raise ConfigError(f"resume(num_workers={num_workers}, num_servers={num_servers}, global_rank={global_rank}): "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,6 +46,10 @@ class TorchState(State):
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
         self.save()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save(self) -> None:
         """See `State`."""
