@@ -133,9 +133,13 @@ def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):
     for worker in (first, second):
         assert worker.hears(Formed).job == 2
     second.say(Want, job=2, key="a")
+    first.say(Want, job=1, key="a")
     first.say(Put, job=2, key="big", value="x" * (muster_line.MOST_VALUE_NBYTES + 1))
     first.say(Put, job=2, key="a", value="y")
     assert second.hears(Value) == Value(2, "a", "y"), "not that of the job before"
+    first.say(Add, count=1)
+    assert first.hears(Added).count == 0
+    assert not any(isinstance(message, Value) for message in first.heard), "who asks for a job's that is over"
 
 
 def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(muster):
