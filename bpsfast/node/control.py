@@ -228,12 +228,16 @@ class Node:
                 self._is_alone = True
                 raise
 
-    def _tick(self) -> None:
+    def catch_up(self) -> None:
+        """Do all that the scheduler has said until now."""
         self._breathe()
         while self._unread:
             message = self._unread.pop(0)
             self._n_control += 1
             self._handlers[type(message)](message)
+
+    def _tick(self) -> None:
+        self.catch_up()
         self._home.flush()
         self._vertex.flush()
 

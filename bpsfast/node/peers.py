@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long ranks have to read why a job was aborted, and a scheduler to say what a lost peer means.
+#: How long ranks have to read why a job was aborted; and, if the lease is no longer, a scheduler to say what a lost
+#: peer means: it may have to hear first whether that one lives.
 GRACE_S = 2.0
 
 
@@ -172,12 +173,13 @@ class Peers:
             self._node.fail(self._node.vertex.engine_error)
             return
         who, index = self._node.vertex.who(source)
+        if index in self._parted:
+            return
         if code == errno.EPROTO or index is None:
             what = self._node.vertex.why_lost(index, code) if index is not None else os.strerror(code)
+            # It ends the job, for all of us: what that one does sum may be as wrong.
             rubbish = f"{who} announced or sent what fits no partition ({what})"
-            self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), who)
-            return
-        if index in self._parted:
+            self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), "" if index is not None else who)
             return
         reason = f"its data connection ended ({self._node.vertex.why_lost(index, code)})"
         if self._detours is None or not self._detours.begin(index, reason):
@@ -196,9 +198,14 @@ class Peers:
         log.info("node %d (%s) is lost: %s", index, host, reason)
         self._node.send(messages.Lost(who=f"node {index}", reason=reason))
         error = PeerLostError(f"node {index} ({host}) is lost: {reason}")
-        self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
+        wait_s = max(GRACE_S, self._settings.lease_s)  # one that is silent for longer is lost itself
+        self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
 
     def _without_word(self, index: int, error: PeerLostError) -> None:
-        """End the job unless the scheduler has said meanwhile that it goes on without node *index*."""
+        """End the job unless the scheduler has said meanwhile that it goes on without node *index*.
+
+        A helper ends alone, and says so: the job can do without it.
+        """
+        self._node.catch_up()  # this thread may have been at work for longer than the scheduler took
         if index not in self._parted:
-            self._node.fail(error, tell=False)
+            self._node.fail(error, tell=not self._home.ranks)
