@@ -30,7 +30,9 @@ from .standing import Standing
 class Estate:
     """The memory that a lost node of this host has left: it lasts for as long as somebody has it mapped.
 
-    Nobody else writes there: the lost process was killed, if it was not dead, before anything is taken over.
+    The lost process writes there no more: it was killed, if it was not dead, before anything is taken over. Members
+    near it all read there. One that becomes the owner writes there; if a node behind a wire does, each of them receives
+    its results there: the same bytes at the same place, and none tells its ranks before they have come to itself.
     """
 
     def __init__(self, link: ShmLink, regions: Regions) -> None:

@@ -129,6 +129,7 @@ class Wiring:
             for number, part in enumerate(unit.parts):
                 self._count_on(unit, number, part)
         self._holdings |= generation.holdings
+        self._forget_early(generation)
 
     def _count_on(self, unit: UnitPlan, number: int, part: PartPlan) -> None:
         """Remember *part*, the *number*-th of *unit*, under its owner, who is new."""
@@ -226,6 +227,7 @@ class Wiring:
                 known = self.parts.get(part.part)
                 if known is None or known.owner != part.owner:
                     self._count_on(unit, number, part)
+        self._forget_early(generation)
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
@@ -245,6 +247,10 @@ class Wiring:
                 link.tell(message, [chunk.segment.fileno()])
 
     # -- innards ------------------------------------------------------------------------------------------
+
+    def _forget_early(self, committed: Generation) -> None:
+        """Drop what was said of generations before the one that is *committed*: they were withdrawn."""
+        self._early = {number: said for number, said in self._early.items() if number > committed.plan.generation}
 
     def _give_back(self, holding: Holding) -> None:
         for index, part in holding.bound:
