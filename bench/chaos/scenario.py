@@ -24,6 +24,8 @@ ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
 
 #: Those of elastic jobs, and the policy for lost workers. All of them have a quorum.
 LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
+#: Those of which the job must have gone on without somebody.
+_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers")
 
 #: How often each kind is among so many trials that follow each other.
 _HANDS: dict[Class, int] = {
@@ -44,7 +46,8 @@ HANG_S = 2 * LEASE_S
 
 @dataclass(frozen=True)
 class Fault:
-    """At `delay_s` after rank 0 has begun `step` the process `role` is killed, or stopped for `seconds` if not 0.
+    """At `delay_s` after rank 0 has begun `step`, or after the fault before, the process `role` is killed, or stopped
+    for `seconds` if not 0.
 
     Or something happens to the link: nothing that the machines `senders` send arrives for `seconds`, or `n_resets`
     connections are reset in the middle of what they carry.
@@ -76,6 +79,11 @@ class Scenario:
         return N_STEPS_AFTER + max((fault.step for fault in self.faults), default=0)
 
     @property
+    def n_recoveries(self) -> int:
+        """How often the job has to go on without somebody, at least: losses that follow each other may be one."""
+        return int(self.kind in _ALWAYS_MISSED)
+
+    @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each machine."""
         first, found = 0, []
@@ -90,6 +98,13 @@ class Scenario:
         if role == "rank":
             number = str(next(i for i, ranks in enumerate(self.machines) if int(number) in ranks))
         return "b" if role != "scheduler" and int(number) % 2 else "a"
+
+    def names_of(self, process: str) -> tuple[str, ...]:
+        """Return what an error may call *process* when it is lost: its own name, or the node that it is, or is on."""
+        role, _, number = process.partition(" ")
+        if role == "rank":
+            return process, f"node {next(i for i, ranks in enumerate(self.machines) if int(number) in ranks)}"
+        return (process, f"node {len(self.ranks) + int(number)}") if role == "helper" else (process,)
 
 
 def draw(seed: int) -> Scenario:
@@ -120,7 +135,7 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
         case "two helpers":
             first, second = chance.sample(helpers, 2)
             later_s = chance.choice([0.0, 0.005, 0.02, 0.1])  # at once, or while the job recovers from the first
-            return [Fault(step, delay_s, first), Fault(step, delay_s + later_s, second)]
+            return [Fault(step, delay_s, first), Fault(step, later_s, second)]
         case "hung helper":
             return [Fault(step, delay_s, chance.choice(helpers), HANG_S)]
         case "short stop":
