@@ -256,7 +256,8 @@ def end_when_silent(sock: socket.socket, lease_s: float) -> None:
     """Have the kernel end *sock* once its peer has acknowledged nothing for half of *lease_s*; idle ones are probed.
 
     Without, a connection that the other machine knows nothing of any more is kept for a quarter of an hour, and for
-    ever if nothing is sent. The other half of the lease is there to connect anew.
+    ever if nothing is sent. The other half of the lease is there to connect anew. A peer that acknowledges and reads
+    nothing for so long (a zero window) is ended in the same way: that costs a new connection.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
