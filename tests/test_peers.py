@@ -18,7 +18,7 @@ HELPER, RANK = 3, 4
 
 
 class Control:
-    """What a node's control loop is to its peers; `ends`: how `fail` was called; `word`: what is there to catch up with."""
+    """What a node's control loop is to its peers; `ends`: how `fail` was called; `word`: what is there to be read."""
 
     name = "node 0"
     ending = False
