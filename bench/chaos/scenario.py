@@ -29,9 +29,9 @@ _ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers")
 
 #: How often each kind is among so many trials that follow each other.
 _HANDS: dict[Class, int] = {
-    "undisturbed": 1, "lost helper": 4, "two helpers": 2, "hung helper": 2, "short stop": 3, "cut link": 2,
-    "reset connections": 2, "lost rank": 1, "lost node": 1, "lost scheduler": 2,
-    "lost worker, shrink": 2, "lost worker, wait": 2}
+    "undisturbed": 1, "lost helper": 3, "two helpers": 2, "hung helper": 1, "short stop": 2, "cut link": 2,
+    "reset connections": 3, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "lost worker, shrink": 3,
+    "lost worker, wait": 3}
 DECK = sum(_HANDS.values())
 
 #: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
