@@ -4,6 +4,7 @@
     declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
+    a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
 
 Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
@@ -23,6 +24,7 @@ from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .inquiries import Inquiries
+from .joinings import Joinings
 from .losses import FIRST_EPOCH, Losses
 from .placement import check_policy
 from .roster import Roster
@@ -80,12 +82,13 @@ class Job:
         self._declarations: Declarations
         self._generations: Generations
         self._losses: Losses
+        self._joinings: Joinings
         self._barriers: Barriers
         self._inquiries: Inquiries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
             m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen,
-            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
+            m.Meets: self._meets, m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
         }
 
     @property
@@ -147,40 +150,70 @@ class Job:
                 out += self._gone(now, sender, PeerLostError(
                     f"{self._name(sender)} has been silent for {now - seen:.1f} s (lease_s = "
                     f"{self.settings.lease_s:g})"))
-        if self._admitted and (overdue := self._losses.overdue(now)) is not None:
-            out += self.abort(overdue)
+        if self._admitted:
+            out += self._expire(now)
         if self.over:
             return out
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.settings.heartbeat_s
             self._n_heartbeats += 1
-            out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats))
+            out += self._to_everybody(m.Heartbeat(sequence=self._n_heartbeats))
         if self._admitted:
             out += self._inquiries.expire(now)
         return out
+
+    def _expire(self, now: float) -> Outgoing:
+        out: Outgoing = []
+        for sender, error in (*self._joinings.overdue(now), *self._losses.overdue_newcomers(now)):
+            out += self._gone(now, sender, PeerLostError(str(error)))
+        overdue = self._losses.overdue(now)
+        return out if overdue is None else out + self.abort(overdue)
 
     def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
         """End the job with *error* on everybody except *but*."""
         if self.over:
             return []
         self.aborted = m.Abort(error=type(error).__name__, reason=str(error))
-        return [each for each in self._to_all(self.aborted) if each[0] not in but]
+        return [each for each in self._to_everybody(self.aborted) if each[0] not in but]
 
     # -- joining ------------------------------------------------------------------------------------------
 
     def _newcomer(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
-        if self.finished or self._admitted:
+        if self.finished:
             return [(sender, m.Refuse(error="ConfigError", reason=(
-                f"the job is already complete with {len(self._admission.joins)} nodes; the node on host {join.host} "
-                f"(pid {join.pid}) is one too many")))]
+                f"the job is over; the node on host {join.host} (pid {join.pid}) comes too late")))]
+        refusal = self._joinings.refusal(sender, join) if self._admitted else None
+        if refusal is not None:
+            return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
         self._last_seen[sender] = now
+        if self._admitted:
+            self._rates.append(join.nic_rate_bytes)
+            return self._joinings.admit(now, sender, join)
         return self._join(sender, join)
+
+    def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
+        return self._joinings.meets(sender, message, dict(enumerate(self._rates))) + self._take_in(now)
+
+    def _take_in(self, now: float) -> Outgoing:
+        """Let newcomers take part who are connected, and give those their share who have not got it."""
+        if self._losses.recovery is not None or self._unmeasured:
+            return []
+        out = self._losses.take_in(now, self._joinings.take_linked())
+        self._know()
+        return out
+
+    def _know(self) -> None:
+        """Count on the nodes that there are, with what is known of their NICs."""
+        self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
+                                for node, rate in zip(self._roster.nodes, self._rates)], self._roster.absent)
 
     def _join(self, sender: bytes, join: m.Join) -> Outgoing:
         """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
         if self._admitted:
+            if self._joinings.is_coming(self._roster.index_of(sender)):
+                return []  # other counts: of no matter for a job that runs
             return self.abort(ProtocolError(f"{self._name(sender)} joined twice"))
         mismatch = self._admission.check(join)
         if mismatch is not None:
@@ -204,6 +237,7 @@ class Job:
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
             fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round)
         self._losses = Losses(roster, self._generations, settings.start_timeout_s)
+        self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings.start_timeout_s)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
@@ -228,8 +262,7 @@ class Job:
     def _all_measured(self) -> Outgoing:
         if self._unmeasured:
             return []
-        self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
-                                for node, rate in zip(self._roster.nodes, self._rates)])
+        self._know()
         return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._plan()
 
     # -- declaring ----------------------------------------------------------------------------------------
@@ -269,6 +302,9 @@ class Job:
         names = self._generations.abandon(message.generation)
         recovery = self._losses.recovery
         if recovery is not None and message.generation == recovery.generation:
+            if recovery.joined:
+                return self._losses.leave_as_it_is(now, f"{self._name(sender)} cannot prepare for that: "
+                                                        f"{message.reason}")
             return self.abort(CapacityError(f"{self._name(sender)} cannot go on without what the job has lost "
                                             f"({recovery.reason}): {message.reason}"))
         if not names:
@@ -323,7 +359,7 @@ class Job:
             answers = self._inquiries.rank_left(message.rank)
             return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
         self.finished = True
-        return self._to_all(m.Finish())
+        return self._to_everybody(m.Finish())
 
     # -- losses -------------------------------------------------------------------------------------------
 
@@ -353,8 +389,10 @@ class Job:
         if not self._admitted or self._losses.is_worker(sender):
             return self.abort(error)
         del self._last_seen[sender]
-        out = self._losses.lose(now, sender, error)
         index = self._roster.index_of(sender)
+        if self._joinings.is_coming(index):
+            return self._joinings.give_up(index, error)
+        out = self._losses.lose(now, sender, error)
         if index in self._unmeasured:
             self._unmeasured.remove(index)
             out = self._all_measured() + out  # what waits for it is planned after the commit
@@ -367,9 +405,12 @@ class Job:
             return self.abort(exc)
 
     def _go_on(self, now: float) -> Outgoing:
-        """Do what was put off until a recovery's commit."""
+        """Do what was put off until a recovery's commit; newcomers come first."""
+        out = self._take_in(now)
+        if self._losses.recovery is not None:
+            return out
         deferred, self._deferred = self._deferred, []
-        out = self._plan()
+        out += self._plan()
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out
@@ -382,6 +423,11 @@ class Job:
             return self._roster.describe_node(self._roster.index_of(sender))
         join = self._admission.joins[sender]
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
+
+    def _to_everybody(self, message: m.Message) -> Outgoing:
+        """Return *message* to all who take part, and to those who come late."""
+        return self._to_all(message) + [(self._roster.senders[index], message)
+                                        for index in sorted(self._roster.joining)]
 
     def _to_all(self, message: m.Message) -> Outgoing:
         senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)

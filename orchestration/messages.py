@@ -238,16 +238,27 @@ class PrepareFailed(Message):
 
 
 class Frozen(Message):
-    """Nothing is summed or passed on at this node, and nothing can come any more from those whom `Freeze` names.
+    """Nothing is summed or passed on at this node, and nothing can come any more from those whom `Freeze` calls lost.
 
-    `progress`: of partitions that those owned and ranks here push, (part, the last round that was passed on from here,
-    the last one that is complete here, the node in whose memory ranks here read results). `near`: the nodes that this
+    `progress`: of partitions that those owned and ranks here push (if somebody has joined: of all partitions that ranks
+    here push, or that are owned here), (part, the last round that was passed on from here, the last one that is
+    complete here, the node in whose memory ranks here read results, -1 without such ranks). `near`: the nodes that this
     one shares memory with, those included that are lost.
     """
 
     epoch: int
     progress: tuple[tuple[int, int, int, int], ...] = ()
     near: tuple[int, ...] = ()
+
+
+class Meets(Message):
+    """This node expects the connections of node `node`, which comes late; `is_linked`: they are there.
+
+    From node `node` itself: it is connected to all that it exchanges gradients with.
+    """
+
+    node: int
+    is_linked: bool = False
 
 
 class BarrierEnter(Message):
@@ -373,11 +384,29 @@ class NodeInfo(Record):
 
 
 class Welcome(Message):
-    """All have joined: your index, everybody in node order (the order of the association), the epoch."""
+    """All have joined: your index, everybody in node order (the order of the association), the epoch.
+
+    `is_late`: the job runs already; connect, answer `Meets`, and take part from the next `Freeze` on. `lost`: those of
+    `nodes` that are not there any more, or not yet.
+    """
 
     index: int
     epoch: int
     nodes: tuple[NodeInfo, ...]
+    is_late: bool = False
+    lost: tuple[int, ...] = ()
+
+
+class Joined(Message):
+    """A node without ranks comes late: expect its connections, answer `Meets`, and again once they are there."""
+
+    node: NodeInfo
+
+
+class NotComing(Message):
+    """Node `node`, which was to come late, will not: expect it no more."""
+
+    node: int
 
 
 class Rates(Message):
@@ -413,11 +442,15 @@ class Commit(Message):
 
 
 class Freeze(Message):
-    """First step into `epoch`: sum and pass on nothing, part with nodes `lost`, answer `Frozen`."""
+    """First step into `epoch`: sum and pass on nothing, part with nodes `lost`, answer `Frozen`.
+
+    `joined`: nodes that are taken in, unless they were before, and are to get their share of the sums.
+    """
 
     epoch: int
     lost: tuple[int, ...]
     reason: str
+    joined: tuple[int, ...] = ()
 
 
 class Succession(Record):
@@ -425,6 +458,10 @@ class Succession(Record):
 
     The result of `kept_round` is there somewhere; nodes `lacking` get it from node `keeper`, which has sent it already
     if it is `lent`: at the recovery before.
+
+    Or in the place of node `giver`, which lives and has summed `kept_round` last: then it is the keeper, and has sent
+    that result. Nodes `pushed` have sent it their inputs of the next round, which they send the new owner as well. Who
+    has sent what arrives before anybody is `Ready`, so that nothing of the partition is under way at the commit.
     """
 
     part: int
@@ -433,6 +470,8 @@ class Succession(Record):
     keeper: int = -1
     lacking: tuple[int, ...] = ()
     lent: bool = False
+    giver: int = -1
+    pushed: tuple[int, ...] = ()
 
 
 class Recover(Message):
@@ -687,12 +726,13 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | BarrierEnter | Heartbeat
-    | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | Meets | BarrierEnter
+    | Heartbeat | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
 )
 SchedulerMessage = (
-    Welcome | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired | CreditChanged | DeclareFailed | BarrierDone
-    | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed | Abort | Finish
+    Welcome | Joined | NotComing | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired | CreditChanged
+    | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed
+    | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire

@@ -147,3 +147,4 @@ cdef extern from "succession.h" nogil:
     int bps_progress(bps_core *, uint32_t, uint32_t *, uint32_t *)
     int bps_follow(bps_core *, uint32_t, uint32_t, uint32_t, uint32_t)
     int bps_succeed(bps_core *, uint32_t, bps_part *, uint32_t)
+    int bps_give_up(bps_core *, uint32_t, bps_part *, uint32_t)

@@ -32,7 +32,8 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
                   uint32_t first_round, int64_t kept_round=-1) except -1:
     """Put *fresh* into the table as part *index*, with these *inputs*, (source, slot), and what is its own.
 
-    Its rounds are counted from *first_round* on. With *kept_round* >= 0 in the place of an owner that is gone (`bps_succeed`).
+    Its rounds are counted from *first_round* on. With *kept_round* >= 0 in the place of an owner that is gone
+    (`bps_succeed`), or, a member's, of one that was owned here (`bps_give_up`).
     """
     cdef int status
     if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
@@ -66,10 +67,13 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
     for i, peer in enumerate(shm_peers):
         fresh.shm_peers[i] = peer
     if kept_round >= 0:
-        status = bps_succeed(core, index, &fresh, <uint32_t>kept_round)
+        if fresh.owned:
+            status = bps_succeed(core, index, &fresh, <uint32_t>kept_round)
+        else:
+            status = bps_give_up(core, index, &fresh, <uint32_t>kept_round)
         if status != BPS_SUCCEEDED:
             bps_part_free(&fresh)
-            _succeeded(status, f"part {index} after round {kept_round}")
+            _succeeded(status, f"part {index} after round {kept_round}", "here" if fresh.owned else "elsewhere")
     elif bps_table_put(core, index, &fresh):
         bps_part_free(&fresh)
         raise ValueError(f"part {index} is there already")

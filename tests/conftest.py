@@ -72,6 +72,7 @@ class Job:
                                    reserved.getsockname(), self.key.hex())
             self.ranks: list[subprocess.Popen] = []
             self.daemons: dict[str, subprocess.Popen] = {}
+            self._helpers = {command.name: command for command in commands if command.kind is Kind.HELPER}
             self._pipes: list[Connection] = []
             try:
                 for command in commands:
@@ -142,6 +143,13 @@ class Job:
             process.kill()
         for process in lost:
             process.wait(10)
+
+    def add(self, *names: str) -> None:
+        """Start helpers while the job runs: lost ones again, or others like the first."""
+        for name in names:
+            like = self._helpers.get(name, next(iter(self._helpers.values())))
+            environ = {**like.environ, "BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
+            self.daemons[name] = subprocess.Popen(like.argv, env=environ, stdin=subprocess.DEVNULL)
 
     # -- innards ---------------------------------------------------------------------------------------------------
 

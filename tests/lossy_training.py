@@ -67,3 +67,18 @@ def counts() -> tuple[int, int]:
     """How often the node of this rank has gone on without somebody, and how many results it has lent others then."""
     counters = bpsfast.stats().counters
     return counters["recoveries"], counters["dispatch_lent"]
+
+
+def changes() -> tuple[int, int]:
+    """How often the node of this rank has gone on without somebody, and how many late nodes it has taken in."""
+    counters = bpsfast.stats().counters
+    return counters["recoveries"], counters["joined"]
+
+
+def until_joined(n: int, timeout_s: float = 30.0) -> int:
+    """Wait until the node of this rank has taken in *n* late nodes; return how many bytes helpers sum."""
+    deadline = time.monotonic() + timeout_s
+    while changes()[1] < n:
+        assert time.monotonic() < deadline, f"{changes()[1]} of {n} have come within {timeout_s:g} s"
+        time.sleep(0.01)
+    return n

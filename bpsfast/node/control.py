@@ -3,7 +3,7 @@
     gather    local ranks attach (a helper has none)
     join      Join -> Welcome -> connect to all peers -> Attached
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
-              a helper is lost: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
+              a helper is lost, or has come: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
     end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
 
 Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
@@ -88,7 +88,8 @@ class Node:
         self._strength = strength.of(settings, self._data_listener.getsockname()[0])
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
-        self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with)
+        self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with,
+                                  self._peers.take_in)
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._unread: list[messages.Message] = []
@@ -97,7 +98,8 @@ class Node:
         self._exit_code: int | None = None
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
-            messages.Welcome: self._on_welcome, messages.Rates: self._peers.rates_known,
+            messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
+            messages.NotComing: self._peers.not_coming, messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
             messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,
@@ -182,7 +184,8 @@ class Node:
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
-        survives = tell and self._vertex.connected and not self._home.ranks and not self._is_alone
+        has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
+        survives = tell and has_begun and not self._home.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else 1)
 
     def _leave(self, error: BpsError, code: int) -> None:
@@ -196,7 +199,8 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted here."""
-        return told(self._vertex, self._n_control) | {"recoveries": self._recovery.count}
+        return told(self._vertex, self._n_control) | {"recoveries": self._recovery.count,
+                                                         "joined": self._recovery.n_joined}
 
     def _end(self, code: int) -> None:
         self._exit_code = code

@@ -82,7 +82,7 @@ class Installation:
                 if vault is not None:
                     vault.is_engaged = True
             else:
-                self._join_in(unit, part, outputs, holding)
+                self._engine.add_member(part.part, **self.member(unit, part, outputs, holding, unit.first_round))
             holding.parts.append(part)
 
     def _codec(self, unit: UnitPlan, part: PartPlan, holding: Holding) -> PartCodec:
@@ -117,8 +117,12 @@ class Installation:
             if link is not None:
                 nbytes = part.nbytes if codec is None else part.wire_nbytes
                 slot = self._allocate(holding, self._regions.slots, nbytes).address
+                holding.owned.setdefault(part.part, []).append((self._regions.slots, slot, nbytes))
                 bind(holding, link, unit, part, (slot, slot), codec is not None, first_round)
             (before if index < self._me.index else after).append((self._sources[index], slot))
+        if not members.local:
+            holding.owned.setdefault(part.part, []).extend(
+                (self._regions.results, address, part.nbytes) for address in outputs)
         vault: Vault | None = None
         if unit.store is not None:
             vault = self._vaults.take(unit, part, self._room["store"])
@@ -141,7 +145,11 @@ class Installation:
         at = self._allocate(holding, self._regions.results, 2 * nbytes).address
         return at, at + nbytes
 
-    def _join_in(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding) -> None:
+    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int,
+               partial: Place | None = None) -> dict[str, Any]:
+        """Return what `Engine.add_member` needs for *part*, of which the result is read at *outputs*: allocated, but
+        for the *partial* if there is one, and from *first_round* on bound to the lane of the owner, if that is a wire.
+        """
         codec = self._codec(unit, part, holding) if self._standing.is_coded(unit) else None
         link = wire(self._links[part.owner])
         arriving = outputs
@@ -149,15 +157,17 @@ class Installation:
             arriving = self._frames(part, self._regions.slots, holding)
             codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
-            bind(holding, link, unit, part, arriving, codec is not None, unit.first_round)
+            bind(holding, link, unit, part, arriving, codec is not None, first_round)
             holding.arriving[part.part] = arriving
-        partial = Place(0, 0, 0)
-        if nbytes := self._standing.partial_nbytes(unit, part):
-            partial = self._allocate(holding, self._regions.partials, nbytes)
+        nbytes = self._standing.partial_nbytes(unit, part)
+        if partial is None:
+            partial = self._allocate(holding, self._regions.partials, nbytes) if nbytes else Place(0, 0, 0)
+        if nbytes:
+            holding.partials[part.part] = partial
         if codec is not None:
             codec = codec._replace(frame=partial.address)
-        self._engine.add_member(
-            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+        return dict(
+            nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=self._kernel(unit), local=list(self._standing.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
             rows=_rows(unit, part), first_round=unit.first_round,

@@ -73,6 +73,7 @@ class Vertex:
         self._moved: dict[int, dict[str, int]] = {}
         self._left: list[shm.ShmLink] = []  # by lost nodes of this host: their memory stays in use
         self._stopped = False
+        self._place_of: Callable[[int], int] = lambda index: index
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
         self.rails = rdma.Rails(settings, budget.least(settings.transport, MIN_SEGMENT_NBYTES))
@@ -124,21 +125,44 @@ class Vertex:
             self._ranks[rank.source] = rank.rank
             self._lanes[rank.source] = rank.lane
         self.transports.update(transports)
-        source_of = self._source_of
-        for index, link in sorted(self.links.items()):
-            if isinstance(link, shm.ShmLink):
-                source = engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
-            else:  # a wire
-                source = engine.add_wire_peer()
-                n_nodes = len(welcome.nodes)
-                self._dispatcher.add(source, link, (index - me.index) % n_nodes)
-            source_of[index] = source
-            self._sources[source] = f"node {index}", index
-        self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
+        self._place_of = lambda index: (index - me.index) % len(welcome.nodes)
+        for _, link in sorted(self.links.items()):
+            self._know(link)
+        self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on")
         self._dispatcher.start()
         for wired in self.wires():
-            wired.start(engine, source_of[wired.index])
+            wired.start(engine, self._source_of[wired.index])
+
+    def take_in(self, link: Link, transport: str) -> None:
+        """Make the node behind *link*, which comes late, a peer; the link is this object's to close from now on.
+
+        Raises
+        ------
+        CapacityError
+            If it is the first that is reached by RDMA, and memory cannot be registered for that.
+        """
+        self.links[link.index] = link
+        self.transports[f"node {link.index}"] = transport
+        self.rails.settle()
+        if self.rails.used and not self.regions.are_registered:
+            self.regions.register_with(self.rails)
+        self._know(link)
+        if isinstance(link, shm.ShmLink):
+            self.wiring.share_all(link)
+        else:
+            link.start(self.engine, self._source_of[link.index])
+
+    def _know(self, link: Link) -> None:
+        """Make the node behind *link* a source of the engine, and a destination of the service."""
+        assert self._dispatcher is not None
+        if isinstance(link, shm.ShmLink):
+            source = self.engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
+        else:  # a wire
+            source = self.engine.add_wire_peer()
+            self._dispatcher.add(source, link, self._place_of(link.index))
+        self._source_of[link.index] = source
+        self._sources[source] = f"node {link.index}", link.index
 
     def part_with(self, link: WireLink) -> bool:
         """Write nothing more over *link*, and let nothing more arrive; whether that is certain. Until `resume`."""
@@ -270,7 +294,7 @@ class Vertex:
                                     "still write into this node's memory")
 
     def succeed(self, generation: Generation, succession: Succession, order: tuple[int, ...]) -> None:
-        """Commit a frozen engine to new owners of parts whose owners were excluded."""
+        """Commit a frozen engine to new owners of parts whose owners were excluded, or give them up."""
         engine = self.engine
         assert self._dispatcher is not None
         self.wiring.succeeded(generation)

@@ -125,6 +125,11 @@ class Reunions:
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()
 
+    def expect(self, index: int) -> None:
+        """Know node *index*, which *peers* has from now on."""
+        with self._changed:
+            self._pairs[index] = _Pair()
+
     def give_up(self, index: int, why: str) -> None:
         """Refuse node *index* from now on: it is lost, whatever it says."""
         with self._changed:

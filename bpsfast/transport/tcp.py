@@ -148,6 +148,12 @@ class TcpLink:
         """Whether `fence` was called."""
         return self.fenced
 
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+        if self.fenced or not self.streams:
+            return self._rounds.get(part, 1)
+        return self.lane_of(part).next_round(part)
+
     def awaited(self) -> dict[int, int]:
         """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
         return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}

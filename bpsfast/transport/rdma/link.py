@@ -195,10 +195,14 @@ class RdmaLink:
         """Whether `fence` was called and every queue pair is gone: only then the memory is nobody's but ours."""
         return self.fenced and all(way.pair.closed for way in self._ways)
 
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+        anew = self._anew.get(part)
+        return self.lane_of(part).next_round(part) if anew is None else anew
+
     def awaited(self) -> dict[int, int]:
         """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-        anew = dict(self._anew)
-        return {part: anew[part] if part in anew else self.lane_of(part).next_round(part) for part in tuple(self.bound)}
+        return {part: self.next_round(part) for part in tuple(self.bound)}
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""
