@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lossy_training import changes, train, until_joined, until_step
+from tests.lossy_training import train, until_joined, until_step
 
 #: Ranks of each machine, as the job has them.
 SHAPES = {(1, 1): ((0,), (1,)), (2, 1): ((0, 1), (2,)), (1, 1, 1): ((0,), (1,), (2,))}
@@ -14,7 +14,7 @@ SHAPES = {(1, 1): ((0,), (1,)), (2, 1): ((0, 1), (2,)), (1, 1, 1): ((0,), (1,), 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
 def test_helpers_4_2_4(job, tmp_path, shape, transport, placement):
     machines, path = SHAPES[shape], tmp_path / "step"
-    started = job(shape, helpers=4, transport=transport, placement=placement, partition_bytes=65536)
+    started = job(shape, helpers=4, transport=transport, placement=placement, partition_bytes=65536, log_level="info")
     started.begin(train, machines, 0, 150, str(path))
     until_step(path, 10)
     started.lose("helper 1", "helper 2")
