@@ -8,7 +8,7 @@ Only nodes without ranks can come. Who is refused, dies, or is not connected in 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -73,8 +73,11 @@ class Joinings:
         """Whether node *index* is a newcomer that is not taken in."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.Meets, rates: Mapping[int, float]) -> Outgoing:
-        """Take the word of a node that it expects a newcomer, or is connected to it; *rates*: of NICs, by node."""
+    def meets(self, sender: bytes, message: m.Meets, rates: Sequence[float], units: Sequence[m.UnitPlan]) -> Outgoing:
+        """Take the word of a node that it expects a newcomer, or is connected to it.
+
+        *rates*: of NICs, by node; *units*: what is summed.
+        """
         coming = self._coming.get(message.node)
         if coming is None:
             return []  # it was given up meanwhile
@@ -87,7 +90,8 @@ class Joinings:
                       for node in self._roster.nodes)
         absent = tuple(sorted(self._roster.absent - {message.node}))
         return [(self._roster.senders[message.node], m.Welcome(
-            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, lost=absent))]
+            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, lost=absent,
+            kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units}))))]
 
     def take_linked(self) -> set[int]:
         """Return, once, the newcomers that are connected to all: they are to be taken in now."""

@@ -387,7 +387,7 @@ class Welcome(Message):
     """All have joined: your index, everybody in node order (the order of the association), the epoch.
 
     `is_late`: the job runs already; connect, answer `Meets`, and take part from the next `Freeze` on. `lost`: those of
-    `nodes` that are not there any more, or not yet.
+    `nodes` that are not there any more, or not yet; `kinds`: (dtype, op) of what is summed.
     """
 
     index: int
@@ -395,6 +395,7 @@ class Welcome(Message):
     nodes: tuple[NodeInfo, ...]
     is_late: bool = False
     lost: tuple[int, ...] = ()
+    kinds: tuple[tuple[str, str], ...] = ()
 
 
 class Joined(Message):

@@ -188,11 +188,15 @@ class Installation:
         return at, at + nbytes
 
     def _kernel(self, unit: UnitPlan) -> int:
-        from .. import kernels
-        from . import no_sum  # compiles: not before somebody needs a sum
+        return kernel(unit.dtype, unit.op, self._sums)
 
-        op = "sum" if unit.op == ROWS else unit.op
-        return kernels.address(unit.dtype, op) if self._sums else no_sum.address()
+
+def kernel(dtype: str, op: str, sums: bool) -> int:
+    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing (`no_sum`)."""
+    from .. import kernels
+    from . import no_sum  # compiles: not before somebody needs a sum
+
+    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else no_sum.address()
 
 
 def bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,

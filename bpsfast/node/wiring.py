@@ -6,7 +6,7 @@ another node cannot, `drop` forgets it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -20,7 +20,7 @@ from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
 from .coded_state import CodedState
 from .generation import Generation, Holding
-from .installation import Installation
+from .installation import Installation, kernel
 from .regions import Chunk, Regions
 from .standing import Standing
 from .succession import Estate, Succession
@@ -107,6 +107,11 @@ class Wiring:
     def _installation(self, room: dict[str, int], purpose: str) -> Installation:
         return Installation(self._me, self._engine, self._regions, self._links, self._sources, self._standing,
                             self._vaults, self._sums, room, purpose)
+
+    def warm(self, kinds: Iterable[tuple[str, str]]) -> None:
+        """Compile what sums of these (dtype, op) need: who comes late must not keep others waiting for that."""
+        for dtype, op in kinds:
+            kernel(dtype, op, self._sums)
 
     def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
         """Note where node *index* keeps its results, or its slots; it may be ahead of our own plan."""
