@@ -127,7 +127,7 @@ class Recovery:
                 unheard = [node for node in asked if part.part not in said.get(node, {})]
                 if unheard:
                     raise ProtocolError(f"nodes {unheard} say nothing of partition {part.part} of {unit.name!r}, which "
-                                        "they push or own")
+                                        "their ranks push, or which they own")
                 yield unit, part, {node: said[node][part.part] for node in asked}
 
 

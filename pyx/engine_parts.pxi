@@ -71,9 +71,10 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
             status = bps_succeed(core, index, &fresh, <uint32_t>kept_round)
         else:
             status = bps_give_up(core, index, &fresh, <uint32_t>kept_round)
+        owner = "here" if fresh.owned else "elsewhere"
         if status != BPS_SUCCEEDED:
             bps_part_free(&fresh)
-            _succeeded(status, f"part {index} after round {kept_round}", "here" if fresh.owned else "elsewhere")
+            _succeeded(status, f"part {index} after round {kept_round}", owner)
     elif bps_table_put(core, index, &fresh):
         bps_part_free(&fresh)
         raise ValueError(f"part {index} is there already")

@@ -276,7 +276,7 @@ def test_who_was_lost_is_refused_if_it_comes_again():
     table.lose(b"H")
     table.got(b"H", m.Abort)
     table.say(b"H", join("h", 0))
-    assert "already complete with 4 nodes" in table.got(b"H", m.Refuse)[0].reason
+    assert "helper 0 (node 2, host h) was lost, and the job goes on without it" in table.got(b"H", m.Refuse)[0].reason
 
 
 def test_all_ranks_may_leave_while_the_others_freeze():

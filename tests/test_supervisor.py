@@ -334,3 +334,31 @@ def test_everything_dies_with_a_launcher_that_is_killed(pidfd_of):
         launcher.kill()
         for end in ends:
             assert select.select([end], [], [], 20.0)[0]
+
+
+def test_a_lost_helper_is_started_again_so_many_times(tmp_path):
+    """And whatever becomes of it then, the job goes on."""
+    helper = program("helper 0", f"""
+import os, signal
+n = len(os.listdir({str(tmp_path)!r}))
+open({str(tmp_path / "started")!r} + str(n), "w").close()
+print("start", n, flush=True)
+if n >= 2:
+    raise SystemExit("refused" if n == 2 else 0)
+os.kill(os.getpid(), signal.SIGKILL)
+""", Kind.HELPER)
+    rank = program("rank 0", f"""
+import os, time
+while len(os.listdir({str(tmp_path)!r})) < 4:
+    time.sleep(0.01)
+""")
+    out, err = io.BytesIO(), io.BytesIO()
+    with contextlib.closing(Output(out, err)) as output:
+        code = Supervisor([helper, rank], limits=_FAST, output=output, restarts=3).run()
+    said = err.getvalue().decode()
+    assert code == 0, said
+    assert [line for line in out.getvalue().decode().splitlines() if "start" in line] == [
+        f"[helper 0] start {n}" for n in range(4)]
+    assert said.count("helper 0 was killed by SIGKILL: the job goes on without it") == 2
+    assert "helper 0 ended with exit code 1: the job goes on without it" in said
+    assert "helper 0 is started again, to join the job; 0 restarts are left" in said and said.count("again") == 3

@@ -38,6 +38,8 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
 @click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
 @click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
+@click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
+              help="Start lost helpers again, at most N times in all.")
 @click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
 @click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
 @host_options.job_options
@@ -83,11 +85,12 @@ def command(**options: Any) -> None:
             if show_only:
                 return job.dry_run(shape, program, loaded, click.echo)
             sys.exit(job.run(shape, program, loaded, netns=options["netns"], rate=options["rate"], limits=limits,
-                             output=output))
+                             output=output, restarts=options["restarts"]))
         if show_only:
             return over_ssh.dry_run(plan, program, loaded, click.echo)
         try:
-            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=output))
+            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=output,
+                                  restarts=options["restarts"]))
         except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
             click.echo("bpsfast: interrupted before anything was started", err=True)
             sys.exit(130)

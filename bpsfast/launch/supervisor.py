@@ -25,7 +25,7 @@ from .child import Children, Command, Kind, Place, Process, watch
 from .crew import Crew, member_of
 from .daemons import LEFT_BEHIND
 from .muster_service import End, Order, Stop
-from .output import Output, Transcript
+from .output import Output, Sink, Transcript
 
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,10 +60,12 @@ class Supervisor:
         Where each command runs, one for each; None: all on this machine. `run` opens and closes them.
     crew
         If the job is elastic: all of *commands* are its workers, and more may follow, on this machine.
+    restarts
+        How many lost helpers are started again, in all: they join the running job.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
-                 places: Sequence[Place] | None = None, crew: Crew | None = None) -> None:
+                 places: Sequence[Place] | None = None, crew: Crew | None = None, restarts: int = 0) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
@@ -73,6 +75,9 @@ class Supervisor:
         # of their own, to be left alone while too much output waits for its reader
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
+        self._restarts = restarts
+        self._started_as: dict[Process, tuple[Place, Sink]] = {}
+        self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
         self._crew = crew
         self._failed: list[Process] = []  # in the order of their ends
@@ -130,9 +135,21 @@ class Supervisor:
         n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
         rank = sum(process.command.kind is Kind.RANK for process in self._processes)
         out, err = self._output.streams(command.name, rank if command.kind is Kind.RANK else None, n_ranks)
+        self._begin(command, place, out, err)
+
+    def _begin(self, command: Command, place: Place, out: Sink, err: Transcript) -> Process:
         process = place.start(command, out, err)
         self._processes.append(process)
+        self._started_as[process] = place, out
         self._errors[process] = err
+        return process
+
+    def _start_again(self, lost: Process) -> None:
+        """Start a helper in the place of one that is lost."""
+        place, out = self._started_as[lost]
+        self._restarts -= 1
+        self._output.say(f"{lost.command.name} is started again, to join the job; {self._restarts} restarts are left")
+        self._restarted.add(self._begin(lost.command, place, out, self._errors[lost]))
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -168,9 +185,12 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if self._phase in ("run", "leaving") and self._can_be_missed(process):
+            is_spare = process in self._restarted and process.code != 0
+            if self._phase in ("run", "leaving") and (self._can_be_missed(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
                 self._missed.append(process)
+                if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
+                    self._start_again(process)
             elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
                 self._failed.append(process)
                 if self._phase != "failed":
