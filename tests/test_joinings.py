@@ -59,8 +59,9 @@ def test_from_the_join_to_the_commit():
         assert not table.got(sender, m.Commit)
         table.say(sender, m.Ready(generation=recover.generation))
     assert all(len(table.got(sender, m.Commit)) == 1 for sender in (*NODES, NEW))
-    table.commit(spec("y", shape=(8192,)))
-    assert 4 in table.owned and not table.job.over
+    table.declare(spec("y", shape=(8192,)))
+    (plan,) = table.got(NEW, m.Plan)
+    assert 4 in {part.owner for unit in plan.units for part in unit.parts} and not table.job.over
 
 
 @pytest.mark.parametrize(("joiner", "error", "words"), [
