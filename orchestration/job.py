@@ -12,8 +12,7 @@ Welcome, Plans and Commits in the same order, or the same Abort.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -24,6 +23,7 @@ from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .inquiries import Inquiries
+from .job_settings import JobSettings as JobSettings
 from .joinings import Joinings
 from .losses import FIRST_EPOCH, Losses
 from .placement import check_policy
@@ -33,25 +33,6 @@ Outgoing = list[tuple[bytes, m.Message]]
 
 #: What waits while a recovery is under way: it changes what is committed.
 _DEFERRED = (m.Declare, m.Retire)
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with."""
-
-    num_nodes: int
-    num_helpers: int = 0
-    num_server_processes: int = -1
-    size: int = -1
-    package: str = ""
-    fingerprint: Mapping[str, str] | None = None
-    placement: str = "optimal"
-    partition_nbytes: int = 4096000
-    fusion_nbytes: int = 4096000
-    heartbeat_s: float = 1.0
-    lease_s: float = 10.0
-    start_timeout_s: float = 60.0
-    first_round: int = 1
 
 
 class Job:
@@ -86,9 +67,10 @@ class Job:
         self._barriers: Barriers
         self._inquiries: Inquiries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
-            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen,
-            m.Meets: self._meets, m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
+            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Ready: self._ready,
+            m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen, m.Meets: self._meets,
+            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
+            m.Credit: lambda now, sender, message: self._to_all(m.CreditChanged(nbytes=message.nbytes)),
         }
 
     @property
@@ -105,7 +87,9 @@ class Job:
         if self.over or sender not in self._last_seen:
             return []
         self._last_seen[sender] = now
-        return self._settle(now, sender) + self._understand(now, sender, message)
+        settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
+        out = [each for helper, error in settled for each in self._gone(now, helper, error)]
+        return out + self._understand(now, sender, message)
 
     def _understand(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
         if isinstance(message, m.Heartbeat):
@@ -157,7 +141,7 @@ class Job:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.settings.heartbeat_s
             self._n_heartbeats += 1
-            out += self._to_everybody(m.Heartbeat(sequence=self._n_heartbeats))
+            out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
         if self._admitted:
             out += self._inquiries.expire(now)
         return out
@@ -174,17 +158,14 @@ class Job:
         if self.over:
             return []
         self.aborted = m.Abort(error=type(error).__name__, reason=str(error))
-        return [each for each in self._to_everybody(self.aborted) if each[0] not in but]
+        return [each for each in self._to_all(self.aborted, True) if each[0] not in but]
 
     # -- joining ------------------------------------------------------------------------------------------
 
     def _newcomer(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
-        if self.finished:
-            return [(sender, m.Refuse(error="ConfigError", reason=(
-                f"the job is over; the node on host {join.host} (pid {join.pid}) comes too late")))]
-        refusal = self._joinings.refusal(sender, join) if self._admitted else None
+        refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
         if refusal is not None:
             return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
         self._last_seen[sender] = now
@@ -343,9 +324,6 @@ class Job:
             out += self._declare(now, declarer, declaration)
         return out
 
-    def _credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
-        return self._to_all(m.CreditChanged(nbytes=message.nbytes))
-
     # -- waiting and leaving ------------------------------------------------------------------------------
 
     def _barrier(self, now: float, sender: bytes, message: m.BarrierEnter) -> Outgoing:
@@ -359,7 +337,7 @@ class Job:
             answers = self._inquiries.rank_left(message.rank)
             return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
         self.finished = True
-        return self._to_everybody(m.Finish())
+        return self._to_all(m.Finish(), True)
 
     # -- losses -------------------------------------------------------------------------------------------
 
@@ -376,11 +354,6 @@ class Job:
             self._losses.doubt(now, lost, sender, error)
             return []
         return self._gone(now, lost, error)
-
-    def _settle(self, now: float, sender: bytes) -> Outgoing:
-        """Do without the helpers that have called *sender* lost, which is heard."""
-        settled = self._losses.settle(now, sender) if self._admitted else ()
-        return [each for helper, error in settled for each in self._gone(now, helper, error)]
 
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
@@ -424,11 +397,8 @@ class Job:
         join = self._admission.joins[sender]
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
 
-    def _to_everybody(self, message: m.Message) -> Outgoing:
-        """Return *message* to all who take part, and to those who come late."""
-        return self._to_all(message) + [(self._roster.senders[index], message)
-                                        for index in sorted(self._roster.joining)]
-
-    def _to_all(self, message: m.Message) -> Outgoing:
+    def _to_all(self, message: m.Message, and_newcomers: bool = False) -> Outgoing:
         senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
+        if and_newcomers:
+            senders += [self._roster.senders[index] for index in sorted(self._roster.joining)]
         return [(sender, message) for sender in senders]

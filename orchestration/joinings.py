@@ -46,9 +46,11 @@ class Joinings:
         self._timeout_s = timeout_s
         self._coming: dict[int, _Coming] = {}
 
-    def refusal(self, sender: bytes, join: m.Join) -> BpsError | None:
+    def refusal(self, sender: bytes, join: m.Join, is_over: bool) -> BpsError | None:
         """Return why *join* cannot come late, if it cannot."""
         who = f"the node on host {join.host} (pid {join.pid})"
+        if is_over:
+            return ConfigError(f"the job is over; {who} comes too late")
         if join.ranks:
             return ConfigError(f"the job is already complete with {len(self._roster.nodes)} nodes; {who} has "
                                f"{len(join.ranks)} ranks, and only helpers, without any, can come late")

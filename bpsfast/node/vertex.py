@@ -13,22 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..orchestration.messages import LagRow, Message, NodeInfo, Stage, Welcome
-from ..orchestration.rounds import ahead
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..settings import Settings
-from ..trace import Origin, SendLog, limits, write
-from ..trace.records import RECORD
 from ..trainer.attachment import error_of
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
+from . import stages
 from .copying import n_threads
 from .dispatch import Dispatcher
 from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
 from .succession import Succession
+from .tracing import Tracing
 from .wiring import Wiring
 
 log = logging.getLogger("bpsfast.node")
@@ -56,20 +55,18 @@ class Vertex:
         ring.format_board(self._board)
         self._doorbell = Segment(ring.DOORBELL_NBYTES, name="bpsfast-doorbell", huge=False)
         ring.format_doorbell(self._doorbell)
-        self._limits = limits(settings)
-        self._sends = SendLog(self._limits) if self._limits.trace_capacity else None
+        self._tracing = Tracing(settings)
         self._engine: Engine | None = Engine(
             self._board, self._doorbell, n_threads=n_threads(settings),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
-            fifo=settings.scheduling == "fifo", **self._limits._asdict())
+            fifo=settings.scheduling == "fifo", **self._tracing.limits._asdict())
         self._wiring: Wiring | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(
-            self._engine, settings.credit_bytes, on_lost, self._sends, fifo=settings.scheduling == "fifo")
+            self._engine, settings.credit_bytes, on_lost, self._tracing.sends, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
         self._lanes: dict[int, Segment] = {}
         self._source_of: dict[int, int] = {}
-        self._records: list[bytes] = []
         self._moved: dict[int, dict[str, int]] = {}
         self._left: list[shm.ShmLink] = []  # by lost nodes of this host: their memory stays in use
         self._stopped = False
@@ -137,10 +134,7 @@ class Vertex:
     def take_in(self, link: Link, transport: str) -> None:
         """Make the node behind *link*, which comes late, a peer; the link is this object's to close from now on.
 
-        Raises
-        ------
-        CapacityError
-            If it is the first that is reached by RDMA, and memory cannot be registered for that.
+        Raises `CapacityError` if it is the first that is reached by RDMA, and memory cannot be registered for that.
         """
         self.links[link.index] = link
         self.transports[f"node {link.index}"] = transport
@@ -179,7 +173,7 @@ class Vertex:
         awaited = old.awaited()
         for part, bound in old.bound.items():
             link.expect(part, *bound, next_round=awaited[part])
-        self._records += old.traces()
+        self._tracing.keep(old)
         counted, before = old.counters(), self._moved.get(link.index, {})
         self._moved[link.index] = {name: counted[name] + before.get(name, 0) for name in _ADDED_UP}
         self._moved[link.index]["replaced"] = before.get("replaced", 0) + 1
@@ -285,7 +279,7 @@ class Vertex:
         del self.links[index]
 
     def _close_wire(self, link: WireLink) -> None:
-        self._records += link.traces() if self._limits.trace_capacity else []
+        self._tracing.keep(link)
         link.close()
         if isinstance(link, rdma.RdmaLink):
             self.rails.settle()
@@ -317,19 +311,7 @@ class Vertex:
 
     def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
         """Return (stage, ranks, nodes): how far *round_* of *part* has come here, and who it waits for."""
-        try:
-            found = self.engine.missing(part)
-        except ValueError:
-            return "done", (), ()  # a helper that has nothing to do with it
-        waited_for, sources, owned = found
-        if ahead(waited_for, round_) > 0:
-            return "done", (), ()
-        if owned and not sources:  # all there: an answer of a store may wait for other workers
-            behind = self.wiring.ranks_of(self.engine.behind(part))
-            return ("push", behind, ()) if behind else ("sum", (), ())
-        ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
-        nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
-        return "push" if ranks else "sum" if not nodes else "partial" if owned else "result", ranks, nodes
+        return stages.missing(self.engine, self.wiring, self._ranks, lambda source: self.who(source)[1], part, round_)
 
     def lags(self, owned: bool) -> tuple[LagRow, ...]:
         """Return how late the inputs of ranks, and of nodes if *owned*, were; see `Engine.lags`."""
@@ -383,28 +365,20 @@ class Vertex:
         assert self._dispatcher is not None and self._engine is not None
         self._stopped = True
         self._dispatcher.stop()
-        if self._limits.trace_capacity:
-            self._records.append(self._engine.trace())
+        self._tracing.keep(self._engine)
         for link in self.wires():
-            if self._limits.trace_capacity:
-                self._records += link.traces()
+            self._tracing.keep(link)
             link.close()
         self._engine.close()
 
     def write_trace(self, me: NodeInfo, clock: tuple[Point, ...]) -> None:
         """Write what was traced, if anything was to be; *clock*: what is known of the scheduler's. After `stop`."""
-        if self._sends is None:
-            return
         assert self._dispatcher is not None
-        parts = self._wiring.parts if self._wiring is not None else {}
         urgency = dict(enumerate(self._dispatcher.order))
-        parts = {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()}
-        peers = {source: index for index, source in self._source_of.items()}
-        room = self._limits.trace_capacity * RECORD.size
-        origin = Origin(node=me.index, clock=clock, peers=peers, credit_nbytes=self._settings.credit_bytes,
-                        full=self._sends.full or any(len(records) >= room for records in self._records))
-        write(self._settings.trace_dir, f"node {me.index}", b"".join(self._records), parts, origin,
-              self._sends.spans(peers))
+        parts = self._wiring.parts if self._wiring is not None else {}
+        self._tracing.write(
+            me.index, {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()},
+            {source: index for index, source in self._source_of.items()}, clock)
 
     def close(self) -> None:
         """Unmap everything. After `stop`, and after the ranks' lanes are closed.

@@ -1,0 +1,24 @@
+"""What a job's scheduler must know of the settings."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with."""
+
+    num_nodes: int
+    num_helpers: int = 0
+    num_server_processes: int = -1
+    size: int = -1
+    package: str = ""
+    fingerprint: Mapping[str, str] | None = None
+    placement: str = "optimal"
+    partition_nbytes: int = 4096000
+    fusion_nbytes: int = 4096000
+    heartbeat_s: float = 1.0
+    lease_s: float = 10.0
+    start_timeout_s: float = 60.0
+    first_round: int = 1
