@@ -48,8 +48,7 @@ class Job:
         self._admission = Admission(
             Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
-        self._started = now
-        self._last_tick = now
+        self._started = self._last_tick = now
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._last_seen: dict[bytes, float] = {}
@@ -69,7 +68,9 @@ class Job:
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Ready: self._ready,
             m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen, m.Meets: self._meets,
-            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
+            m.RankLeft: self._rank_left,
+            m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
+            if self._barriers.enter(message.rank, message.sequence) else [],
             m.Credit: lambda now, sender, message: self._to_all(m.CreditChanged(nbytes=message.nbytes)),
         }
 
@@ -325,11 +326,6 @@ class Job:
         return out
 
     # -- waiting and leaving ------------------------------------------------------------------------------
-
-    def _barrier(self, now: float, sender: bytes, message: m.BarrierEnter) -> Outgoing:
-        if not self._barriers.enter(message.rank, message.sequence):
-            return []
-        return self._to_all(m.BarrierDone(sequence=message.sequence))
 
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
         self._left.add(message.rank)

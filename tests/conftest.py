@@ -144,12 +144,13 @@ class Job:
         for process in lost:
             process.wait(10)
 
-    def add(self, *names: str) -> None:
-        """Start helpers while the job runs: lost ones again, or others like the first."""
+    def add(self, *names: str, **environ: str) -> None:
+        """Start helpers while the job runs: lost ones again, or others like the first, with *environ* besides."""
         for name in names:
             like = self._helpers.get(name, next(iter(self._helpers.values())))
-            environ = {**like.environ, "BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
-            self.daemons[name] = subprocess.Popen(like.argv, env=environ, stdin=subprocess.DEVNULL)
+            place = {"BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
+            self.daemons[name] = subprocess.Popen(like.argv, env={**like.environ, **place, **environ},
+                                                  stdin=subprocess.DEVNULL)
 
     # -- innards ---------------------------------------------------------------------------------------------------
 

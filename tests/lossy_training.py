@@ -75,10 +75,12 @@ def changes() -> tuple[int, int]:
     return counters["recoveries"], counters["joined"]
 
 
-def until_joined(n: int, timeout_s: float = 30.0) -> int:
-    """Wait until the node of this rank has taken in *n* late nodes; return how many bytes helpers sum."""
-    deadline = time.monotonic() + timeout_s
-    while changes()[1] < n:
-        assert time.monotonic() < deadline, f"{changes()[1]} of {n} have come within {timeout_s:g} s"
-        time.sleep(0.01)
-    return n
+def joined() -> int:
+    """How many late nodes the node of this rank has taken in."""
+    return changes()[1]
+
+
+def received(nodes: list[int]) -> list[int]:
+    """How many bytes the node of this rank has received of each of *nodes*, over a wire."""
+    counters = bpsfast.stats().counters
+    return [counters.get(f"wire_{node}_bytes_received", 0) for node in nodes]

@@ -1,25 +1,88 @@
-"""Helpers that come while a job trains: it goes on, every sum has the bits of a job that nobody joined."""
+"""Helpers that come while a job trains: it goes on, and every sum has the bits of one that nobody has joined."""
 from __future__ import annotations
 
 import pytest
 
-from tests.lossy_training import train, until_joined, until_step
+from tests.lossy_training import changes, joined, received, train, until_step
 
 #: Ranks of each machine, as the job has them.
 SHAPES = {(1, 1): ((0,), (1,)), (2, 1): ((0, 1), (2,)), (1, 1, 1): ((0,), (1,), (2,))}
 
 
-@pytest.mark.parametrize("placement", ["optimal", "ps"])
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
+def all_right(started, timeout_s=60):
+    """Whether no sum was wrong."""
+    return [outcome.text or outcome.value for outcome in started.outcomes(timeout_s)] == [[]] * started.size
+
+
+@pytest.mark.parametrize(("shape", "transport", "placement"), [
+    ((1, 1, 1), "tcp", "optimal"), ((2, 1), "tcp", "ps"), ((1, 1), "auto", "ps"),
+], ids=str)
 def test_helpers_4_2_4(job, tmp_path, shape, transport, placement):
+    """Over wires the new ones take over sums; those who share memory get new tensors only."""
     machines, path = SHAPES[shape], tmp_path / "step"
-    started = job(shape, helpers=4, transport=transport, placement=placement, partition_bytes=65536, log_level="info")
-    started.begin(train, machines, 0, 150, str(path))
+    started = job(shape, helpers=4, transport=transport, placement=placement, partition_bytes=65536)
+    started.begin(train, machines, 0, 60, str(path))
     until_step(path, 10)
     started.lose("helper 1", "helper 2")
-    until_step(path, 30)
+    until_step(path, 20)
     started.add("helper 1", "helper 2")
-    assert [outcome.text or outcome.value for outcome in started.outcomes(60)] == [[]] * sum(shape)
-    started.run(until_joined, 2)
-    assert started.run(train, machines, 150, 160) == [[]] * sum(shape)
+    assert all_right(started)
+    newcomers = [len(shape) + 4, len(shape) + 5]
+    # ranks join in step by step, until both have come
+    begin = 60
+    while any(n < 2 for n in started.run(joined)):
+        assert begin < 400, "they do not come"
+        started.begin(train, machines, begin, begin + 5)
+        assert all_right(started)
+        begin += 5
+    before = started.run(received, newcomers)
+    assert started.run(train, machines, begin, begin + 5) == [[]] * sum(shape)
+    after = started.run(received, newcomers)
+    if transport == "tcp":
+        assert all(late > early for rank in range(sum(shape)) for early, late in zip(before[rank], after[rank]))
+
+
+def test_a_helper_comes_while_another_is_lost(job, tmp_path):
+    machines, path = SHAPES[1, 1, 1], tmp_path / "step"
+    started = job((1, 1, 1), helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
+    started.begin(train, machines, 0, 100, str(path))
+    for step, (new, lost) in enumerate([("helper 2", "helper 0"), ("helper 3", "helper 1"), ("helper 4", "helper 2")]):
+        until_step(path, 10 + 20 * step)
+        started.add(new)
+        until_step(path, 20 + 20 * step)
+        started.lose(lost)
+    assert all_right(started)
+
+
+def test_newcomers_that_are_killed_at_once_are_nobodys_loss(job, tmp_path):
+    machines, path = SHAPES[1, 1], tmp_path / "step"
+    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536)
+    started.begin(train, machines, 0, 80, str(path))
+    for i in range(1, 5):
+        until_step(path, 10 * i)
+        started.add(f"helper {i}")
+        until_step(path, 10 * i + 2 * i)
+        started.lose(f"helper {i}")
+    assert all_right(started)
+
+
+def test_three_come_at_once(job):
+    machines = SHAPES[1, 1, 1]
+    started = job((1, 1, 1), helpers=1, transport="tcp", placement="optimal", partition_bytes=65536)
+    started.add("helper 1", "helper 2", "helper 3")
+    begin = 0
+    while any(n < 3 for n in started.run(joined)):
+        assert begin < 400, "they do not come"
+        started.begin(train, machines, begin, begin + 10)
+        assert all_right(started)
+        begin += 10
+    assert started.run(train, machines, begin, begin + 5) == [[]] * 3
+    assert [recoveries for recoveries, _ in started.run(changes)] == [0, 0, 0]
+
+
+def test_a_helper_of_another_setting_is_refused_and_the_job_goes_on(job):
+    machines = SHAPES[1, 1]
+    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536)
+    started.add("helper 1", BPSFAST_TRANSPORT="auto")
+    assert started.daemons.pop("helper 1").wait(60) == 1
+    assert started.run(train, machines, 0, 5) == [[]] * 2
