@@ -14,6 +14,16 @@ def all_right(started, timeout_s=60):
     return [outcome.text or outcome.value for outcome in started.outcomes(timeout_s)] == [[]] * started.size
 
 
+def train_until_joined(started, machines, n, begin=0):
+    """Train on from step *begin* until every node has taken in *n* helpers; return the next step."""
+    while any(found < n for found in started.run(joined)):
+        assert begin < 2000, "they do not come"
+        started.begin(train, machines, begin, begin + 5)
+        assert all_right(started)
+        begin += 5
+    return begin
+
+
 @pytest.mark.parametrize(("shape", "transport", "placement"), [
     ((1, 1, 1), "tcp", "optimal"), ((2, 1), "tcp", "ps"), ((1, 1), "auto", "ps"),
 ], ids=str)
@@ -28,13 +38,7 @@ def test_helpers_4_2_4(job, tmp_path, shape, transport, placement):
     started.add("helper 1", "helper 2")
     assert all_right(started)
     newcomers = [len(shape) + 4, len(shape) + 5]
-    # ranks join in step by step, until both have come
-    begin = 60
-    while any(n < 2 for n in started.run(joined)):
-        assert begin < 400, "they do not come"
-        started.begin(train, machines, begin, begin + 5)
-        assert all_right(started)
-        begin += 5
+    begin = train_until_joined(started, machines, 2, 60)
     before = started.run(received, newcomers)
     assert started.run(train, machines, begin, begin + 5) == [[]] * sum(shape)
     after = started.run(received, newcomers)
@@ -42,16 +46,18 @@ def test_helpers_4_2_4(job, tmp_path, shape, transport, placement):
         assert all(late > early for rank in range(sum(shape)) for early, late in zip(before[rank], after[rank]))
 
 
-def test_a_helper_comes_while_another_is_lost(job, tmp_path):
-    machines, path = SHAPES[1, 1, 1], tmp_path / "step"
+def test_a_helper_comes_while_another_is_lost(job):
+    machines, begin = SHAPES[1, 1, 1], 0
     started = job((1, 1, 1), helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
-    started.begin(train, machines, 0, 100, str(path))
-    for step, (new, lost) in enumerate([("helper 2", "helper 0"), ("helper 3", "helper 1"), ("helper 4", "helper 2")]):
-        until_step(path, 10 + 20 * step)
-        started.add(new)
-        until_step(path, 20 + 20 * step)
+    for n, lost in enumerate(["helper 0", "helper 1", "helper 2"]):
+        started.add(f"helper {n + 2}")
+        if n == 1:
+            begin = train_until_joined(started, machines, n + 1, begin)
+        started.begin(train, machines, begin, begin + 10)
         started.lose(lost)
-    assert all_right(started)
+        assert all_right(started)
+        begin = train_until_joined(started, machines, n + 1, begin + 10)
+    assert [recoveries for recoveries, _ in started.run(changes)] == [3, 3, 3]
 
 
 def test_newcomers_that_are_killed_at_once_are_nobodys_loss(job, tmp_path):
@@ -70,12 +76,7 @@ def test_three_come_at_once(job):
     machines = SHAPES[1, 1, 1]
     started = job((1, 1, 1), helpers=1, transport="tcp", placement="optimal", partition_bytes=65536)
     started.add("helper 1", "helper 2", "helper 3")
-    begin = 0
-    while any(n < 3 for n in started.run(joined)):
-        assert begin < 400, "they do not come"
-        started.begin(train, machines, begin, begin + 10)
-        assert all_right(started)
-        begin += 10
+    begin = train_until_joined(started, machines, 3)
     assert started.run(train, machines, begin, begin + 5) == [[]] * 3
     assert [recoveries for recoveries, _ in started.run(changes)] == [0, 0, 0]
 
