@@ -72,11 +72,13 @@ def test_rows_go_on(wrapping):
             assert np.array_equal(indices, right[0]) and values.tobytes() == right[1].tobytes()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("codec", [CodecSpec(kind="topk", k=0.1, error_feedback=True),
                                    CodecSpec(kind="onebit", error_feedback=True, momentum=0.9)], ids=["topk", "onebit"])
-def test_compressed_sums_go_on(wrapping, codec):
-    results = wrapping.run(test_compressed_sums.rounds, f"wrapped {codec}", "float32", codec, 7)
-    right = test_compressed_sums.expected(wrapping.shape, "float32", codec, 7)
+def test_compressed_sums_go_on(shared_job, transport, codec):
+    started = shared_job((2, 1), helpers=1, transport=transport, partition_bytes=65536, first_round=FIRST)
+    results = started.run(test_compressed_sums.rounds, f"wrapped {codec}", "float32", codec, 7)
+    right = test_compressed_sums.expected((2, 1), "float32", codec, 7)
     assert all(result == right for result in results)
 
 
