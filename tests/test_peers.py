@@ -51,6 +51,7 @@ class Side:
         nodes = [NodeInfo(index=index, host="here", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)
                  for index, ranks in enumerate((tuple(range(n_ranks)), ()))]
         self.peers._welcome = Welcome(index=0, epoch=1, nodes=tuple(nodes))
+        self.peers._nodes = {node.index: node for node in nodes}
 
     def lose(self) -> None:
         self.peers._lost(1, "its process is gone")
