@@ -42,6 +42,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     # who and where: filled by a launcher, see `roles`
     scheduler: Annotated[str, _about("where the scheduler listens", "host:port")] = ""
+    muster: Annotated[str, _about("where the workers of an elastic job meet: set by `bpsfast run --elastic`",
+                                  "host:port")] = ""
+    member: Annotated[int, _about("number of this worker in an elastic job", ge=-1)] = -1
     rank: Annotated[int, _about("number of this rank in the job", ge=-1)] = -1
     size: Annotated[int, _about("ranks in the job", ge=-1)] = -1
     local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1)] = -1
@@ -139,6 +142,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                              "lost", "s", gt=0)] = 60.0
     heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
+    first_round: Annotated[int, _about(
+        "number of the first round of each tensor; near 4294967295 a job soon shows what it does when counters wrap",
+        ge=0, lt=1 << 32)] = 1
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
     trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1)] = 65_536
     trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1)] = 1

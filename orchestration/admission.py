@@ -113,11 +113,7 @@ class Admission:
         ordered += sorted(helpers, key=lambda each: (each[1].index < 0, each[1].index))
         ranks += [()] * len(helpers)
         return [
-            (sender, NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
-                              ranks=ranks[index], nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes,
-                              nic_limit_bytes=join.nic_limit_bytes, sum_rate_bytes=join.sum_rate_bytes,
-                              probes=join.probes, room_nbytes=join.room_nbytes,
-                              copy_rate_bytes=join.copy_rate_bytes))
+            (sender, node_of(index, join, ranks[index]))
             for index, (sender, join) in enumerate(ordered)
         ]
 
@@ -148,6 +144,14 @@ class Admission:
     def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
         everybody = list(self.joins.items())
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:
+    """Return what everybody is told of a node that has joined by *join*."""
+    return NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
+                    ranks=ranks, nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes,
+                    nic_limit_bytes=join.nic_limit_bytes, sum_rate_bytes=join.sum_rate_bytes, probes=join.probes,
+                    room_nbytes=join.room_nbytes, copy_rate_bytes=join.copy_rate_bytes)
 
 
 def _count(workers: list[tuple[bytes, Join]]) -> int:

@@ -34,7 +34,7 @@ class _Peer(Generic[Item]):
 
 
 class CardQueue(Generic[Item]):
-    """One `CreditQueue` for each peer, and whose turn it is. Never blocks; owner thread only, but for `hold`.
+    """One `CreditQueue` for each peer, and whose turn it is. Never blocks; owner thread only, but for `hold`, counts.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ class CardQueue(Generic[Item]):
 
     @property
     def queued(self) -> int:
-        """Count the items that wait."""
-        return sum(peer.queue.queued for peer in self._peers.values())
+        """Count the items that wait. Any thread: peers may be removed meanwhile."""
+        return sum(peer.queue.queued for peer in tuple(self._peers.values()))
 
     @property
     def first_order(self) -> int | None:
@@ -81,13 +81,13 @@ class CardQueue(Generic[Item]):
 
     @property
     def in_flight_nbytes(self) -> int:
-        """Bytes under way to all peers."""
-        return sum(peer.queue.in_flight_nbytes for peer in self._peers.values())
+        """Bytes under way to all peers. Any thread."""
+        return sum(peer.queue.in_flight_nbytes for peer in tuple(self._peers.values()))
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes that were under way to one peer."""
-        return max((peer.queue.peak_nbytes for peer in self._peers.values()), default=0)
+        """Most bytes that were under way to one peer. Any thread."""
+        return max((peer.queue.peak_nbytes for peer in tuple(self._peers.values())), default=0)
 
     def put(self, peer: int, item: Item, *, order: int, key: int, nbytes: int) -> None:
         """Queue *item* for *peer*; `WriteOrder` gives the *order*, ties go by *key*."""

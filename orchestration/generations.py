@@ -1,7 +1,7 @@
 """Placement, partitions and order change in generations only: planned, prepared by all, committed by all. Pure."""
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set as AbstractSet
 
 import msgspec
 
@@ -16,6 +16,7 @@ from .placement import assign, assign_among
 from .rates import bound_remark, bounded, machines_of, ownable
 from .recovery import Heir
 from .shares import Machine
+from .sharing import shared
 from .store import workers_of
 
 
@@ -29,13 +30,15 @@ class Generations:
     Raises ConfigError if *policy* cannot place anything on *nodes*.
     """
 
-    def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int) -> None:
+    def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
+                 first_round: int = 1) -> None:
         self._nodes = nodes
         self._machines = machines_of(nodes)
         self._copy_rates = [node.copy_rate_bytes for node in nodes]
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
+        self._first_round = first_round
         self._page_nbytes = max(node.page_nbytes for node in nodes)
         self._owned = [0] * len(nodes)
         self._more = ownable(nodes)
@@ -45,7 +48,7 @@ class Generations:
         self._retiring: dict[int, set[int]] = {}
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
-        self._lost: set[int] = set()
+        self._absent: set[int] = set()
         self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
@@ -56,7 +59,6 @@ class Generations:
     def resume(self, past: Past) -> None:
         """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
         self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
-        self._lost = set(past.lost)
         self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
         self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
         self._next_unit = past.next_unit
@@ -65,9 +67,18 @@ class Generations:
         self._next_part = used[-1] + 1 if used else 0
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
 
-    def know(self, nodes: Sequence[NodeInfo]) -> None:
-        """Count on *nodes*, the same ones with other rates, from the next generation on."""
+    def know(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
+        """Count on *nodes*, the same ones with other rates, and maybe more, from the next generation on.
+
+        Nothing is placed on those that are *absent*.
+        """
+        new = len(nodes) - len(self._nodes)
+        self._owned += [0] * new
+        self._more += ownable(nodes)[len(nodes) - new:]
+        self._nodes, self._absent = nodes, set(absent)
         self._machines = machines_of(nodes)
+        self._copy_rates = [node.copy_rate_bytes for node in nodes]
+        self._page_nbytes = max(node.page_nbytes for node in nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
         """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
@@ -122,7 +133,7 @@ class Generations:
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
         """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
-                if node.index not in self._lost
+                if node.index not in self._absent
                 and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
 
     def _for_workers(self, units: Sequence[UnitPlan], family: str, most: int) -> list[UnitPlan]:
@@ -159,7 +170,7 @@ class Generations:
         for unit in units:
             parts = tuple(msgspec.structs.replace(part, part=first + i) for i, part in enumerate(unit.parts))
             first += len(parts)
-            numbered.append(msgspec.structs.replace(unit, parts=parts))
+            numbered.append(msgspec.structs.replace(unit, parts=parts, first_round=self._first_round))
         return numbered
 
     def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:
@@ -244,13 +255,17 @@ class Generations:
         return self._unready() if self.in_flight is not None and not _has(self.units, name) else []
 
     def _unready(self) -> list[int]:
-        return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._lost]
+        return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._absent]
 
-    # -- when a node is lost --------------------------------------------------------------------------------------
+    # -- when a node is lost, or comes ---------------------------------------------------------------------------------
 
     def lose(self, node: int) -> Sequence[TensorSpec]:
         """Place nothing on *node* any more; return what was in flight, to be proposed anew: it is given up."""
-        self._lost.add(node)
+        self._absent.add(node)
+        return self.withdraw()
+
+    def withdraw(self) -> Sequence[TensorSpec]:
+        """Give up what is in flight, and return it, to be proposed anew."""
         withdrawn: Sequence[TensorSpec] = self._specs if self.in_flight is not None else ()
         self.in_flight = None
         return withdrawn
@@ -261,10 +276,26 @@ class Generations:
         Those of lost nodes only: what survivors own stays.
         """
         self.number += 1
-        owned = [0 if node in self._lost else nbytes for node, nbytes in enumerate(self._owned)]
+        owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
         machines = bounded(self._machines, owned, self._more)
         owners = assign_among([heir.part.wire_nbytes for heir in heirs], machines, owned,
                               lambda position: heirs[position].candidates, self._is_wanted)
+        return self._in_other_hands(heirs, owners)
+
+    def share(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
+        """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
+
+        So many partitions are moved that the policy's placement would not be better by another one, or none.
+        """
+        self.number += 1
+        machines = bounded(self._machines, self._owned, self._more)
+        owners = shared([heir.part.wire_nbytes for heir in heirs], [heir.part.owner for heir in heirs],
+                        [tuple(heir.candidates) for heir in heirs], machines, self._owned, self._policy)
+        moved = [(heir, owner) for heir, owner in zip(heirs, owners) if owner != heir.part.owner]
+        return self._in_other_hands([heir for heir, _ in moved], [owner for _, owner in moved])
+
+    @staticmethod
+    def _in_other_hands(heirs: Sequence[Heir], owners: Sequence[int]) -> tuple[list[UnitPlan], list[Succession]]:
         of = {heir.part.part: owner for heir, owner in zip(heirs, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
@@ -273,7 +304,8 @@ class Generations:
 
     def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
-        self.lent |= {each.part: each for each in successions if each.lacking}
+        # who gives up lives, and what it has sent has arrived
+        self.lent |= {each.part: each for each in successions if each.lacking and each.giver < 0}
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
         self._owned = _and([0] * len(self._owned), self.units)

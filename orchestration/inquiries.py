@@ -73,8 +73,8 @@ class Inquiries:
         if recovery is not None:
             nodes = recovery.missing
             words = ", ".join(map(self._roster.describe_node, nodes))
-            return Finding(f"missing: {words}: to go on without what was lost ({recovery.reason})", "declare",
-                           nodes=tuple(nodes))
+            what = "share the sums with others" if recovery.joined else "go on without what was lost"
+            return Finding(f"missing: {words}: to {what} ({recovery.reason})", "declare", nodes=tuple(nodes))
         ranks = self._declarations.missing(name)
         if ranks:
             return self._stalls.without(ranks, "declare", f"has not declared {name!r}")

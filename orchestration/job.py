@@ -4,6 +4,7 @@
     declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
+    a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
     the scheduler before was lost -> `Tenure`
 
@@ -23,7 +24,8 @@ from .declarations import Declarations, Failed
 from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .inquiries import Inquiries
-from .job_settings import JobSettings
+from .job_settings import JobSettings as JobSettings
+from .joinings import Joinings
 from .losses import FIRST_EPOCH, Losses
 from .past import Past
 from .placement import check_policy
@@ -50,8 +52,7 @@ class Job:
         self._admission = Admission(
             Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
-        self._started = now
-        self._last_tick = now
+        self._started = self._last_tick = now
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._last_seen: dict[bytes, float] = {}
@@ -65,12 +66,16 @@ class Job:
         self._declarations: Declarations
         self._generations: Generations
         self._losses: Losses
+        self._joinings: Joinings
         self._barriers: Barriers
         self._inquiries: Inquiries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Credit: self._credit,
-            m.Ready: self._ready, m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen,
-            m.BarrierEnter: self._barrier, m.RankLeft: self._rank_left,
+            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Ready: self._ready,
+            m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen, m.Meets: self._meets,
+            m.RankLeft: self._rank_left,
+            m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
+            if self._barriers.enter(message.rank, message.sequence) else [],
+            m.Credit: lambda now, sender, message: self._to_all(m.CreditChanged(nbytes=message.nbytes)),
         }
 
     @property
@@ -108,7 +113,9 @@ class Job:
         if self.over or sender not in self._last_seen:
             return []
         self._last_seen[sender] = now
-        return self._settle(now, sender) + self._understand(now, sender, message)
+        settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
+        out = [each for helper, error in settled for each in self._gone(now, helper, error)]
+        return out + self._understand(now, sender, message)
 
     def _understand(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
         if isinstance(message, m.Heartbeat):
@@ -157,40 +164,67 @@ class Job:
                 out += self._gone(now, sender, PeerLostError(
                     f"{self._name(sender)} has been silent for {now - seen:.1f} s (lease_s = "
                     f"{self.settings.lease_s:g})"))
-        if self._admitted and (overdue := self._losses.overdue(now)) is not None:
-            out += self.abort(overdue)
+        if self._admitted:
+            out += self._expire(now)
         if self.over:
             return out
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.settings.heartbeat_s
             self._n_heartbeats += 1
-            out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats))
+            out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
         if self._admitted:
             out += self._inquiries.expire(now)
         return out
+
+    def _expire(self, now: float) -> Outgoing:
+        out: Outgoing = []
+        for sender, error in (*self._joinings.overdue(now), *self._losses.overdue_newcomers(now)):
+            out += self._gone(now, sender, PeerLostError(str(error)))
+        overdue = self._losses.overdue(now)
+        return out if overdue is None else out + self.abort(overdue)
 
     def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
         """End the job with *error* on everybody except *but*."""
         if self.over:
             return []
         self.aborted = m.Abort(error=type(error).__name__, reason=str(error))
-        return [each for each in self._to_all(self.aborted) if each[0] not in but]
+        return [each for each in self._to_all(self.aborted, True) if each[0] not in but]
 
     # -- joining ------------------------------------------------------------------------------------------
 
     def _newcomer(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
-        if self.finished or self._admitted:
-            return [(sender, m.Refuse(error="ConfigError", reason=(
-                f"the job is already complete with {len(self._admission.joins)} nodes; the node on host {join.host} "
-                f"(pid {join.pid}) is one too many")))]
+        refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
+        if refusal is not None:
+            return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
         self._last_seen[sender] = now
+        if self._admitted:
+            self._rates.append(join.nic_rate_bytes)
+            return self._joinings.admit(now, sender, join)
         return self._join(sender, join)
+
+    def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
+        return self._joinings.meets(sender, message, self._rates, self._generations.units) + self._take_in(now)
+
+    def _take_in(self, now: float) -> Outgoing:
+        """Let newcomers take part who are connected, and give those their share who have not got it."""
+        if self._losses.recovery is not None or self._unmeasured:
+            return []
+        out = self._losses.take_in(now, self._joinings.take_linked())
+        self._know()
+        return out
+
+    def _know(self) -> None:
+        """Count on the nodes that there are, with what is known of their NICs."""
+        self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
+                                for node, rate in zip(self._roster.nodes, self._rates)], self._roster.absent)
 
     def _join(self, sender: bytes, join: m.Join) -> Outgoing:
         """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
         if self._admitted:
+            if self._joinings.is_coming(self._roster.index_of(sender)):
+                return []  # other counts: of no matter for a job that runs
             return self.abort(ProtocolError(f"{self._name(sender)} joined twice"))
         mismatch = self._admission.check(join)
         if mismatch is not None:
@@ -217,8 +251,9 @@ class Job:
         settings = self.settings
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
-            fusion_nbytes=settings.fusion_nbytes)
+            fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round)
         self._losses = Losses(roster, self._generations, settings.start_timeout_s)
+        self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings.start_timeout_s)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
@@ -234,9 +269,10 @@ class Job:
         self._seat(past.roster)
         self.name = past.job
         self._last_seen = dict.fromkeys(set(past.roster.alive_senders) - {b""}, now)
-        self._rates[:] = past.rates
+        self._roster.lost |= past.lost
+        self._rates[:] = [*past.rates, *self._rates[len(past.rates):]]
         self._unmeasured &= set(past.unmeasured)
-        self._generations.know(self._measured_nodes())
+        self._know()
         self._generations.resume(past)
         self._declarations.resume(past.committed, past.failed, past.n_declared)
         self._barriers.resume(past.barrier)
@@ -259,12 +295,8 @@ class Job:
     def _all_measured(self) -> Outgoing:
         if self._unmeasured:
             return []
-        self._generations.know(self._measured_nodes())
+        self._know()
         return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._plan()
-
-    def _measured_nodes(self) -> list[m.NodeInfo]:
-        return [msgspec.structs.replace(node, nic_rate_bytes=rate)
-                for node, rate in zip(self._roster.nodes, self._rates)]
 
     # -- declaring ----------------------------------------------------------------------------------------
 
@@ -303,6 +335,9 @@ class Job:
         names = self._generations.abandon(message.generation)
         recovery = self._losses.recovery
         if recovery is not None and message.generation == recovery.generation:
+            if recovery.joined:
+                return self._losses.leave_as_it_is(now, f"{self._name(sender)} cannot prepare for that: "
+                                                        f"{message.reason}")
             return self.abort(CapacityError(f"{self._name(sender)} cannot go on without what the job has lost "
                                             f"({recovery.reason}): {message.reason}"))
         if not names:
@@ -341,15 +376,7 @@ class Job:
             out += self._declare(now, declarer, declaration)
         return out
 
-    def _credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
-        return self._to_all(m.CreditChanged(nbytes=message.nbytes))
-
     # -- waiting and leaving ------------------------------------------------------------------------------
-
-    def _barrier(self, now: float, sender: bytes, message: m.BarrierEnter) -> Outgoing:
-        if not self._barriers.enter(message.rank, message.sequence):
-            return []
-        return self._to_all(m.BarrierDone(sequence=message.sequence))
 
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
         self._left.add(message.rank)
@@ -357,7 +384,7 @@ class Job:
             answers = self._inquiries.rank_left(message.rank)
             return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
         self.finished = True
-        return self._to_all(m.Finish())
+        return self._to_all(m.Finish(), True)
 
     # -- losses -------------------------------------------------------------------------------------------
 
@@ -375,11 +402,6 @@ class Job:
             return []
         return self._gone(now, lost, error)
 
-    def _settle(self, now: float, sender: bytes) -> Outgoing:
-        """Do without the helper that has called *sender* lost, which is heard."""
-        settled = self._losses.settle(now, sender) if self._admitted else None
-        return [] if settled is None else self._gone(now, *settled)
-
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
         if self.over or sender not in self._last_seen:
@@ -387,8 +409,10 @@ class Job:
         if not self._admitted or self._losses.is_worker(sender):
             return self.abort(error)
         del self._last_seen[sender]
-        out = self._losses.lose(now, sender, error)
         index = self._roster.index_of(sender)
+        if self._joinings.is_coming(index):
+            return self._joinings.give_up(index, error)
+        out = self._losses.lose(now, sender, error)
         if index in self._unmeasured:
             self._unmeasured.remove(index)
             out = self._all_measured() + out  # what waits for it is planned after the commit
@@ -401,9 +425,12 @@ class Job:
             return self.abort(exc)
 
     def _go_on(self, now: float) -> Outgoing:
-        """Do what was put off until a recovery's commit."""
+        """Do what was put off until a recovery's commit; newcomers come first."""
+        out = self._take_in(now)
+        if self._losses.recovery is not None:
+            return out
         deferred, self._deferred = self._deferred, []
-        out = self._plan()
+        out += self._plan()
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out
@@ -417,6 +444,8 @@ class Job:
         join = self._admission.joins[sender]
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
 
-    def _to_all(self, message: m.Message) -> Outgoing:
+    def _to_all(self, message: m.Message, and_newcomers: bool = False) -> Outgoing:
         senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
+        if and_newcomers:
+            senders += [self._roster.senders[index] for index in sorted(self._roster.joining)]
         return [(sender, message) for sender in senders]

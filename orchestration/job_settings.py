@@ -1,4 +1,4 @@
-"""What a scheduler must know of the job that it decides for."""
+"""What a job's scheduler must know of the settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,4 +21,5 @@ class JobSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     start_timeout_s: float = 60.0
+    first_round: int = 1
     name: str = ""  # that no other job has

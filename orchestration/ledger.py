@@ -34,7 +34,9 @@ class Ledger:
         self._rates: tuple[float, ...] = ()
         self._measured = -1.0
         self._epoch = 0
+        self._nodes: tuple[m.NodeInfo, ...] = ()
         self._lost: set[int] = set()
+        self._joining: set[int] = set()
         self._frozen = False
         self._committed = self._seen = self._next_unit = 0
         self._prepared: m.Plan | m.Recover | None = None
@@ -57,6 +59,7 @@ class Ledger:
         self._on_heard: dict[type, Callable[..., None]] = {
             m.Welcome: self._welcomed, m.Rates: self._rated, m.Plan: self._planned, m.Recover: self._planned,
             m.Commit: self._commit, m.Freeze: self._freeze, m.Retired: self._retired, m.Resume: self._resumed,
+            m.Joined: self._expect, m.NotComing: self._not_coming,
             m.DeclareFailed: self._declare_failed, m.BarrierDone: self._barrier_done, m.StallAnswer: self._answered,
             m.LagAnswer: self._answered, m.Found: self._answered,
         }
@@ -99,7 +102,8 @@ class Ledger:
         plan = self._prepared
         yield m.Rejoin(
             version=m.VERSION, package=self._package, settings=self._settings, job=self._welcome.job,
-            index=self._welcome.index, nodes=self._welcome.nodes, recall=recall, n_units=len(self._units),
+            index=self._welcome.index, nodes=self._nodes, is_late=self._welcome.is_late,
+            joining=tuple(sorted(self._joining)), recall=recall, n_units=len(self._units),
             rates=self._rates, measured=self._measured, epoch=self._epoch, lost=tuple(sorted(self._lost)),
             frozen=self._frozen, committed=self._committed, prepared=plan.generation if plan is not None else 0,
             prepared_units=tuple(unit.unit for unit in plan.units) if isinstance(plan, m.Plan) else (),
@@ -127,7 +131,16 @@ class Ledger:
     # -- what is heard ------------------------------------------------------------------------------------
 
     def _welcomed(self, message: m.Welcome) -> None:
-        self._welcome, self._epoch = message, message.epoch
+        self._welcome, self._epoch, self._nodes = message, message.epoch, message.nodes
+        self._lost = set(message.lost)
+
+    def _expect(self, message: m.Joined) -> None:
+        self._nodes += (message.node,)
+        self._joining.add(message.node.index)
+
+    def _not_coming(self, message: m.NotComing) -> None:
+        self._joining.discard(message.node)
+        self._lost.add(message.node)
 
     def _rated(self, message: m.Rates) -> None:
         self._rates = message.nic_rate_bytes
@@ -154,7 +167,8 @@ class Ledger:
 
     def _freeze(self, message: m.Freeze) -> None:
         self._epoch, self._frozen, self._prepared = message.epoch, True, None
-        self._lost |= set(message.lost)
+        self._lost = (self._lost | set(message.lost)) - set(message.joined)
+        self._joining -= {*message.lost, *message.joined}
         for node in message.lost:
             self._lost_said.pop(f"node {node}", None)
 

@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 10
+VERSION = 12
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -106,7 +106,8 @@ class UnitPlan(Record):
     `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
     the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
     unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
-    unit, `n_workers` how many there are. `edition_of`: as its members say.
+    unit, `n_workers` how many there are. Rounds are counted modulo 2^32, from `first_round` on. `edition_of`: as its
+    members say.
     """
 
     unit: int
@@ -126,6 +127,7 @@ class UnitPlan(Record):
     store: StoreSpec | None = None
     store_unit: int = -1
     n_workers: int = 1
+    first_round: int = 1
     edition_of: str = ""
 
 
@@ -239,16 +241,27 @@ class PrepareFailed(Message):
 
 
 class Frozen(Message):
-    """Nothing is summed or passed on at this node, and nothing can come any more from those whom `Freeze` names.
+    """Nothing is summed or passed on at this node, and nothing can come any more from those whom `Freeze` calls lost.
 
-    `progress`: of partitions that those owned and ranks here push, (part, the last round that was passed on from here,
-    the last one that is complete here, the node in whose memory ranks here read results). `near`: the nodes that this
+    `progress`: of partitions that those owned and ranks here push (if somebody has joined: of all partitions that ranks
+    here push, or that are owned here), (part, the last round that was passed on from here, the last one that is
+    complete here, the node in whose memory ranks here read results, -1 without such ranks). `near`: the nodes that this
     one shares memory with, those included that are lost.
     """
 
     epoch: int
     progress: tuple[tuple[int, int, int, int], ...] = ()
     near: tuple[int, ...] = ()
+
+
+class Meets(Message):
+    """This node expects the connections of node `node`, which comes late; `is_linked`: they are there.
+
+    From node `node` itself: it is connected to all that it exchanges gradients with.
+    """
+
+    node: int
+    is_linked: bool = False
 
 
 class BarrierEnter(Message):
@@ -332,7 +345,9 @@ class Rejoin(Message):
     successions that have been committed, those with a round that some lacked. `gone_from`: ranks that have retired
     theirs of a store, by the number of its first unit. `failed`: names that cannot be committed. `barrier`: the last
     one that is done. `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as this
-    node has said last (-2: it has not). `farewells`: nodes all of whose ranks have left, as they said themselves.
+    node has said last (-2: it has not). `is_late`: it came to the running job, and knows only the units that it had to
+    do with. `joining`: nodes that were expected to come late, and had not been taken in. `farewells`: nodes all of
+    whose ranks have left, as they said themselves.
     """
 
     version: int
@@ -359,6 +374,8 @@ class Rejoin(Message):
     barrier: int = 0
     n_declared: int = 0
     ownable_nbytes: int = -2
+    is_late: bool = False
+    joining: tuple[int, ...] = ()
     farewells: tuple[int, ...] = ()
 
 
@@ -427,12 +444,17 @@ class NodeInfo(Record):
 class Welcome(Message):
     """All have joined: your index, everybody in node order (the order of the association), the epoch.
 
-    `job`: a name that no other job has.
+    `is_late`: the job runs already; connect, answer `Meets`, and take part from the next `Freeze` on. `lost`: those of
+    `nodes` that are not there any more, or not yet; `kinds`: (dtype, op) of what is summed. `job`: a name that no other
+    job has.
     """
 
     index: int
     epoch: int
     nodes: tuple[NodeInfo, ...]
+    is_late: bool = False
+    lost: tuple[int, ...] = ()
+    kinds: tuple[tuple[str, str], ...] = ()
     job: str = ""
 
 
@@ -445,6 +467,18 @@ class Recall(Message):
 
 class Resume(Message):
     """This scheduler knows all that the one before did. What you have prepared and it has not committed is dropped."""
+
+
+class Joined(Message):
+    """A node without ranks comes late: expect its connections, answer `Meets`, and again once they are there."""
+
+    node: NodeInfo
+
+
+class NotComing(Message):
+    """Node `node`, which was to come late, will not: expect it no more."""
+
+    node: int
 
 
 class Rates(Message):
@@ -480,11 +514,15 @@ class Commit(Message):
 
 
 class Freeze(Message):
-    """First step into `epoch`: sum and pass on nothing, part with nodes `lost`, answer `Frozen`."""
+    """First step into `epoch`: sum and pass on nothing, part with nodes `lost`, answer `Frozen`.
+
+    `joined`: nodes that are taken in, unless they were before, and are to get their share of the sums.
+    """
 
     epoch: int
     lost: tuple[int, ...]
     reason: str
+    joined: tuple[int, ...] = ()
 
 
 class Succession(Record):
@@ -492,6 +530,10 @@ class Succession(Record):
 
     The result of `kept_round` is there somewhere; nodes `lacking` get it from node `keeper`, which has sent it already
     if it is `lent`: at the recovery before.
+
+    Or in the place of node `giver`, which lives and has summed `kept_round` last: then it is the keeper, and has sent
+    that result. Nodes `pushed` have sent it their inputs of the next round, which they send the new owner as well. Who
+    has sent what arrives before anybody is `Ready`, so that nothing of the partition is under way at the commit.
     """
 
     part: int
@@ -500,6 +542,8 @@ class Succession(Record):
     keeper: int = -1
     lacking: tuple[int, ...] = ()
     lent: bool = False
+    giver: int = -1
+    pushed: tuple[int, ...] = ()
 
 
 class Recover(Message):
@@ -754,12 +798,13 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | BarrierEnter | Heartbeat
-    | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup | Rejoin | Kept
-    | Recounted
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | Meets | BarrierEnter
+    | Heartbeat | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
+    | Rejoin | Kept | Recounted
 )
 SchedulerMessage = (
-    Welcome | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired | CreditChanged
+    Welcome | Joined | NotComing | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired
+    | CreditChanged
     | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed
     | Abort | Finish
 )

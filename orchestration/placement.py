@@ -115,11 +115,11 @@ def _greedy(nbytes_of: Sequence[int], machines: Sequence[Machine], candidates: S
         if times.of(best, before + nbytes) < _NEVER:  # where it fits nowhere, bounds go on to count for the others
             worst = max(worst, times.of(best, before + nbytes))
         owners[position] = best
-    return _interleaved(nbytes_of, owners)
+    return interleaved(nbytes_of, owners)
 
 
-def _interleaved(nbytes_of: Sequence[int], owners: Sequence[int]) -> list[int]:
-    """Return *owners* exchanged among partitions of equal size so that each has its share of every stretch.
+def interleaved(nbytes_of: Sequence[int], owners: Sequence[int]) -> list[int]:
+    """Return *owners* exchanged among partitions of equal size (or kind) so that each has its share of every stretch.
 
     Partitions go out in about this order. Where first all have as many and then only some get more, each NIC is the
     bottleneck for a part of the step and idle for another; this costs the optimum up to a quarter of its time.
@@ -154,6 +154,11 @@ class _Times:
         if owned > limit:
             return _NEVER
         return max((fixed + slope * owned) / rate, self._n * owned / most)
+
+
+def times_of(machines: Sequence[Machine], nbytes: float) -> Callable[[int, float], float]:
+    """Return what gives the model's time of a machine for the bytes that it owns, in a step of *nbytes*."""
+    return _Times(machines, nbytes).of
 
 
 def predict_wire(parts: Iterable[tuple[int, int]], machines: Sequence[Machine]) -> list[WireBytes]:

@@ -111,7 +111,7 @@ class Rebuilding:
         first = self._first
         if not 0 <= rejoin.index < len(rejoin.nodes):
             return ProtocolError(f"a node says that it is node {rejoin.index} of {len(rejoin.nodes)}")
-        if first is not None and (rejoin.job, rejoin.nodes) != (first.job, first.nodes):
+        if first is not None and rejoin.job != first.job:
             return PeerLostError(f"the scheduler of this job is gone: at its address is that of another one (job "
                                  f"{first.job}, of {len(first.nodes)} nodes, not {rejoin.job})")
         return None
@@ -133,12 +133,12 @@ class Rebuilding:
         if first is None:
             return
         for sender, join in list(self._joins.items()):
-            for node in first.nodes:
+            for node in self._nodes():
                 if (node.host, node.pid, node.address) == (join.host, join.pid, join.address):
                     del self._joins[sender]
                     self._accounts[sender] = _Account(
                         m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
-                                 index=node.index, nodes=first.nodes), is_complete=True, join=join)
+                                 index=node.index, nodes=self._nodes()), is_complete=True, join=join)
 
     # -- what follows -------------------------------------------------------------------------------------
 
@@ -165,6 +165,11 @@ class Rebuilding:
         return list(dict.fromkeys([*self._accounts, *self._joins, *self._heard]))
 
     @property
+    def newcomers(self) -> list[tuple[bytes, m.Join]]:
+        """Who has joined, and never was in the job."""
+        return list(self._joins.items())
+
+    @property
     def finished(self) -> bool:
         """Whether all ranks of the job have left."""
         left = self._all_left | {node for each in self._accounts.values() for node in each.rejoin.farewells}
@@ -183,43 +188,54 @@ class Rebuilding:
         if self._first is None:
             return None
         told = {each.rejoin.index: sender for sender, each in self._accounts.items()
-                if each.is_complete and each.rejoin.index not in self._lost()}
+                if each.is_complete and each.rejoin.index not in self._lost() | self._left_behind()}
         workers = self._workers()
         if 2 * (sum(index in told for index in workers) + 1) <= len(workers) + 1:
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
         over = {*told, *self._lost()}
-        missing = [node.index for node in self._first.nodes if node.index not in over]
-        if any(not self._is_given_up(now, index) for index in missing):
+        missing = [node.index for node in self._nodes() if node.index not in over]
+        if any(not self._is_given_up(now, index) for index in set(missing) - self._left_behind()):
             return None
         lost = [index for index in missing if index in workers]
         if lost:
-            raise PeerLostError("; ".join(describe_node(self._first.nodes, index) for index in lost) + (
+            raise PeerLostError("; ".join(describe_node(self._nodes(), index) for index in lost) + (
                 f" did not come back within lease_s = {self._lease_s:g} s, after the scheduler was lost"))
         return self._conclude({index: self._accounts[sender] for index, sender in sorted(told.items())},
                               {index: sender for index, sender in told.items()}, missing)
 
+    def _nodes(self) -> tuple[m.NodeInfo, ...]:
+        """Return all nodes that somebody knows: helpers are not told of others that come late."""
+        return max((each.rejoin.nodes for each in self._accounts.values()), key=len,
+                   default=self._first.nodes if self._first is not None else ())
+
     def _workers(self) -> list[int]:
-        assert self._first is not None
-        return [node.index for node in self._first.nodes if node.ranks]
+        return [node.index for node in self._nodes() if node.ranks]
+
+    def _left_behind(self) -> set[int]:
+        """Return the nodes that were coming late, of whose share nothing was committed: they have to come anew."""
+        told = [each.rejoin for each in self._accounts.values() if each.is_complete]
+        latest = max((each.committed for each in told), default=0)
+        return {index for each in told for index in each.joining} | {
+            each.index for each in told if each.is_late and not each.committed and each.prepared != latest}
 
     def _lost(self) -> set[int]:
         return {node for each in self._accounts.values() for node in each.rejoin.lost}
 
     def _is_given_up(self, now: float, index: int) -> bool:
         """Whether node *index*, which has not told all, is lost: called so by one with ranks, or silent."""
-        assert self._first is not None
         speaks = [sender for sender, each in self._accounts.items() if each.rejoin.index == index]
         speaks += [sender for sender, known in self._index_of.items() if known == index and sender in self._heard]
         heard = max([self._majority_since or self._began, *(self._heard.get(sender, 0.0) for sender in speaks)])
-        called = not speaks and not self._first.nodes[index].ranks and any(
+        nodes = self._nodes()
+        called = not speaks and not nodes[index].ranks and any(
             isinstance(said, m.Lost) and said.who == f"node {index}"
-            for each in self._accounts.values() if self._first.nodes[each.rejoin.index].ranks for said in each.later)
+            for each in self._accounts.values() if nodes[each.rejoin.index].ranks for said in each.later)
         return called or now - heard >= self._lease_s
 
     def _conclude(self, accounts: dict[int, _Account], senders: dict[int, bytes], absent: Sequence[int]) -> Past:
-        nodes = accounts[min(accounts)].rejoin.nodes
+        nodes = self._nodes()
         rejoins = {index: account.rejoin for index, account in accounts.items()}
         latest = max(each.committed for each in rejoins.values())
         behind = {index for index, each in rejoins.items() if each.committed != latest}
@@ -228,10 +244,15 @@ class Rebuilding:
                 raise ProtocolError(f"{describe_node(nodes, index)} has committed generation "
                                     f"{rejoins[index].committed}, and is not prepared for {latest}, which others have "
                                     "committed")
-        known = next(account for index, account in accounts.items() if index not in behind).units
+        # Who came late knows only some units, but maybe those of the latest commit before the others do.
+        whole = [index for index in accounts if not rejoins[index].is_late]
+        base = next((index for index in whole if index not in behind), whole[0])
+        known = dict(accounts[base].units)
+        if base in behind:
+            known |= next(account for index, account in accounts.items() if index not in behind).units
         units = [unit for number, unit in known.items() if all(
-            number in account.units or (index in behind and number in rejoins[index].prepared_units)
-            for index, account in accounts.items())]
+            number in accounts[index].units or (index in behind and number in rejoins[index].prepared_units)
+            for index in whole)]
         kept = {unit.unit for unit in units}
         names = {member.name for unit in units for member in unit.members}
         rates, unmeasured = _rates(nodes, rejoins, absent)
@@ -239,6 +260,7 @@ class Rebuilding:
         answers: dict[int, list[m.Message]] = {}
         for index, account in accounts.items():
             answers[index] = said = []
+            said += [m.NotComing(node=each) for each in account.rejoin.joining if each in absent]
             if account.join is not None:
                 said.append(m.Welcome(index=index, epoch=1, nodes=nodes, job=account.rejoin.job))
             if retired := [number for number in account.units if number not in kept]:
@@ -273,7 +295,7 @@ class Rebuilding:
     def _describe(self) -> str:
         if self._first is None:
             return "none was ever welcomed"
-        nodes = self._first.nodes
+        nodes = self._nodes()
         told = {each.rejoin.index for each in self._accounts.values() if each.is_complete}
         missing = [describe_node(nodes, node.index) for node in nodes if node.index not in told | self._lost()]
         return f"missing {'; '.join(missing) or 'nobody'}"

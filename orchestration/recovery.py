@@ -1,4 +1,4 @@
-"""A helper is lost: which round of what it summed is kept, and who sums it from now on. Pure.
+"""A helper is lost, or has come: which round of what changes hands is kept, and who can sum it from now on. Pure.
 
 What a step's truth is made of lies with the ranks until its result has been read (DESIGN.md, "When a helper is lost"),
 so nothing is rolled back. Of each partition that the lost one owned the survivors say which round they passed on last,
@@ -9,16 +9,18 @@ it, and nobody completes one that somebody has not passed on. So if the latest c
     passed on by a node     k, or k + 1: then it passes that on again, to the new owner, from where its inputs still are
 
 and all who are left go on with the bits that an undisturbed job has.
+
+What newcomers are given had an owner that lives. Then k is its own round, it has sent that result to all, and holds
+whatever was passed on to it of the next one: that arrives, and is dropped, before anything changes hands.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .errors import PeerLostError, ProtocolError
 from .messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
-
-_ROUNDS = 1 << 32
+from .rounds import ahead
 
 
 class Recovery:
@@ -30,12 +32,15 @@ class Recovery:
         Node indices: who is lost since the last epoch, and who is to take part.
     deadline
         When to give up, on the job's clock.
+    joined
+        Survivors that are to get their share; then nobody is lost.
     """
 
-    def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float
-                 ) -> None:
+    def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float,
+                 joined: Collection[int] = ()) -> None:
         self.epoch = epoch
         self.lost = frozenset(lost)
+        self.joined = frozenset(joined)
         self.reason = reason
         self.deadline = deadline
         self.generation = 0
@@ -76,31 +81,61 @@ class Recovery:
         ProtocolError
             If what nodes say contradicts what they can have done.
         """
+        helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
+        near = self._near
+        return [_heir(unit, part, done, helpers, near, lent.get(part.part))
+                for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
+
+    def movable(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo]) -> list[Heir]:
+        """Return, of each partition of *units* that its owner can give up to who has joined, what was done.
+
+        What owners keep more of than sums stays with them, and what is compressed; and what others read in the owner's
+        memory, or would read in the new one's.
+
+        Raises
+        ------
+        ProtocolError
+            If what nodes say contradicts what they can have done.
+        """
+        near = self._near
+        found = [_gift(part.owner, unit, part, done, sorted(self.joined), near)
+                 for unit, part, done in self._told(units, nodes, self._is_plain, with_owner=True)]
+        return [heir for heir in found if heir.candidates]
+
+    @staticmethod
+    def _is_plain(unit: UnitPlan, part: PartPlan) -> bool:
+        return unit.codec is None and unit.store is None
+
+    @property
+    def _near(self) -> dict[int, set[int]]:
+        return {node: set(report.near) for node, report in self._reports.items()}
+
+    def _told(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+              is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
+              ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
+        """Yield the partitions that are wanted, with the words of those who push them, and of the owner if asked for.
+        """
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
-        near = {node: set(report.near) for node, report in self._reports.items()}
-        found = []
         for unit in units:
             ranks = set(unit.ranks)
             members = [node.index for node in nodes if node.ranks and (not ranks or ranks & set(node.ranks))]
-            helpers = [node.index for node in nodes if not node.ranks]
             for part in unit.parts:
-                if part.owner not in self.lost:
+                if not is_wanted(unit, part):
                     continue
-                unheard = [node for node in members if part.part not in said.get(node, {})]
+                asked = [*members, *([part.owner] if with_owner and part.owner not in members else [])]
+                unheard = [node for node in asked if part.part not in said.get(node, {})]
                 if unheard:
                     raise ProtocolError(f"nodes {unheard} say nothing of partition {part.part} of {unit.name!r}, which "
-                                        "their ranks push")
-                found.append(_heir(unit, part, {node: said[node][part.part] for node in members},
-                                   [node for node in helpers if node in self._survivors], near, lent.get(part.part)))
-        return found
+                                        "their ranks push, or which they own")
+                yield unit, part, {node: said[node][part.part] for node in asked}
 
 
 class Heir:
-    """A partition without an owner: `candidates` for it, and all else of its `Succession`."""
+    """A partition that is to have a new owner: `candidates` for it, and all else of its `Succession`."""
 
     def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
-                 lacking: Sequence[int], lent: bool) -> None:
+                 lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
         self.unit = unit
         self.part = part
         self.candidates = list(candidates)
@@ -108,15 +143,17 @@ class Heir:
         self.keeper = keeper
         self.lacking = tuple(lacking)
         self.lent = lent
+        self.giver = giver
+        self.pushed = tuple(pushed)
 
     def succession(self, owner: int) -> Succession:
         """Return how *owner* takes over."""
         return Succession(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
-                          lacking=self.lacking, lent=self.lent)
+                          lacking=self.lacking, lent=self.lent, giver=self.giver, pushed=self.pushed)
 
 
 class _Progress(NamedTuple):
-    """One member's word on one partition, as in `Frozen`."""
+    """One node's word on one partition, as in `Frozen`."""
 
     passed_on: int
     complete: int
@@ -129,12 +166,8 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
     """
     kept = next(iter(done.values())).complete
     for each in done.values():
-        kept = each.complete if _ahead(each.complete, kept) > 0 else kept
-    for node, each in done.items():
-        if (_ahead(each.complete, kept) not in (0, -1) or _ahead(each.passed_on, kept) not in (0, 1)
-                or _ahead(each.passed_on, each.complete) not in (0, 1)):
-            raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
-                                f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
+        kept = each.complete if ahead(each.complete, kept) > 0 else kept
+    _check(unit, part, done, kept)
     holders = [node for node, each in done.items() if each.complete == kept]
     behind = [node for node in done if node not in holders]
     # Who reads results where the lost owner or a holder does has this one in place, and was only not told.
@@ -157,6 +190,30 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
     return Heir(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking, lent)
 
 
+def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
+          near: Mapping[int, set[int]]) -> Heir:
+    """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*."""
+    kept = done[giver].complete
+    _check(unit, part, done, kept)
+    members = {node: each for node, each in done.items() if each.place >= 0}
+    others = {node: each for node, each in members.items() if node != giver}
+    is_read_there = any(each.place == giver or giver in near[node] for node, each in others.items())
+    candidates = [node for node in joined if not any(node in near[member] for member in members)]
+    lacking = [node for node, each in others.items() if each.complete != kept]
+    pushed = [node for node, each in others.items() if each.passed_on != kept]
+    return Heir(unit, part, candidates if others and not is_read_there else [], kept, giver if lacking else -1, lacking,
+                bool(lacking), giver, pushed)
+
+
+def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
+    """Raise `ProtocolError` if one of *done* cannot be, where *kept* is the last round that is complete anywhere."""
+    for node, each in done.items():
+        if (ahead(each.complete, kept) not in (0, -1) or ahead(each.passed_on, kept) not in (0, 1)
+                or ahead(each.passed_on, each.complete) not in (0, 1)):
+            raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
+                                f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
+
+
 def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, set[int]]) -> bool:
     """Whether results of the member *owner* reach all *members* where they read those of the lost one.
 
@@ -164,13 +221,3 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
     """
     return all(node == owner or node not in near[owner] or each.place == members[owner].place
                for node, each in members.items())
-
-
-def after(round_: int) -> int:
-    """Return the round that follows."""
-    return (round_ + 1) % _ROUNDS
-
-
-def _ahead(round_: int, than: int) -> int:
-    """Return by how much a round is ahead of another one; they are counted modulo 2^32."""
-    return (round_ - than + _ROUNDS // 2) % _ROUNDS - _ROUNDS // 2

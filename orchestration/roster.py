@@ -7,24 +7,49 @@ from .messages import NodeInfo
 
 
 class Roster:
-    """All nodes in node order with the identities they send from. Who is lost keeps its index, for good."""
+    """All nodes in node order with the identities they send from. Who is lost keeps its index, for good.
+
+    `joining`: those that come late and do not take part yet.
+    """
 
     def __init__(self, entries: Sequence[tuple[bytes, NodeInfo]]) -> None:
         self.senders = [sender for sender, _ in entries]
         self.nodes = tuple(node for _, node in entries)
         self.size = sum(len(node.ranks) for node in self.nodes)
         self.lost: set[int] = set()
+        self.joining: set[int] = set()
         self._index_of = {sender: index for index, sender in enumerate(self.senders)}
         self._node_of_rank = {rank: node.index for node in self.nodes for rank in node.ranks}
 
+    def add(self, sender: bytes, node: NodeInfo) -> None:
+        """Give *node*, which has no ranks and is the next one by its index, its place: it is `joining`."""
+        self.senders.append(sender)
+        self.nodes += (node,)
+        self._index_of[sender] = node.index
+        self.joining.add(node.index)
+
+    def knows(self, sender: bytes) -> bool:
+        """Whether *sender* has, or had, a place."""
+        return sender in self._index_of
+
+    @property
+    def absent(self) -> set[int]:
+        """The nodes that take no part: lost ones, and those that do not yet."""
+        return self.lost | self.joining
+
     @property
     def alive(self) -> list[int]:
-        """The nodes that are not lost."""
-        return [node.index for node in self.nodes if node.index not in self.lost]
+        """The nodes that take part."""
+        return [node.index for node in self.nodes if node.index not in self.absent]
+
+    @property
+    def workers(self) -> list[int]:
+        """Of those the ones with ranks."""
+        return [index for index in self.alive if self.nodes[index].ranks]
 
     @property
     def alive_senders(self) -> list[bytes]:
-        """The identities of the nodes that are not lost, in node order."""
+        """The identities of the nodes that take part, in node order."""
         return [self.senders[index] for index in self.alive]
 
     def index_of(self, sender: bytes) -> int:

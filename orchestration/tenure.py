@@ -135,6 +135,11 @@ class Tenure:
         self._rebuilding = None
         left_behind = m.Abort(error="PeerLostError", goes_on=True,
                               reason="the job goes on without this node, which it has lost")
-        out: Outgoing = [(sender, left_behind) for sender in rebuilding.senders if sender not in past.roster.senders]
+        newcomers = rebuilding.newcomers
+        known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
+        out: Outgoing = [(sender, left_behind) for sender in rebuilding.senders if sender not in known]
         self.job = Job(self._settings, now)
-        return out + self.job.resume(now, past)
+        out += self.job.resume(now, past)
+        for sender, join in newcomers:
+            out += self.job.receive(now, sender, join)
+        return out

@@ -231,13 +231,8 @@ static inline int bps_ready(struct bps_core *core, uint32_t index)
     if (part->codec != NULL)
         part->codec->parked = 0;
     if (!part->owned) {
-        struct bps_input *only = NULL;
-        uint32_t n_filled = 0;
-        for (uint32_t i = 0; i < part->n_inputs; i++)
-            if (!part->inputs[i].empty) {
-                n_filled++;
-                only = &part->inputs[i];
-            }
+        struct bps_input *only;
+        uint32_t n_filled = bps_part_filled(part, &only);
         int as_it_is = n_filled == 1 && part->codec == NULL;
         void *address = as_it_is ? bps_resolve(core, only, part->nbytes) : NULL;
         if (as_it_is && address == NULL) { /* it may have no partial to be summed into */
@@ -272,6 +267,11 @@ static inline uint64_t bps_delivered_nbytes(struct bps_core *core, const struct 
 static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t index, uint32_t round, uint32_t flags,
                              uint16_t segment, uint64_t offset, uint64_t time_ns)
 {
+    int is_wire = core->sources[source].kind == BPS_WIRE_PEER;
+    if (index < BPS_MAX_PARTS && is_wire && bps_part_is_for_heir(&core->parts[index], source, round)) {
+        core->stale++;
+        return 0;
+    }
     if (index >= BPS_MAX_PARTS || core->parts[index].inputs == NULL) {
         bps_broken(core, source, index, round);
         return 0;

@@ -35,7 +35,7 @@ cdef extern from "part.h" nogil:
         uint32_t n_before, n_local, n_after, n_inputs, n_shm_peers, owner
         uint16_t partial_segment
         uint8_t owned, to_wire
-        uint32_t generation, order, round, n_missing
+        uint32_t generation, order, round, applied, n_missing
         bps_weight_store *store
     void bps_part_free(bps_part *)
 
@@ -64,6 +64,7 @@ cdef extern from "codec.h" nogil:
         char *frame
         char *frames[2]
         void *results[2]
+        uint32_t result_round
 
 cdef extern from "events.h" nogil:
     struct bps_event:
@@ -146,3 +147,4 @@ cdef extern from "succession.h" nogil:
     int bps_progress(bps_core *, uint32_t, uint32_t *, uint32_t *)
     int bps_follow(bps_core *, uint32_t, uint32_t, uint32_t, uint32_t)
     int bps_succeed(bps_core *, uint32_t, bps_part *, uint32_t)
+    int bps_give_up(bps_core *, uint32_t, bps_part *, uint32_t)

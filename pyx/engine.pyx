@@ -25,8 +25,8 @@ from pyx.core cimport (
     BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_NOT_FROZEN, BPS_NO_PART, BPS_OTHER_ROUND, BPS_RANK,
     BPS_RETIRED, BPS_SHM_PEER, BPS_SUCCEEDED, BPS_WIRE_PEER, bps_abort, bps_codec, bps_core, bps_core_free,
     bps_core_make, bps_decode_fn, bps_detach, bps_divide_fn, bps_encode_fn, bps_event, bps_events, bps_events_await,
-    bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap, bps_input, bps_kernel, bps_lag,
-    bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_progress,
+    bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap, bps_give_up, bps_input, bps_kernel,
+    bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_progress,
     bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free, bps_store_kernel,
     bps_store_make, bps_succeed, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
     bps_table_report, bps_table_retire, bps_weight_store,
@@ -116,25 +116,9 @@ cdef class Engine:
             raise ValueError("the engine is closed")
         return self.core
 
-    cdef uint32_t _add_source(self, int kind, _Held incoming, _Held outgoing, _Held doorbell) except? 0xffffffff:
-        cdef bps_core *core = self._open()
-        cdef bps_source source
-        memset(&source, 0, sizeof(source))
-        source.kind = kind
-        if incoming is not None:
-            source.lane = incoming.lane(&source.capacity)
-        if outgoing is not None:
-            source.outgoing = outgoing.lane(&source.outgoing_capacity)
-            source.doorbell = doorbell.doorbell()
+    cdef _add_source(self, int kind, _Held incoming, _Held outgoing, _Held doorbell):
+        index = _add_source(self._open(), kind, incoming, outgoing, doorbell)
         self.held += (incoming, outgoing, doorbell)
-        pthread_mutex_lock(&core.lock)
-        index = core.n_sources
-        if index < BPS_MAX_SOURCES:
-            core.sources[index] = source
-            core.n_sources += 1
-        pthread_mutex_unlock(&core.lock)
-        if index == BPS_MAX_SOURCES:
-            raise ValueError(f"an engine has at most {BPS_MAX_SOURCES} sources")
         return index
 
     def add_rank(self, lane):
@@ -160,7 +144,7 @@ cdef class Engine:
 
     def add_owned(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                   uintptr_t kernel, int64_t divisor, before, local, after, outputs, shm_peers, bint to_wire,
-                  codec=None, rows=None, uintptr_t store=0, int64_t kept_round=-1):
+                  codec=None, rows=None, uintptr_t store=0, uint32_t first_round=1, int64_t kept_round=-1):
         """Own *part*: sum all inputs of the job for it, publish, pass the result on.
 
         *before* and *after* are (source, slot address) of the nodes before and after this one in node order
@@ -172,7 +156,8 @@ cdef class Engine:
         for it.
 
         *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
-        frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing.
+        frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing. Rounds are counted modulo 2^32,
+        from *first_round* on.
 
         *kept_round* >= 0, only while frozen: own it from the round after that one on, in the place of an owner that is
         gone. What a member's part of the same number has taken in of that round counts.
@@ -185,7 +170,7 @@ cdef class Engine:
         fresh.n_before, fresh.n_local, fresh.n_after = len(before), len(local), len(after)
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
         _install(self._open(), part, fresh, kernel, [*before, *((source, 0) for source in local), *after], shm_peers,
-                 codec, rows, kept_round)
+                 codec, rows, first_round, kept_round)
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
@@ -210,19 +195,27 @@ cdef class Engine:
         return _behind(self._open(), part)
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
-                   uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None):
+                   uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None, uint32_t first_round=1,
+                   int64_t kept_round=-1):
         """Take part in *part*: sum this machine's ranks into *partial* and forward it to source *owner*.
 
         *partial* is (address, segment, offset) of the partial's place; a single rank's input is forwarded as it
-        is. The owner's result is published when it arrives. *codec*, *rows*: see `add_owned`; with a codec the place
-        is its frame's.
+        is. The owner's result is published when it arrives. *codec*, *rows*, *first_round*: see `add_owned`; with a
+        codec the place is its frame's. *kept_round* >= 0, only while frozen: the part is owned here, and *owner* takes
+        it over after that round, the last that was summed; what ranks here have pushed since counts.
         """
         cdef bps_part fresh
         memset(&fresh, 0, sizeof(fresh))
         fresh.divisor, fresh.owner, fresh.n_local = 1, owner, len(local)
         fresh.outputs[0], fresh.partial_segment, fresh.partial_offset = partial
         fresh.nbytes, fresh.n_elements, fresh.unit_offset = nbytes, n_elements, unit_offset
-        _install(self._open(), part, fresh, kernel, [(source, 0) for source in local], (), codec, rows)
+        _install(self._open(), part, fresh, kernel, [(source, 0) for source in local], (), codec, rows, first_round,
+                 kept_round)
+
+    def give_up(self, uint32_t part, uint32_t kept_round):
+        """Forget *part*, owned here and pushed by no rank here, after *kept_round*. Only while frozen (else ValueError).
+        """
+        _succeeded(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}", "elsewhere")
 
     def detach(self, uint32_t source):
         """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""
@@ -288,16 +281,7 @@ cdef class Engine:
 
     def report(self):
         """Return (part, last consumed round, inputs missing for the next) of every part: what a commit decides on."""
-        cdef bps_core *core = self._open()
-        cdef uint32_t i, n, room = core.n_parts
-        cdef bps_row *rows = <bps_row *>calloc(room + 1, sizeof(bps_row))
-        if rows == NULL:
-            raise MemoryError(f"a report of {room} parts")
-        n = bps_table_report(core, rows, room)
-        try:
-            return [(rows[i].part, rows[i].round, rows[i].n_missing) for i in range(n)]
-        finally:
-            free(rows)
+        return _report(self._open())
 
     def missing(self, uint32_t part):
         """Return (round, sources that have not delivered it, whether the part is owned).

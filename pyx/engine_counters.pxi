@@ -21,3 +21,16 @@ cdef uint64_t _pushed_nbytes(bps_core *core, uint32_t source):
     nbytes = core.sources[source].pushed_nbytes
     pthread_mutex_unlock(&core.lock)
     return nbytes
+
+
+cdef list _report(bps_core *core):
+    """See `Engine.report`."""
+    cdef uint32_t i, n, room = core.n_parts
+    cdef bps_row *rows = <bps_row *>calloc(room + 1, sizeof(bps_row))
+    if rows == NULL:
+        raise MemoryError(f"a report of {room} parts")
+    n = bps_table_report(core, rows, room)
+    try:
+        return [(rows[i].part, rows[i].round, rows[i].n_missing) for i in range(n)]
+    finally:
+        free(rows)

@@ -27,3 +27,24 @@ cdef class _Held:
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
+
+
+cdef uint32_t _add_source(bps_core *core, int kind, _Held incoming, _Held outgoing, _Held doorbell) except? 0xffffffff:
+    """Return the id of a new source of *kind*, with these lanes and this doorbell, if it has them."""
+    cdef bps_source source
+    memset(&source, 0, sizeof(source))
+    source.kind = kind
+    if incoming is not None:
+        source.lane = incoming.lane(&source.capacity)
+    if outgoing is not None:
+        source.outgoing = outgoing.lane(&source.outgoing_capacity)
+        source.doorbell = doorbell.doorbell()
+    pthread_mutex_lock(&core.lock)
+    index = core.n_sources
+    if index < BPS_MAX_SOURCES:
+        core.sources[index] = source
+        core.n_sources += 1
+    pthread_mutex_unlock(&core.lock)
+    if index == BPS_MAX_SOURCES:
+        raise ValueError(f"an engine has at most {BPS_MAX_SOURCES} sources")
+    return index

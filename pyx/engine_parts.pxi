@@ -29,10 +29,11 @@ cdef bps_codec *_codec(plan) except NULL:
 
 
 cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kernel, inputs, shm_peers, codec, rows,
-                  int64_t kept_round=-1) except -1:
+                  uint32_t first_round, int64_t kept_round=-1) except -1:
     """Put *fresh* into the table as part *index*, with these *inputs*, (source, slot), and what is its own.
 
-    With *kept_round* >= 0 in the place of an owner that is gone (`bps_succeed`).
+    Its rounds are counted from *first_round* on. With *kept_round* >= 0 in the place of an owner that is gone
+    (`bps_succeed`), or, a member's, of one that was owned here (`bps_give_up`).
     """
     cdef int status
     if not 0 < len(inputs) < BPS_MAX_SOURCES or index >= BPS_MAX_PARTS or kernel == 0:
@@ -48,6 +49,7 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
     fresh.n_inputs = fresh.n_missing = len(inputs)
     fresh.n_shm_peers = len(shm_peers)
     fresh.order = index
+    fresh.round = fresh.applied = first_round - 1
     fresh.inputs = <bps_input *>calloc(len(inputs), sizeof(bps_input))
     fresh.shm_peers = <uint32_t *>calloc(len(shm_peers) + 1, sizeof(uint32_t))
     if fresh.inputs == NULL or fresh.shm_peers == NULL:
@@ -56,6 +58,7 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
     if codec is not None:
         try:
             fresh.codec = _codec(codec)
+            fresh.codec.result_round = first_round - 1
         except BaseException:
             bps_part_free(&fresh)
             raise
@@ -64,10 +67,14 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
     for i, peer in enumerate(shm_peers):
         fresh.shm_peers[i] = peer
     if kept_round >= 0:
-        status = bps_succeed(core, index, &fresh, <uint32_t>kept_round)
+        if fresh.owned:
+            status = bps_succeed(core, index, &fresh, <uint32_t>kept_round)
+        else:
+            status = bps_give_up(core, index, &fresh, <uint32_t>kept_round)
+        owner = "here" if fresh.owned else "elsewhere"
         if status != BPS_SUCCEEDED:
             bps_part_free(&fresh)
-            _succeeded(status, f"part {index} after round {kept_round}")
+            _succeeded(status, f"part {index} after round {kept_round}", owner)
     elif bps_table_put(core, index, &fresh):
         bps_part_free(&fresh)
         raise ValueError(f"part {index} is there already")

@@ -1,11 +1,11 @@
-# What an engine says of parts whose owner is gone; included by engine.pyx.
+# What an engine says of parts whose owner is another one from now on; included by engine.pyx.
 
-cdef int _succeeded(int status, str what) except -1:
-    """Raise ValueError if *status*, of a call about *what*, is not BPS_SUCCEEDED."""
+cdef int _succeeded(int status, str what, str owner="here") except -1:
+    """Raise ValueError if *status*, of a call about *what*, is not BPS_SUCCEEDED; *owner*: where it must not be owned."""
     if status == BPS_NOT_FROZEN:
         raise ValueError(f"{what}: only a frozen engine changes owners")
     if status == BPS_NO_PART:
-        raise ValueError(f"{what}: there is no such part, or it is owned here")
+        raise ValueError(f"{what}: there is no such part, or it is owned {owner}")
     if status == BPS_OTHER_ROUND:
         raise ValueError(f"{what}: it is at another round here")
     return 0

@@ -21,6 +21,8 @@ static inline int bps_freeze(struct bps_core *core, uint64_t timeout_ns)
     if (running != 0)
         bps_thaw(core);
     pthread_mutex_unlock(&core->lock);
+    if (running != 0)
+        bps_ring_doorbell(core->doorbell, INT_MAX); /* for what was queued meanwhile */
     return running;
 }
 

@@ -42,10 +42,13 @@ struct bps_part {
     uint8_t owned, to_wire;
     uint32_t generation;
     struct bps_weight_store *store; /* owned: what its pushes are applied to (store.h); NULL: the sum is the result */
-    uint32_t applied;        /* of a store: the last round whose push was applied */
+    uint32_t applied;        /* of a store: the last round whose push was applied, */
+    uint8_t n_applied;       /* and how many were: 3 stands for more */
     uint8_t held;            /* of a store: nothing but the answer is missing, and that waits for others */
     uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (succession.h) */
     uint32_t keeper, kept_round;
+    uint8_t was_given;       /* owned until round given_round, whose inputs go to a new owner: late ones are dropped */
+    uint32_t given_round;
     uint32_t order;     /* integer rank given by the policy; 0 is most urgent */
     uint32_t pass;      /* the one that it joined when it was last complete; until it is summed it stays in it */
     uint32_t round;     /* last round whose inputs were all consumed */
@@ -76,6 +79,26 @@ static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32
         return --part->n_missing == 0 ? BPS_COMPLETE : BPS_WAITING;
     }
     return BPS_STRANGER;
+}
+
+/* Whether what a wire peer has sent is for a part's new owner, which gets it as well: it was on its way already when
+ * this node gave the part up. */
+static inline int bps_part_is_for_heir(const struct bps_part *part, uint32_t source, uint32_t round)
+{
+    return part->was_given && round == part->given_round && (part->inputs == NULL || source != part->owner);
+}
+
+/* How many inputs of the last round, or of one that is complete, are not empty; `*only`: the last of them. */
+static inline uint32_t bps_part_filled(struct bps_part *part, struct bps_input **only)
+{
+    uint32_t n_filled = 0;
+    *only = NULL;
+    for (uint32_t i = 0; i < part->n_inputs; i++)
+        if (!part->inputs[i].empty) {
+            n_filled++;
+            *only = &part->inputs[i];
+        }
+    return n_filled;
 }
 
 /* Count in `lags`, by source, how late these n inputs of a complete round came. */

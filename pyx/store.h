@@ -64,7 +64,7 @@ static inline void bps_store_free(struct bps_weight_store *store)
 static inline int bps_store_is_behind(const struct bps_weight_store *store, const struct bps_part *other, uint32_t round)
 {
     return store->is_set ? store->staleness >= 0 && (int32_t)(round - other->applied) > store->staleness
-                         : other->applied == 0;
+                         : other->n_applied == 0;
 }
 
 /* Whether the round of a part that is complete, or was applied, may be answered. */
@@ -121,20 +121,21 @@ static inline uint32_t bps_store_behind(const struct bps_core *core, uint32_t in
     return n;
 }
 
-/* Apply the sum in `values` (if anybody gave one), and put the answer there (if it may be given). No lock held. */
-static inline void bps_store_step(struct bps_core *core, int thread, uint32_t index, uint32_t round, void *values,
-                                  int is_given, int answers)
+/* Apply the sum in `values` (if anybody gave one), and put the answer there (if it may be given). No lock held. `nth`:
+ * which round of the part it is; the first one sets the weights, and the second one the momentum. */
+static inline void bps_store_step(struct bps_core *core, int thread, uint32_t index, uint32_t round, int nth,
+                                  void *values, int is_given, int answers)
 {
     struct bps_part *part = &core->parts[index];
     struct bps_weight_store *store = part->store;
     int rule = store->momentum != NULL ? BPS_STORE_NESTEROV : BPS_STORE_ADD;
-    int sets_momentum = store->momentum != NULL && round == 2;
-    int reads_momentum = store->momentum != NULL && round > 2 && !is_given;
+    int sets_momentum = store->momentum != NULL && nth == 2;
+    int reads_momentum = store->momentum != NULL && nth > 2 && !is_given;
     pthread_mutex_lock(&store->lock);
     uint64_t begin_ns = bps_now_ns();
     if (is_given) {
         store->kernel(values, sets_momentum ? store->momentum : store->weights, store->momentum,
-                      (int64_t)part->n_elements, round == 1 || sets_momentum ? BPS_STORE_SET : rule,
+                      (int64_t)part->n_elements, nth == 1 || sets_momentum ? BPS_STORE_SET : rule,
                       store->learning_rate, store->mu);
         uint64_t end_ns = bps_now_ns();
         bps_record_add(&core->trace, BPS_APPLY, thread, index, round, part->nbytes, begin_ns, end_ns);
@@ -156,6 +157,7 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
     uint32_t round = part->round + 1, *word = NULL;
     void *output = (void *)part->outputs[round & 1], **in = worker->pointers;
     int is_applied = part->applied == round, before = 0, local = 0, total = 0;
+    int nth = part->n_applied + (!is_applied && part->n_applied < 3);
     if (!is_applied) {
         before = bps_collect(core, part, in, 0, part->n_before, part->nbytes, 0);
         local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
@@ -165,7 +167,7 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         bps_park(core, index);
         return;
     }
-    int answers = bps_store_answers(core, index), sets = round == 1 || (round == 2 && store->momentum != NULL);
+    int answers = bps_store_answers(core, index), sets = nth == 1 || (nth == 2 && store->momentum != NULL);
     core->running++;
     pthread_mutex_unlock(&core->lock);
     uint64_t begin_ns = bps_now_ns();
@@ -177,11 +179,12 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, (uint64_t)total * part->nbytes, begin_ns,
                        bps_now_ns());
     }
-    bps_store_step(core, worker->index, index, round, output, total != 0, answers);
+    bps_store_step(core, worker->index, index, round, nth, output, total != 0, answers);
     pthread_mutex_lock(&core->lock);
     core->sums += !is_applied;
     core->bytes_summed += (uint64_t)total * part->nbytes;
     part->applied = round;
+    part->n_applied = (uint8_t)nth;
     store->is_set |= total != 0;
     bps_store_release(core, store);
     if (answers)

@@ -1,4 +1,5 @@
-/* Succession: what becomes of a part whose owner is gone. Between a freeze and its commit, under the engine's own lock.
+/* Succession: what becomes of a part whose owner is gone, or gives it up. Between a freeze and its commit, under the
+ * engine's own lock.
  *
  * Of such a part some round was completed last by anybody who is left: `after`. Its result is kept: who lacks it gets it
  * from a keeper. The next round, if it has begun, is pushed again to the new owner, from where its inputs still are:
@@ -39,13 +40,8 @@ static inline int bps_progress(struct bps_core *core, uint32_t index, uint32_t *
 static inline void bps_pass_on_again(struct bps_core *core, uint32_t index)
 {
     struct bps_part *part = &core->parts[index];
-    struct bps_input *only = NULL;
-    uint32_t n_filled = 0;
-    for (uint32_t i = 0; i < part->n_inputs; i++)
-        if (!part->inputs[i].empty) {
-            n_filled++;
-            only = &part->inputs[i];
-        }
+    struct bps_input *only;
+    uint32_t n_filled = bps_part_filled(part, &only);
     if (n_filled == 0)
         bps_pass_on(core, index, part->round, 1, 0, 0, 0);
     else if (n_filled == 1 && part->codec == NULL)
@@ -61,6 +57,15 @@ static inline int bps_is_at(const struct bps_part *part, uint32_t after)
     return part->round == after || part->round == after + 1;
 }
 
+/* Whether the result of `after` lies here whole, and only was not decoded yet: `keeper` has sent it after an earlier
+ * loss, and sends it no second time. (One that the lost owner has sent is dropped: a copy comes, which is waited for
+ * before anything else may be written there.) */
+static inline int bps_has_loan(const struct bps_part *part, uint32_t after, uint32_t keeper)
+{
+    return part->codec != NULL && part->codec->has_result && part->codec->result_round == after && !part->is_kept &&
+           part->kept_round == after && part->keeper == keeper;
+}
+
 /* A member's part has the new owner `owner`. What is complete up to `after` but not here comes from `keeper`; if that is
  * BPS_NOBODY, it lies here already and was only not announced. */
 static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t owner, uint32_t after, uint32_t keeper)
@@ -74,12 +79,13 @@ static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t own
                                                                                  : BPS_SUCCEEDED;
     if (status == BPS_SUCCEEDED) {
         part->owner = owner;
-        if (part->codec != NULL && part->codec->has_result) { /* not decoded yet: then it counts as not arrived */
+        int has_loan = bps_has_loan(part, after, keeper);
+        if (part->codec != NULL && part->codec->has_result && !has_loan) { /* not decoded yet: as if not arrived */
             part->codec->has_result = 0;
             part->codec->result_round--;
         }
-        part->is_kept = 0;
-        if (!bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
+        part->is_kept = part->was_given = 0;
+        if (!has_loan && !bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
             part->is_kept = keeper != BPS_NOBODY;
             part->keeper = keeper;
             part->kept_round = after;
@@ -131,6 +137,33 @@ static inline int bps_succeed(struct bps_core *core, uint32_t index, struct bps_
         *old = *fresh;
         core->n_parts = core->n_parts > index + 1 ? core->n_parts : index + 1;
         core->allocations++;
+    }
+    pthread_mutex_unlock(&core->lock);
+    return status;
+}
+
+/* This node, which lives, owns the part no more from the round after `after` on, the last that it has summed: `fresh` is
+ * its member's part then, with what ranks here have pushed; NULL: it has none. */
+static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_part *fresh, uint32_t after)
+{
+    pthread_mutex_lock(&core->lock);
+    struct bps_part *old = &core->parts[index];
+    int status = !core->frozen                                                                              ? BPS_NOT_FROZEN
+                 : index >= core->n_parts || old->inputs == NULL || !old->owned || old->store != NULL ? BPS_NO_PART
+                 : old->round != after                                                                      ? BPS_OTHER_ROUND
+                                                                                                            : BPS_SUCCEEDED;
+    if (status == BPS_SUCCEEDED) {
+        if (fresh != NULL) {
+            bps_inherit(fresh, old, after);
+            fresh->round = after;
+            fresh->generation = core->generation + 1;
+        }
+        bps_part_free(old);
+        if (fresh != NULL)
+            *old = *fresh;
+        old->was_given = 1;
+        old->given_round = after + 1;
+        bps_table_trim(core);
     }
     pthread_mutex_unlock(&core->lock);
     return status;

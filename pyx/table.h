@@ -28,6 +28,7 @@ static inline int bps_table_put(struct bps_core *core, uint32_t index, struct bp
             bps_store_join(fresh->store, index);
         fresh->generation = core->generation + 1;
         core->parts[index] = *fresh;
+        bps_store(bps_board_word(core->board, index), fresh->round);
         core->n_parts = core->n_parts > index + 1 ? core->n_parts : index + 1;
         core->allocations++;
     }

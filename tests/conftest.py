@@ -73,8 +73,10 @@ class Job:
         self._pipes: list[Connection] = []
         self._commands: dict[str, Any] = {}
         try:
-            for command in launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
-                                       self._port.getsockname(), self.key.hex()):
+            commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
+                                   self._port.getsockname(), self.key.hex())
+            self._helpers = {command.name: command for command in commands if command.kind is Kind.HELPER}
+            for command in commands:
                 self._start(command, values)
             if attach:
                 self.call("init")
@@ -147,6 +149,14 @@ class Job:
     def restart(self, name: str) -> None:
         """Start a daemon that was killed again, as it was started first."""
         Job._start(self, self._commands[name], {})  # a subclass has put in it what it puts there
+
+    def add(self, *names: str, **environ: str) -> None:
+        """Start helpers while the job runs: lost ones again, or others like the first, with *environ* besides."""
+        for name in names:
+            like = self._helpers.get(name, next(iter(self._helpers.values())))
+            place = {"BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
+            self.daemons[name] = subprocess.Popen(like.argv, env={**like.environ, **place, **environ},
+                                                  stdin=subprocess.DEVNULL)
 
     # -- innards ---------------------------------------------------------------------------------------------------
 

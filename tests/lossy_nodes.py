@@ -54,14 +54,19 @@ class Vertex:
         self.alive, self.frozen = True, False
         self.units, self.parts, self.board, self.queued = {}, {}, {}, []
         self.early, self.excluded = [], set()
+        self.given = {}  # part -> the round of which inputs may still come, although it was given up
         self.bound = {}  # (node, part) -> [where it is written to, the round that is expected]
         self.lanes = {rank: deque() for rank in ranks}
         self.prepared = None
+        self.awaited, self.unbound, self.is_waiting = [], [], False
         self.generation = None  # the plan or `Recover` that a Commit is awaited for
 
     # -- the engine ---------------------------------------------------------------------------------------
 
     def arrive(self, source, number, round_, at):
+        if self.given.get(number) == round_ and source[0] == "node" and (
+                number not in self.parts or source[1] != self.parts[number].owner):
+            return
         assert number in self.parts, f"node {self.index} knows no partition {number}, which {source} has sent"
         part = self.parts[number]
         is_kept = part.is_kept and source == ("node", part.keeper) and round_ == part.kept_round
@@ -121,6 +126,7 @@ class Vertex:
             self.world.memory[at] = self.world.memory[write.at]
             if self.frozen:
                 self.early.append((index, number, write.round, at))
+                self.look()
                 return
         self.arrive(("node", index), number, write.round, at)
 
@@ -132,6 +138,7 @@ class Vertex:
         part = self.parts[number]
         assert not part.owned and part.round in (kept, after(kept)), (self.index, number, part.round, kept)
         part.owner, part.is_kept = owner, False
+        self.given.pop(number, None)
         if ahead(self.board[number], kept) < 0:
             part.is_kept, part.keeper, part.kept_round = keeper is not None, keeper, kept
             if keeper is None:
@@ -151,7 +158,17 @@ class Vertex:
         else:
             assert not old.owned and old.round in (kept, after(kept)), (self.index, number, old.round, kept)
             fresh.arrived = dict(old.last if old.round != kept else old.arrived)
+        self.given.pop(number, None)
         self.parts[number] = fresh
+
+    def give_up(self, number, owner, kept):
+        """As `bps_give_up`."""
+        old = self.parts.pop(number)
+        assert old.owned and old.round == kept, (self.index, number, old.round, kept)
+        self.given[number] = after(kept)
+        if self.local(old.unit):
+            part = self.parts[number] = Part(self.sources(old.unit, False), owner, False, kept, old.place, old.unit)
+            part.arrived = {source: at for source, at in old.arrived.items() if source in part.sources}
 
     def commit(self):
         """As `bps_table_commit`: what was put in takes part; what came meanwhile is taken in."""
@@ -170,7 +187,8 @@ class Vertex:
 
     def hear(self, message):
         handlers = {m.Plan: self.on_plan, m.Commit: self.on_commit, m.Freeze: self.on_freeze,
-                    m.Recover: self.on_recover, m.Abort: lambda _: self.world.end_process(self.index)}
+                    m.Recover: self.on_recover, m.Abort: lambda _: self.world.end_process(self.index),
+                    m.Joined: self.on_joined, m.Welcome: self.on_welcome}
         if type(message) in handlers:
             handlers[type(message)](message)
 
@@ -191,6 +209,14 @@ class Vertex:
             if index != self.index:
                 self.bind(index, number, ("slot", self.index, index, number), after(round_))
         return Part(self.sources(unit, True), -1, True, round_, place, unit)
+
+    def on_joined(self, message):
+        self.world.tell(self.index, m.Meets(node=message.node.index))
+        self.world.expected.add((self.index, message.node.index))
+
+    def on_welcome(self, message):
+        if message.is_late:
+            self.world.dialled.add(self.index)
 
     def on_plan(self, plan):
         first = self.world.first_round
@@ -219,6 +245,7 @@ class Vertex:
     def forget(self):
         """As `Plans.forget` and `Wiring.drop`."""
         generation, self.generation = self.generation, None
+        self.is_waiting = False
         if isinstance(generation, m.Plan):
             for number in [part.part for unit in generation.units for part in unit.parts]:
                 self.parts.pop(number, None)
@@ -233,35 +260,59 @@ class Vertex:
                 self.excluded.add(index)
                 self.world.part_with(self.index, index)
                 self.bound = {key: bound for key, bound in self.bound.items() if key[0] != index}
-        progress = [(number, part.round, self.board[number], part.place) for number, part in self.parts.items()
-                    if not part.owned and part.owner in message.lost]
+        for index in message.joined:
+            assert index == self.index or not (self.ranks or self.world.nodes[index].ranks) or (
+                (self.index, index) in self.world.linked or (index, self.index) in self.world.linked), "not connected"
+        progress = [(number, part.round, self.board[number], part.place if self.local(part.unit) else -1)
+                    for number, part in self.parts.items()
+                    if message.joined or (not part.owned and part.owner in message.lost)]
         near = [index for index in range(len(self.world.nodes)) if self.world.near(index, self.index)]
         self.world.tell(self.index, m.Frozen(epoch=message.epoch, progress=tuple(progress), near=tuple(near)))
 
     def on_recover(self, message):
         """As `Succession.prepare`; what is bound here is written to only after the commit."""
-        self.prepared, unit_of = [], {part.part: unit.name for unit in message.units for part in unit.parts}
+        self.prepared, self.awaited, self.unbound = [], [], []
+        unit_of = {part.part: unit.name for unit in message.units for part in unit.parts}
         for each in message.successions:
             unit, lacks = unit_of[each.part], self.index in each.lacking
+            members = self.world.members(unit)
+            if each.giver == self.index:
+                self.awaited += [(index, each.part, after(each.kept_round)) for index in each.pushed]
+                self.unbound += [(index, each.part) for index in members if index != self.index]
+            elif each.giver >= 0 and self.local(unit):
+                self.awaited += [(each.giver, each.part, each.kept_round)] * lacks
+                self.unbound.append((each.giver, each.part))
             if each.owner == self.index:
                 place = self.parts[each.part].place if self.local(unit) else self.index
                 self.prepared.append((each, self.own(unit, each.part, place, each.kept_round)))
-            elif self.local(unit):
+            elif self.local(unit) or each.giver == self.index:
                 self.prepared.append((each, None))
+            if self.local(unit) and each.owner != self.index:
                 self.expect(each.owner, each, each.kept_round if lacks and each.keeper == each.owner
                             else after(each.kept_round))
             if lacks and each.keeper != each.owner:
                 self.expect(each.keeper, each, each.kept_round)
         self.generation = message
-        self.world.tell(self.index, m.Ready(generation=message.generation))
+        self.is_waiting = True
+        self.look()
+
+    def look(self):
+        """As `Plans._announce`: what is on its way to or from owners that give up has to arrive."""
+        if self.is_waiting and all(self.bound[index, part][1] != round_ for index, part, round_ in self.awaited):
+            self.is_waiting = False
+            self.world.tell(self.index, m.Ready(generation=self.generation.generation))
 
     def expect(self, index, succession, round_):
         if not (succession.lent and index == succession.keeper and self.index in succession.lacking):
             self.bind(index, succession.part, ("result", self.parts[succession.part].place, succession.part), round_)
 
     def begin(self, message):
+        for key in self.unbound:
+            del self.bound[key]
         for each, fresh in self.prepared:
-            if fresh is not None:
+            if each.giver == self.index:
+                self.give_up(each.part, each.owner, each.kept_round)
+            elif fresh is not None:
                 self.succeed(each.part, fresh, each.kept_round)
             else:
                 self.follow(each.part, each.owner, each.kept_round,

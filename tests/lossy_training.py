@@ -67,3 +67,20 @@ def counts() -> tuple[int, int]:
     """How often the node of this rank has gone on without somebody, and how many results it has lent others then."""
     counters = bpsfast.stats().counters
     return counters["recoveries"], counters["dispatch_lent"]
+
+
+def changes() -> tuple[int, int]:
+    """How often the node of this rank has gone on without somebody, and how many late nodes it has taken in."""
+    counters = bpsfast.stats().counters
+    return counters["recoveries"], counters["joined"]
+
+
+def joined() -> int:
+    """How many late nodes the node of this rank has taken in."""
+    return changes()[1]
+
+
+def received(nodes: list[int]) -> list[int]:
+    """How many bytes the node of this rank has received of each of *nodes*, over a wire."""
+    counters = bpsfast.stats().counters
+    return [counters.get(f"wire_{node}_bytes_received", 0) for node in nodes]

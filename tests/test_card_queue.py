@@ -3,9 +3,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.card_queue import CardQueue
+from bpsfast.orchestration.credit_queue import CreditQueue
 
 PART = 100
 
@@ -164,3 +166,17 @@ def test_all_may_be_removed():
     queue.remove(1)
     queue.remove(1)
     assert queue.pop() is None and queue.queued == 0 and queue.first_order is None
+
+
+@pytest.mark.parametrize("count", ["queued", "in_flight_nbytes", "peak_nbytes"])
+def test_counts_are_read_while_another_thread_removes_a_peer(count, monkeypatch):
+    queue = card(dict.fromkeys(range(3), PART))
+    put(queue, 1, 2)
+    read = vars(CreditQueue).get(count)
+
+    def read_and_remove(self):
+        queue.remove(0)
+        return read.fget(self) if read is not None else vars(self)[count]
+
+    monkeypatch.setattr(CreditQueue, count, property(read_and_remove), raising=False)
+    assert getattr(queue, count) == (2 if count == "queued" else 0)

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from bpsfast.bench.chaos import run
-from bpsfast.bench.chaos.gradients import SIZES, digest, expected, pushed
+from bpsfast.bench.chaos.gradients import SIZES, digest, expected, names, pushed
 from bpsfast.bench.chaos.history import RankHistory, read, wrong_sums
 from bpsfast.bench.chaos.scenario import (
     DECK,
     HANG_S,
     LEASE_S,
     LINK,
+    LOST_WORKER,
     MAY_RAISE,
     MUST_RECOVER,
     N_STEPS_AFTER,
@@ -35,7 +36,7 @@ def scenario(kind, *faults):
 
 def whole(n_steps=1 + N_STEPS_AFTER, **fields):
     """The history of a rank that has seen the right sums."""
-    steps = {step: [expected(MACHINES, step, i) for i in range(len(SIZES))] for step in range(n_steps)}
+    steps = {step: [expected(MACHINES, step, i) for i in range(len(names(step)))] for step in range(n_steps)}
     return RankHistory(**{"steps": steps, "end": "ok", **fields})
 
 
@@ -43,15 +44,28 @@ def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
     drawn = [draw(seed) for seed in range(220)]
     assert drawn == [draw(seed) for seed in range(220)]
     kinds = Counter(each.kind for each in drawn)
-    assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 10
+    assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 8
     assert [each.kind for each in drawn[:DECK]] != [each.kind for each in drawn[DECK:2 * DECK]]
     for each in drawn:
         roles = {"scheduler", *(f"helper {i}" for i in range(each.n_helpers)),
-                 *(f"node {i}" for i in range(len(each.ranks))), *(f"rank {i}" for i in range(sum(each.ranks)))}
+                 *(f"node {i}" for i in range(len(each.ranks))),
+                 *(f"{kind} {i}" for kind in ("rank", "worker") for i in range(sum(each.ranks)))}
+        assert all(fault.role.startswith("worker") == (each.kind in LOST_WORKER) for fault in each.faults)
         assert {fault.role for fault in each.faults} <= roles | {LINK} and len(each.faults) == len({*each.faults})
         assert all((fault.role == LINK) == (each.kind in ON_A_LINK) for fault in each.faults)
         assert all((0 < fault.step < each.n_steps and fault.seconds in (0, HANG_S)) or fault.seconds <= LEASE_S / 3
                    or fault.restarts for fault in each.faults)
+
+
+def test_what_is_lost_second_is_lost_at_once_or_soon_after_the_first():
+    laters = {each.faults[1].delay_s for each in map(draw, range(400)) if each.kind == "two helpers"}
+    assert laters == {0.0, 0.005, 0.02, 0.1}
+
+
+def test_jobs_are_struck_while_they_declare_tensors_anew():
+    anew = [step for step in range(100) if len(names(step)) == len(SIZES)]
+    assert 5 <= len([step for step in anew if 5 <= step < 30]) and max(anew) < 40
+    assert len({names(step)[-1] for step in anew}) == len(anew), "each is a tensor of its own"
 
 
 def test_an_input_that_is_missing_or_twice_is_another_sum():
@@ -69,6 +83,8 @@ def test_a_history_is_read_as_far_as_it_goes(tmp_path):
     assert read(path) == RankHistory(steps={0: ["a"]})
     path.write_text('{"step": 0, "sums": ["a"]}\n{"end": "PeerLostError", "text": "x", "at_s": 7.5}\n')
     assert read(path) == RankHistory({0: ["a"]}, "PeerLostError", "x", 7.5)
+    path.write_text('{"end": "ok", "recoveries": 2}\n')
+    assert read(path) == RankHistory(end="ok", recoveries=2)
 
 
 def test_wrong_sums_and_steps_left_out_are_found():
@@ -109,8 +125,31 @@ def test_a_verdict_says_what_became_of_it(outcome, of, histories, codes):
     assert judge(of, histories, codes, {"node 1": 100.0})[0] == outcome
 
 
+@pytest.mark.parametrize(("role", "named", "unnamed"), [
+    ("node 1", "node 1 (b) is lost", "node 11 is lost"),
+    ("rank 1", "node 1 (b) is lost: rank 1 died", "rank 0 is lost"),
+    ("rank 1", "rank 1 has died", "a rank has died"), ("scheduler", "the scheduler at a:1 is gone", "it is gone"),
+    ("helper 0", "helper 0 is lost", "helper 1 (node 3) is lost"), ("helper 0", "node 2 is lost", "node 1 is lost")])
+def test_an_error_names_who_is_lost_on_every_rank(role, named, unnamed):
+    fields = {"end": "PeerLostError", "at_s": 101.0}
+    of, rank = scenario("lost node", Fault(1, 0.0, role)), int(role == "rank 0")
+    for text, outcome in ((named, "raised"), (unnamed, "wrong")):
+        told = {rank: whole(2, **fields, text=text), 1 - rank: whole(2, **fields, text=named)}
+        assert judge(of, told, FINE, {role: 100.0})[0] == outcome, text
+
+
+@pytest.mark.parametrize(("outcome", "recoveries", "code"), [
+    ("recovered", (1, 1), -signal.SIGKILL), ("recovered", (2, 1), -signal.SIGKILL),
+    ("wrong", (1, 0), -signal.SIGKILL), ("wrong", (1, 1), 0), ("wrong", (1, 1), 3)])
+@pytest.mark.parametrize("kind", ["lost helper", "two helpers"])
+def test_who_is_lost_must_have_been_killed_and_done_without(kind, outcome, recoveries, code):
+    histories = {rank: whole(recoveries=n) for rank, n in enumerate(recoveries)}
+    of = scenario(kind, Fault(1, 0.0, "helper 0"))
+    assert judge(of, histories, {**FINE, "helper 0": code}, {"helper 0": 100.0})[0] == outcome
+
+
 def test_what_must_recover_may_not_raise_and_what_is_killed_says_nothing():
-    told = {0: whole(2, **LOST), 1: RankHistory()}
+    told = {0: whole(2, **{**LOST, "text": "rank 1 is lost"}), 1: RankHistory()}
     assert judge(scenario("lost rank", Fault(1, 0.0, "rank 1")), told, FINE, {"rank 1": 100.0})[0] == "raised"
     assert "lost helper" in MUST_RECOVER and "lost rank" in MAY_RAISE
 

@@ -1,7 +1,10 @@
-"""Compressed parts in one engine: frames that another node got wrong, and what retires them."""
+"""Compressed parts in one engine: wrong frames of other nodes, results that a loss overtakes, and what retires them."""
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from bpsfast.node.coding import part_codec
 from bpsfast.orchestration.codec import CodecSpec, frame_nbytes
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.port import ABORTED, DONE
+from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from tests.vertex import PART, N
 
 CODEC = CodecSpec(kind="topk", k=10)
@@ -103,6 +106,66 @@ def test_a_frame_that_is_none_is_the_senders_fault(coded, bad, is_owner):
     v.engine.arrived(coded.peer, part, 1, 0)
     assert v.engine.events(10) == [(native.EVENT_LOST, coded.peer, part, 1, errno.EPROTO, 0, 0)]
     assert not v.ports[0].done(part, 1, 1)
+
+
+@contextlib.contextmanager
+def busy(vertex):
+    """Have both of the engine's threads at work in kernels until this ends; it is frozen then."""
+    gate, begun = threading.Event(), threading.Barrier(3)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
+    def kernel(*_):
+        begun.wait(20)
+        gate.wait(20)
+
+    for part in (2, 3):
+        vertex.own(part, kernel=ctypes.cast(kernel, ctypes.c_void_p).value)
+    vertex.commit()
+    for part in (2, 3):
+        vertex.ports[0].submit(part, 1, 1, 0, part * PART)
+    begun.wait(20)
+    try:
+        yield
+        freezing = threading.Thread(target=vertex.engine.freeze, args=(20,))
+        freezing.start()
+        words = "only a frozen engine"
+        while words.startswith("only a frozen engine"):
+            with pytest.raises(ValueError) as refused:
+                vertex.engine.follow(70000, 0, 0)
+            words = str(refused.value).rpartition(": ")[2]
+    finally:
+        gate.set()
+    freezing.join(20)
+
+
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_a_result_that_a_loss_overtakes_is_decoded_if_no_other_copy_comes(coded, is_lent):
+    """What a keeper has lent comes once; what the lost owner has sent is dropped for what a keeper sends."""
+    v = coded.vertex
+    keeper, heir = v.engine.add_wire_peer(), v.engine.add_wire_peer()
+    v.ports[0].submit(1, 1, 1, 0, PART)
+    nbytes = v.engine.events(10)[0][-1]
+    if is_lent:
+        v.engine.freeze(5)
+        v.engine.detach(coded.peer)
+        v.engine.follow(1, heir, 1, keeper)
+        v.engine.commit(v.engine.generation + 1, range(4))
+    with busy(v):
+        coded.place(7, nbytes)[:] = frame = coded.place(5, nbytes)
+        v.engine.arrived(keeper if is_lent else coded.peer, 1, 1, 0)
+    assert v.engine.progress(1) == (1, 0)
+    v.engine.detach(heir if is_lent else coded.peer)
+    v.engine.follow(1, keeper, 1, keeper)
+    v.engine.commit(v.engine.generation + 1, range(4))
+    if not is_lent:
+        assert v.ports[0].wait(1, 1, 1, 0.05) == TIMED_OUT, "a copy comes still, and would be written over what follows"
+        v.engine.arrived(keeper, 1, 1, 0)
+    assert v.ports[0].wait(1, 1, 1, 10) == DONE
+    assert coded.floats(9).tobytes() == decode(CODEC, frame[8:].tobytes(), N, "float32").tobytes()
+    v.engine.arrived(keeper, 1, 1, 0)
+    assert v.engine.counters()["stale"] == 1
+    v.ports[0].submit(1, 1, 2, 0, PART)
+    assert v.engine.events(10)[0][:4] == (native.EVENT_FORWARD, keeper, 1, 2)
 
 
 def test_an_engine_that_cannot_compress_tells_its_ranks_and_its_node(vertex):

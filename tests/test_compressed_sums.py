@@ -58,8 +58,8 @@ def rounds(name, dtype, codec, n_rounds, average=True, rates=None, empties=()):
             unit.push_empty()
         else:
             unit.push(x.ctypes.data, x.nbytes)
-        unit.wait(round_, 20)
-        results.append(unit.view(round_).tobytes())
+        unit.wait(unit.round, 20)
+        results.append(unit.view(unit.round).tobytes())
     return results
 
 

@@ -278,6 +278,30 @@ def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(s
     assert service.sent(link, 5) == 5
 
 
+@pytest.mark.parametrize("service", [(1, 2 * NBYTES, [True])], indirect=True)
+def test_a_detour_that_ends_before_its_repeats_have_left_repeats_none_of_them_twice(service):
+    dispatcher = service.dispatcher
+    service.commit(tuple(range(4)))
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in range(4)])
+    while dispatcher.counters()["queued"]:
+        dispatcher.handle(service.engine.events(10))
+    assert service.written(0, 4) == [0, 1, 2, 3]
+    for _ in range(2):  # all four are awaited, and there is credit for two
+        dispatcher.hold(0)
+        service.links[-1].close()
+        near, far = socket.socketpair()
+        far.settimeout(20)
+        service.far.append(far)
+        service.links.append(TcpLink(0, {0: near}, n_slots=64))
+        dispatcher._take(dispatch.Detour(0, service.links[-1], dict.fromkeys(range(4), 1), threading.Event()))
+        assert dispatcher.counters()["queued"] == 2
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, round_=2)])
+    while dispatcher.counters()["queued"]:
+        dispatcher.handle(service.engine.events(10))
+    service.far[0], service.far[-1] = service.far[-1], service.far[0]
+    assert service.written(0, 5) == [0, 1, 2, 3, 0]
+
+
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_a_service_that_does_not_run_takes_over_no_link(service, monkeypatch):
     monkeypatch.setattr(dispatch, "_DETOUR_TIMEOUT_S", 0.01)
@@ -358,5 +382,7 @@ def test_a_detour_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
     service.commit((0,))
     service.dispatcher.drop(0)
     service.dispatcher._keep_up()
-    service.dispatcher._take(dispatch.Detour(0, service.links[0], {0: 1}, threading.Event()))
+    detour = dispatch.Detour(0, service.links[0], {0: 1}, threading.Event())
+    service.dispatcher._take(detour)
     assert service.dispatcher.counters()["detours"] == 0
+    assert detour.taken.is_set(), "who asked for it does not wait for its deadline"

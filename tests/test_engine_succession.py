@@ -1,7 +1,9 @@
 """An engine when an owner is gone: what it passes on again, takes over, or waits for, and what it hears meanwhile."""
 from __future__ import annotations
 
+import ctypes
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -308,3 +310,39 @@ def test_ranks_are_heard_after_the_commit(heirs):
     h.engine.follow(0, h.peer, 0)
     h.commit()
     assert h.engine.events(10)[0][1:4] == (h.peer, 0, 1)
+
+
+def test_what_came_during_a_freeze_that_failed_is_summed_at_once_while_the_kernel_still_runs(vertex):
+    v = vertex(n_ranks=1, n_parts=2, n_threads=2)
+    bell = ring.Doorbell(v.bell)
+    peer, slot, gate, begun = v.engine.add_wire_peer(), Segment(PART), threading.Event(), threading.Event()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
+    def kernel(*_):
+        begun.set()
+        gate.wait(20)
+
+    def freeze():
+        with pytest.raises(TimeoutError, match="1 kernels still run"):
+            v.engine.freeze(0.2)
+
+    v.own(0, local=[], before=[(peer, slot.address)])
+    v.own(1, kernel=ctypes.cast(kernel, ctypes.c_void_p).value)
+    v.commit()
+    v.ports[0].submit(1, 1, 1, 0, PART)
+    assert begun.wait(20)
+    freezing = threading.Thread(target=freeze)
+    freezing.start()
+    words = "only a frozen engine"
+    while "only a frozen engine" in words:
+        with pytest.raises(ValueError) as refused:
+            v.engine.follow(70000, peer, 0)
+        words = str(refused.value)
+    n_rings = bell.rings()
+    v.engine.arrived(peer, 0, 1, 0)
+    freezing.join(20)
+    try:
+        assert bell.rings() != n_rings, "else a thread that sleeps takes it up to a second later"
+        assert v.ports[0].wait(0, 1, 1, 10) == DONE
+    finally:
+        gate.set()

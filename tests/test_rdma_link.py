@@ -1,11 +1,14 @@
-"""The end of one queue pair, asked for by two threads: an abort fences from one while the node closes from another."""
+"""The end of one queue pair, asked for by two threads: an abort fences from one while the node closes from another.
+
+And what a link that was fenced says is to come.
+"""
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from bpsfast.transport.rdma.link import Way
+from bpsfast.transport.rdma.link import RdmaLink, Way
 
 
 class Pair:
@@ -40,3 +43,14 @@ def test_two_threads_close_once_and_both_return_when_it_is_done():
     assert pair.n_closes == 1 and left == [True]
     way.close()
     assert pair.n_closes == 1 and left == [True]
+
+
+def test_what_is_bound_after_the_end_is_awaited_from_its_first_round_on():
+    """An owner takes over in the middle of a job while a pair is on its way from RDMA to TCP."""
+    link = RdmaLink(1, n_nodes=2, ways=(), channel=None)
+    link.fence()
+    link.bind(4, 0, 64, 64, first_round=7)
+    link.bind(5, 128, 192, 64)
+    assert link.awaited() == {4: 7, 5: 1}
+    link.unbind(4)
+    assert link.awaited() == {5: 1}

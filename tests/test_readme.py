@@ -16,7 +16,7 @@ BPSFAST = str(Path(sys.executable).with_name("bpsfast"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=["torch", "numpy"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["torch", "numpy", "elastic"])
 def test_program(program: str, tmp_path: Path) -> None:
     if "import torch" in program:
         pytest.importorskip("torch", reason="torch is not installed")

@@ -55,6 +55,19 @@ def test_a_lost_helper_is_told_farewell_and_all_others_freeze(how):
     assert not table.job.over
 
 
+def test_all_helpers_that_have_called_a_worker_lost_are_done_without_when_it_is_heard():
+    table = LossyTable().commit()
+    for helper in (b"H", b"I"):
+        table.say(helper, m.Lost(who="node 1", reason="reset"))
+        table.now += 0.06
+    table.say(b"B", m.Heartbeat(sequence=1))
+    assert [each.lost for each in table.got(b"A", m.Freeze)] == [(2,)], "the other one has only just said so"
+    table.now += 0.06
+    table.say(b"B", m.Heartbeat(sequence=2))
+    assert [each.lost for each in table.got(b"A", m.Freeze)] == [(2, 3)] and not table.job.over
+    assert len(table.got(b"I", m.Abort)) == 1
+
+
 def test_a_helper_is_kept_that_was_right_about_a_worker():
     table = LossyTable().commit()
     table.say(b"H", m.Lost(who="node 1", reason="its process is gone"))
@@ -263,7 +276,7 @@ def test_who_was_lost_is_refused_if_it_comes_again():
     table.lose(b"H")
     table.got(b"H", m.Abort)
     table.say(b"H", join("h", 0))
-    assert "already complete with 4 nodes" in table.got(b"H", m.Refuse)[0].reason
+    assert "helper 0 (node 2, host h) was lost, and the job goes on without it" in table.got(b"H", m.Refuse)[0].reason
 
 
 def test_all_ranks_may_leave_while_the_others_freeze():

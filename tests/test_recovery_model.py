@@ -1,8 +1,9 @@
 """Recovery at any moment: the real scheduler's decisions, nodes that do as the engine does, whatever is under way late.
 
 Helpers die, or workers lose sight of them, having sent partials and results to any of the others, while the others
-freeze, prepare and commit, once and again. Every sum has each rank's input once, results stay what they are for as
-long as ranks may read them, and if no more helpers are lost all ranks complete all rounds.
+freeze, prepare and commit, once and again; others come, at any moment, and some of those die as well. Every sum has
+each rank's input once, results stay what they are for as long as ranks may read them, and if no more helpers are lost
+all ranks complete all rounds, and who has come takes part.
 """
 from __future__ import annotations
 
@@ -51,6 +52,7 @@ class World(RuleBasedStateMachine):
         self.wires = defaultdict(deque)  # (from, to, partition)
         self.memory, self.pushed, self.limit = {}, {}, 2
         self.unnoticed, self.parted, self.slow = set(), set(), set()
+        self.expected, self.dialled, self.linked = set(), set(), set()  # pairs; nodes; pairs: (worker, newcomer)
         self.declared = 0
         self.declare()
 
@@ -110,7 +112,16 @@ class World(RuleBasedStateMachine):
         found += [(to, self.deliver, index, to, part) for (index, to, part), writes in sorted(self.wires.items())
                   if writes and (index, to) not in self.slow and self.nodes[to].alive
                   and not (self.near(index, to) and self.nodes[to].frozen)]
+        found += [(other, self.connect, worker, other) for worker, other in sorted(self.expected - self.linked)
+                  if other in self.dialled and self.nodes[worker].alive and self.nodes[other].alive]
         return found
+
+    def connect(self, worker, newcomer):
+        """Their connections are there, as both say."""
+        self.linked.add((worker, newcomer))
+        self.tell(worker, m.Meets(node=newcomer, is_linked=True))
+        if all((node.index, newcomer) in self.linked for node in self.nodes if node.ranks):
+            self.tell(newcomer, m.Meets(node=newcomer, is_linked=True))
 
     def hear_of(self, index):
         self.table.say(self.senders[index], self.up[index].popleft())
@@ -178,7 +189,20 @@ class World(RuleBasedStateMachine):
     def release(self):
         self.slow.clear()
 
-    @rule(number=st.integers(0, 2), at_once=st.booleans())
+    @precondition(lambda self: len(self.nodes) < 8)
+    @rule(host=st.sampled_from("abxy"), seed=st.integers(0, 1 << 30), n_steps=st.integers(0, 150))
+    def come(self, host, seed, n_steps):
+        """A helper that is started while the job runs, and goes on."""
+        index = len(self.nodes)
+        self.hosts.append(host if len(set(self.hosts)) < len(self.hosts) else f"new {index}")
+        self.senders.append(b"%d" % index)
+        self.up.append(deque())
+        self.nodes.append(Vertex(self, index, ()))
+        self.table.say(self.senders[-1], join(host, 0))
+        self.limit += 2
+        self.go_on(Random(seed), n_steps)
+
+    @rule(number=st.integers(0, 4), at_once=st.booleans())
     def die(self, number, at_once):
         self.end_process(self.helper(number))
         if at_once:
@@ -190,7 +214,7 @@ class World(RuleBasedStateMachine):
         while self.unnoticed:
             self.table.post(self.table.job.unreachable(0.0, self.senders[self.unnoticed.pop()]))
 
-    @rule(number=st.integers(0, 2), who=st.integers(0, 2))
+    @rule(number=st.integers(0, 4), who=st.integers(0, 2))
     def lose_sight(self, number, who):
         """A worker and a helper do not reach each other any more; neither need be dead."""
         lost = self.helper(number)
@@ -236,6 +260,10 @@ class World(RuleBasedStateMachine):
             for node in self.nodes:
                 for part in [part for unit, parts in node.units.items() for part in parts if node.local(unit)]:
                     assert node.board[part] == last, f"node {node.index} waits for partition {part} for ever"
+            roster, losses = self.table.job._roster, self.table.job._losses
+            assert losses.recovery is None and not losses._owed
+            waiting = [index for index in roster.joining if self.nodes[index].alive]
+            assert not waiting, f"nodes {waiting} were never taken in"
             assert len(self.pushed) == len(self.ranks_of("w")) + len(self.ranks_of("x"))
 
 

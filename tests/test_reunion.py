@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import tcp
+from bpsfast.transport import reunion, tcp
 from bpsfast.transport.data_port import DataPort
 from bpsfast.transport.reunion import KNOCK, Reunions
 
@@ -38,7 +40,10 @@ class Side:
                                       ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
         self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, 1, N_STREAMS, self.lease_s,
                                  WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None))
-        self.port = DataPort(self.listener, KEY, self.index, 1, self.reunions.came, 8)
+        self.listen(self.listener)
+
+    def listen(self, listener: socket.socket) -> None:
+        self.port = DataPort(listener, KEY, self.index, 1, self.reunions.came, 8)
         self.port.start()
 
     def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:
@@ -113,13 +118,40 @@ def test_both_notice_at_once_again_and_again(sides):
 
 
 @pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
-def test_nobody_who_listens_is_the_end_at_once(sides, index):
+def test_nobody_who_listens_is_the_end_soon(sides, index):
     there, here = sides[1 - index], sides[index]
     there.reunions.close()
     there.port.close()
+    begin = time.monotonic()
     here.seek()
     here.until(here.reunions.gone)
+    assert time.monotonic() - begin >= reunion._REFUSED_S
     assert f"nobody listens at {there.address} any more" in here.reunions.gone()[1 - index]
+    assert time.monotonic() - begin < here.lease_s / 2
+
+
+@pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
+def test_who_is_refused_once_tries_again(sides, index, monkeypatch):
+    """As by a firewall whose rules are changing: the process that listens there lives."""
+    there, here = sides[1 - index], sides[index]
+    refused, reach_once = threading.Event(), tcp.reach_once
+
+    def reach(*arguments):
+        try:
+            return reach_once(*arguments)
+        except ConnectionRefusedError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(reunion, "_REFUSED_S", 2 * WAIT_S)
+    monkeypatch.setattr(tcp, "reach_once", reach)
+    there.port.close()
+    here.seek()
+    assert refused.wait(WAIT_S)
+    host, _, port = there.address.rpartition(":")
+    there.listen(socket.create_server((host, int(port))))
+    there.seek()
+    assert are_one(*(side.link() for side in sides))
 
 
 @pytest.mark.parametrize("sides", [0.5], indirect=True)

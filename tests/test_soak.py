@@ -3,11 +3,22 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
 from bpsfast.bench.soak import Look, growth, run
+from bpsfast.bench.soak.rank import PERIOD, SIZES, added, base
 
 
 def looks(process="node 0", private_nbytes=lambda i: 80_000_000, n_fds=lambda i: 30, n_threads=lambda i: 9, n=100):
     return [Look(process, float(i), private_nbytes(i), n_fds(i), n_threads(i)) for i in range(n)]
+
+
+def test_no_two_elements_are_the_same_and_no_input_is_nothing():
+    every = np.concatenate([base(gradient) for gradient in range(len(SIZES))])
+    assert len(np.unique(every)) == len(every) == sum(SIZES)
+    assert added(0, PERIOD - 1) + 1 == added(1, PERIOD - 1) and added(0, 0) == added(0, PERIOD) == 1
+    most = 8 * (int(every.max()) + added(7, PERIOD - 1))
+    assert np.float32(most) == most and np.float32(most - 1) == most - 1, "all sums of eight ranks are exact"
 
 
 def test_what_stays_is_no_growth_and_neither_is_the_warm_up():

@@ -16,6 +16,7 @@ import time
 import pytest
 
 from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.daemons import LEFT_BEHIND
 from bpsfast.launch.output import Output
 from bpsfast.launch.supervisor import Limits, Supervisor
 
@@ -50,6 +51,13 @@ def supervise(*commands: Command, limits: Limits = _FAST, **options):
     with contextlib.closing(Output(out, err, **options)) as output:
         code = Supervisor(commands, limits=limits, output=output).run()
     return code, out.getvalue().decode(), err.getvalue().decode()
+
+
+def fifo(folder) -> str:
+    """Make a named pipe: who reads it goes on when who writes it has opened it and ended."""
+    path = str(folder / "gate")
+    os.mkfifo(path)
+    return path
 
 
 def test_what_a_signal_has_ended_is_started_again_if_the_job_waits_for_it(tmp_path):
@@ -235,6 +243,30 @@ def test_a_daemon_that_fails_is_named():
     assert "helper 0 failed first" in err
 
 
+def test_a_helper_that_a_job_has_left_behind_fails_nothing(tmp_path):
+    code, _, err = supervise(
+        program("rank 0", f"open({(gate := fifo(tmp_path))!r}).read()"),
+        program("helper 0", f"open({gate!r}, 'w'); raise SystemExit({LEFT_BEHIND})", Kind.HELPER))
+    assert code == 0 and f"helper 0 ended with exit code {LEFT_BEHIND}: the job goes on without it" in err, err
+
+
+def test_neither_does_one_that_ends_so_while_all_leave(tmp_path):
+    gate = fifo(tmp_path)
+
+    class Attentive(Supervisor):
+        def _enter(self, phase):
+            super()._enter(phase)
+            if phase == "leaving":
+                open(gate, "w").close()
+
+    out, err = io.BytesIO(), io.BytesIO()
+    with contextlib.closing(Output(out, err)) as output:
+        code = Attentive([program("rank 0", ""), program(
+            "helper 0", f"open({gate!r}).read(); raise SystemExit({LEFT_BEHIND})", Kind.HELPER)],
+            limits=Limits(job_s=60.0, after_ranks_s=20.0), output=output).run()
+    assert code == 0 and b"helper 0 ended with exit code" in err.getvalue()
+
+
 def test_a_daemon_that_ends_well_ends_nothing():
     code, out, _ = supervise(
         program("node 0", "", Kind.DAEMON), program("rank 0", "import time; time.sleep(0.5); print('done')")
@@ -314,3 +346,31 @@ def test_everything_dies_with_a_launcher_that_is_killed(pidfd_of):
         launcher.kill()
         for end in ends:
             assert select.select([end], [], [], 20.0)[0]
+
+
+def test_a_lost_helper_is_started_again_so_many_times(tmp_path):
+    """And whatever becomes of it then, the job goes on."""
+    helper = program("helper 0", f"""
+import os, signal
+n = len(os.listdir({str(tmp_path)!r}))
+open({str(tmp_path / "started")!r} + str(n), "w").close()
+print("start", n, flush=True)
+if n >= 2:
+    raise SystemExit("refused" if n == 2 else 0)
+os.kill(os.getpid(), signal.SIGKILL)
+""", Kind.HELPER)
+    rank = program("rank 0", f"""
+import os, time
+while len(os.listdir({str(tmp_path)!r})) < 4:
+    time.sleep(0.01)
+""")
+    out, err = io.BytesIO(), io.BytesIO()
+    with contextlib.closing(Output(out, err)) as output:
+        code = Supervisor([helper, rank], limits=_FAST, output=output, restarts=3).run()
+    said = err.getvalue().decode()
+    assert code == 0, said
+    assert [line for line in out.getvalue().decode().splitlines() if "start" in line] == [
+        f"[helper 0] start {n}" for n in range(4)]
+    assert said.count("helper 0 was killed by SIGKILL: the job goes on without it") == 2
+    assert "helper 0 ended with exit code 1: the job goes on without it" in said
+    assert "helper 0 is started again, to join the job; 0 restarts are left" in said and said.count("again") == 3

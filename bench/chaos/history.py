@@ -10,17 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .gradients import SIZES, expected
+from .gradients import expected, names
 
 
 @dataclass
 class RankHistory:
-    """One rank's: digests by step, and how it ended ("" if it says nothing: it was killed, or hangs)."""
+    """One rank's: digests by step, and how it ended ("" if it says nothing: it was killed, or hangs).
+
+    `recoveries`: how often its node has gone on without somebody by then.
+    """
 
     steps: dict[int, list[str]] = field(default_factory=dict)
     end: str = ""
     text: str = ""
     at_s: float = 0.0
+    recoveries: int = 0
 
 
 def read(path: Path) -> RankHistory:
@@ -33,6 +37,7 @@ def read(path: Path) -> RankHistory:
             found.steps[fields["step"]] = fields["sums"]
         else:
             found.end, found.text, found.at_s = fields["end"], fields.get("text", ""), fields.get("at_s", 0.0)
+            found.recoveries = fields.get("recoveries", 0)
     return found
 
 
@@ -40,7 +45,7 @@ def wrong_sums(histories: dict[int, RankHistory], machines: tuple[tuple[int, ...
     """Return, in words, every sum that is not the reading's, and every step that a rank has left out."""
     found = []
     steps = sorted({step for each in histories.values() for step in each.steps})
-    right = {step: [expected(machines, step, i) for i in range(len(SIZES))] for step in steps}
+    right = {step: [expected(machines, step, i) for i in range(len(names(step)))] for step in steps}
     for rank, each in sorted(histories.items()):
         if sorted(each.steps) != list(range(len(each.steps))):
             found.append(f"rank {rank} has steps {sorted(each.steps)}")

@@ -1,11 +1,14 @@
 """One rank of a trial: trains, and writes a history of what it has seen.
 
-    python -m bpsfast.bench.chaos.rank FILE STOP
+    python -m bpsfast.bench.chaos.rank FILE STOP RECOVERIES
 
-It trains until there is a file STOP: the ranks add up who has seen it, so all of them end after the same step.
+It trains until there is a file STOP: the ranks add up who has seen it, so all of them end after the same step. Before
+it leaves it waits, but not for ever, until the job has gone on RECOVERIES times without somebody: no step misses one
+that had nothing to sum.
 
 A line of the history is a JSON object: ``{"step": 7, "sums": [digest of each gradient's]}`` for each step that is over;
-at last ``{"end": "ok"}``, or the class of the error with its text and when it was raised (CLOCK_MONOTONIC).
+at last ``{"end": "ok", "recoveries": 1}``, or the class of the error with its text and when it was raised
+(CLOCK_MONOTONIC).
 """
 from __future__ import annotations
 
@@ -21,21 +24,24 @@ import numpy as np
 import bpsfast
 from bpsfast.orchestration.errors import BpsError
 
-from .gradients import SIZES, digest, pushed
+from .gradients import digest, names, pushed
+
+_RECOVERY_S = 10.0
 
 
 def main(arguments: list[str]) -> int:
     """Train; return 0 whatever became of it, if the history says so."""
-    path, stop = map(Path, arguments)
+    path, stop, n_recoveries = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     with path.open("w", buffering=1) as history:
         try:
             bpsfast.init()
             _train(history, stop)
+            recoveries = _recoveries(n_recoveries)
             bpsfast.shutdown()
         except BpsError as exc:
             _note(history, end=type(exc).__name__, text=str(exc), at_s=time.monotonic())
         else:
-            _note(history, end="ok")
+            _note(history, end="ok", recoveries=recoveries)
     return 0
 
 
@@ -43,11 +49,19 @@ def _train(history: TextIO, stop: Path) -> None:
     rank = bpsfast.rank()
     for step in itertools.count():
         seen = bpsfast.push_pull_async(np.array([stop.exists()], np.float32), name="stop", average=False)
-        handles = [bpsfast.push_pull_async(pushed(rank, step, i), name=f"g{i}", average=False)
-                   for i in range(len(SIZES))]
+        handles = [bpsfast.push_pull_async(pushed(rank, step, i), name=name, average=False)
+                   for i, name in enumerate(names(step))]
         _note(history, step=step, sums=[digest(bpsfast.synchronize(handle)) for handle in handles])
         if bpsfast.synchronize(seen)[0]:
             return
+
+
+def _recoveries(wanted: int) -> int:
+    """Return how often the job has gone on without somebody, once that is *wanted* times, or has taken too long."""
+    deadline = time.monotonic() + _RECOVERY_S
+    while (found := bpsfast.counters()["recoveries"]) < wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def _note(history: TextIO, **fields: object) -> None:

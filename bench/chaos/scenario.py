@@ -10,21 +10,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
-                "reset connections", "lost scheduler", "hung scheduler", "lost rank", "lost node"]
+                "reset connections", "lost scheduler", "hung scheduler", "lost rank", "lost node",
+                "lost worker, shrink", "lost worker, wait"]
 
 #: Those of which every rank must go on with the bits of a job that nothing happened to; of the others it may also end
 #: with an error that names who is lost.
 MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop",
-                                    "cut link", "reset connections", "lost scheduler", "hung scheduler")
+                                    "cut link", "reset connections", "lost scheduler", "hung scheduler",
+                                    "lost worker, shrink", "lost worker, wait")
 MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node")
 
 #: Those of jobs on two machines with a link between them, on which something happens.
 ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
 
+#: Those of elastic jobs, and the policy for lost workers. All of them have a quorum.
+LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
+#: Those of which the job must have gone on without somebody.
+_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers")
+
 #: How often each kind is among so many trials that follow each other.
 _HANDS: dict[Class, int] = {
-    "undisturbed": 1, "lost helper": 4, "two helpers": 2, "hung helper": 2, "short stop": 3, "cut link": 2,
-    "reset connections": 2, "lost scheduler": 3, "hung scheduler": 1, "lost rank": 1, "lost node": 1}
+    "undisturbed": 1, "lost helper": 3, "two helpers": 2, "hung helper": 1, "short stop": 2, "cut link": 2,
+    "reset connections": 3, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
+    "lost worker, shrink": 3, "lost worker, wait": 3}
 DECK = sum(_HANDS.values())
 
 #: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
@@ -39,7 +47,8 @@ HANG_S = 2 * LEASE_S
 
 @dataclass(frozen=True)
 class Fault:
-    """At `delay_s` after rank 0 has begun `step` the process `role` is killed, or stopped for `seconds` if not 0.
+    """At `delay_s` after rank 0 has begun `step`, or after the fault before, the process `role` is killed, or stopped
+    for `seconds` if not 0.
 
     With `restarts` it is killed, and started again after `seconds`.
     Or something happens to the link: nothing that the machines `senders` send arrives for `seconds`, or `n_resets`
@@ -73,6 +82,11 @@ class Scenario:
         return N_STEPS_AFTER + max((fault.step for fault in self.faults), default=0)
 
     @property
+    def n_recoveries(self) -> int:
+        """How often the job has to go on without somebody, at least: losses that follow each other may be one."""
+        return int(self.kind in _ALWAYS_MISSED)
+
+    @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each machine."""
         first, found = 0, []
@@ -88,6 +102,13 @@ class Scenario:
             number = str(next(i for i, ranks in enumerate(self.machines) if int(number) in ranks))
         return "b" if role != "scheduler" and int(number) % 2 else "a"
 
+    def names_of(self, process: str) -> tuple[str, ...]:
+        """Return what an error may call *process* when it is lost: its own name, or the node that it is, or is on."""
+        role, _, number = process.partition(" ")
+        if role == "rank":
+            return process, f"node {next(i for i, ranks in enumerate(self.machines) if int(number) in ranks)}"
+        return (process, f"node {len(self.ranks) + int(number)}") if role == "helper" else (process,)
+
 
 def draw(seed: int) -> Scenario:
     """Return the trial of *seed*."""
@@ -97,6 +118,8 @@ def draw(seed: int) -> Scenario:
     kind = deck[seed % DECK]
     ranks = chance.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2)])
     n_helpers = chance.choice([1, 2, 3]) if kind not in ("two helpers",) else 3
+    if kind in LOST_WORKER:
+        n_helpers = 0
     scenario = Scenario(seed, kind, ranks, n_helpers, chance.choice(["tcp", "auto"]),
                         chance.choice(["optimal", "ps"]), ())
     return Scenario(**{**scenario.__dict__, "faults": tuple(_faults(scenario, chance))})
@@ -115,7 +138,7 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
         case "two helpers":
             first, second = chance.sample(helpers, 2)
             later_s = chance.choice([0.0, 0.005, 0.02, 0.1])  # at once, or while the job recovers from the first
-            return [Fault(step, delay_s, first), Fault(step, delay_s + later_s, second)]
+            return [Fault(step, delay_s, first), Fault(step, later_s, second)]
         case "hung helper":
             return [Fault(step, delay_s, chance.choice(helpers), HANG_S)]
         case "short stop":
@@ -136,3 +159,8 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
                                            dataclasses.replace(lost, delay_s=before_s)]])
         case "hung scheduler":
             return [Fault(step, delay_s, "scheduler", HANG_S)]
+        case "lost worker, shrink":
+            return [Fault(step, delay_s, f"worker {chance.randrange(sum(scenario.ranks))}")]
+        case "lost worker, wait":
+            return [Fault(step + i * chance.choice([0, 5]), delay_s, f"worker {worker}") for i, worker in
+                     enumerate(chance.sample(range(sum(scenario.ranks)), chance.randint(1, sum(scenario.ranks) - 1)))]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -11,10 +12,11 @@ from pathlib import Path
 from bpsfast.cluster import FaultyLink, faulty_link
 from bpsfast.launch.daemons import LEFT_BEHIND
 
+from . import elastic_trial
 from .gradients import PARTITION_NBYTES
 from .history import RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
-from .scenario import LEASE_S, LINK, MAY_RAISE, ON_A_LINK, Fault, Scenario
+from .scenario import LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
 
 #: Nobody may wait for longer: a job that has not ended by then hangs.
 _HANG_S = 120.0
@@ -53,14 +55,17 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
     """Run the trial; *folder* keeps histories and outputs. Everything it starts has ended when this returns."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
+    if scenario.kind in LOST_WORKER:
+        outcome, words = elastic_trial.run(scenario, folder)
+        return Verdict(scenario.seed, scenario.kind, outcome, words, time.monotonic() - begin)
     lacking = faulty_link.missing() if scenario.kind in ON_A_LINK else None
     if lacking is not None:
         return Verdict(scenario.seed, scenario.kind, "skipped", lacking, 0.0)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(FaultyLink("a", "b", mtu=9000)) if scenario.kind in ON_A_LINK else None
         processes = stack.enter_context(Processes(
-            folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / _STOP, link=link,
-            machine_of=scenario.machine_of))
+            folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / _STOP,
+            scenario.n_recoveries, link=link, machine_of=scenario.machine_of))
         struck: dict[str, float] = {}
         for fault in scenario.faults:
             _await(processes, fault.step)
@@ -98,7 +103,14 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
     if all(each.end == "ok" for each in alive.values()) and len(n_steps) == 1 and min(n_steps) >= scenario.n_steps:
         odd = {name: code for name, code in codes.items() if code and name not in killed
                and scenario.kind not in MAY_RAISE and not _may_be_left(name, code, scenario)}
-        return ("wrong", f"the job is done, but exit codes are {odd}", 0.0) if odd else ("recovered", "", 0.0)
+        if odd:
+            return "wrong", f"the job is done, but exit codes are {odd}", 0.0
+        lived = {name: codes[name] for name in killed if codes.get(name) != -signal.SIGKILL}
+        few = {rank: each.recoveries for rank, each in alive.items() if each.recoveries < scenario.n_recoveries}
+        if scenario.n_recoveries and (lived or few):
+            return "wrong", (f"the job is done, but has not gone on without anybody: ranks count {few} recoveries, and "
+                             f"of what was killed {lived} ended by itself"), 0.0
+        return "recovered", "", 0.0
     silent = [rank for rank, each in alive.items() if not each.end]
     if silent:
         return "crashed", f"ranks {silent} ended without a word", 0.0
@@ -109,6 +121,10 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
     after_s = max(each.at_s for each in alive.values()) - max(struck.values(), default=0.0)
     # Silence is a loss after the lease only, and who was stopped sees the end when it goes on.
     allowed_s = _DETECTED_S + max((fault.seconds + LEASE_S for fault in scenario.faults if fault.seconds), default=0.0)
+    names = [name for role in struck if role != LINK for name in scenario.names_of(role)]
+    nameless = [text for text in texts if names and not any(re.search(rf"\b{name}\b", text) for name in names)]
+    if errors <= {"PeerLostError"} and nameless:
+        return "wrong", f"an error names none of {names}: {nameless[0][:200]}", after_s
     if errors <= {"PeerLostError"} and after_s <= allowed_s:
         return "raised", texts[0][:200], after_s
     return ("late" if errors <= {"PeerLostError"} else "wrong"), f"{sorted(errors)}: {texts[0][:200]}", after_s

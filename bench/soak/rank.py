@@ -12,13 +12,28 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 import bpsfast
 
 #: Elements of each gradient: a group's worth of small ones, and one of several partitions.
 SIZES = (3, 100, 1000, 20_000)
+#: Element j of gradient i begins with FIRST[i] + j: no two are the same, so bytes at another place are seen.
+FIRST = tuple(sum(SIZES[:i]) for i in range(len(SIZES)))
+#: Inputs repeat after so many steps, and remain numbers that float32 holds exactly, as their sums do.
+PERIOD = 1000
 #: All ranks stop after the same step: they ask whether to go on every so many.
 ROUND = 100
+
+
+def base(gradient: int) -> npt.NDArray[np.float32]:
+    """Return what is the same in each rank's input, in each step."""
+    return np.arange(FIRST[gradient], FIRST[gradient] + SIZES[gradient], dtype=np.float32)
+
+
+def added(rank: int, step: int) -> int:
+    """Return what is added to that: never nothing, and of no two ranks the same."""
+    return rank + 1 + step % PERIOD
 
 
 def main(arguments: list[str]) -> int:
@@ -26,17 +41,19 @@ def main(arguments: list[str]) -> int:
     path, seconds = Path(arguments[0]), float(arguments[1])
     bpsfast.init()
     rank, size = bpsfast.rank(), bpsfast.size()
-    inputs = [np.empty(n, np.float32) for n in SIZES]
+    bases = [base(gradient) for gradient in range(len(SIZES))]
+    inputs, totals = [each.copy() for each in bases], [each * np.float32(size) for each in bases]
     until, step, n_wrong = time.monotonic() + seconds, 0, 0
     with path.open("w", buffering=1) as history:
         while True:
             for _ in range(ROUND):
-                for array in inputs:
-                    array.fill(rank + step % 1000)
+                for array, first in zip(inputs, bases):
+                    np.add(first, added(rank, step), out=array)
                 handles = [bpsfast.push_pull_async(array, name=f"g{i}", average=False)
                            for i, array in enumerate(inputs)]
-                total = np.float32(size * (size - 1) // 2 + size * (step % 1000))
-                n_wrong += sum(not (bpsfast.synchronize(handle) == total).all() for handle in handles)
+                more = sum(added(other, step) for other in range(size))
+                n_wrong += sum(not np.array_equal(bpsfast.synchronize(handle), total + more)
+                               for handle, total in zip(handles, totals))
                 step += 1
             history.write(json.dumps({"step": step}) + "\n")
             goes_on = bpsfast.push_pull(np.array([time.monotonic() < until], np.int64), name="goes on", average=False)

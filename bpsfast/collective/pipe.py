@@ -13,6 +13,7 @@ import numpy as np
 
 from ..dtypes import TABLE
 from ..orchestration.messages import TensorSpec
+from ..orchestration.rounds import after
 from ..pyx.port import TICKET
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Pipe:
         session.tensors.declare([spec])
         self.unit = unit = session.tensors.unit(spec.name, timeout_s)
         self._next = 0
+        self._first_round = np.uint64(unit.first_round)
         staging = unit.staging
         slots = np.arange(unit.n_parts, dtype=np.uint64) * np.uint64(unit.stride)
         self._slots = np.zeros(unit.n_parts, LEG)
@@ -95,7 +97,7 @@ class Pipe:
         self._next += n
         slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
         legs = self._slots[slots]
-        legs["round"] = rounds = strips // np.uint64(self.unit.n_parts) + np.uint64(1)
+        legs["round"] = rounds = strips // np.uint64(self.unit.n_parts) + self._first_round
         legs["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
         return legs
 
@@ -104,8 +106,8 @@ class Pipe:
         number, slot = divmod(self._next, self.unit.n_parts)
         self._next += 1
         legs = self._slots[slot:slot + 1].copy()
-        legs["round"] = number + 1
-        legs["result"] = self._results[number + 1 & 1, slot]
+        legs["round"] = round_ = after(self.unit.first_round, number)
+        legs["result"] = self._results[round_ & 1, slot]
         return legs
 
     def ticket(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

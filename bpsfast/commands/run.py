@@ -26,7 +26,10 @@ _EXAMPLES = """
     bpsfast run -n 4 -- python train.py                               four ranks here
     bpsfast run -H gpu01:2,gpu02:2 -- python train.py                 on two hosts, by ssh
     bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
+    bpsfast run -n 4 --elastic --lost-worker wait -- python train.py  goes on when a worker is lost (bpsfast.elastic)
 """
+_ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ranks": "--max-ranks",
+            "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control"}
 
 
 @click.command(context_settings={"allow_interspersed_args": False},
@@ -35,9 +38,21 @@ _EXAMPLES = """
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
 @click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
 @click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
+@click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
+              help="Start lost helpers again, at most N times in all.")
 @click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
 @click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
 @host_options.job_options
+@click.option("--elastic", is_flag=True, help="Workers may be lost and added: PROGRAM uses bpsfast.elastic.")
+@click.option("--lost-worker", type=click.Choice(["abort", "shrink", "wait"]),
+              help="Then: end the job, go on without it, or start another one and wait for that.  [default: abort]")
+@click.option("--min-ranks", type=_COUNT, help="With fewer the job does not go on.  [default: 1]")
+@click.option("--max-ranks", type=_COUNT, help="More workers are not let in (bpsfast add).  [default: -n]")
+@click.option("--within", "within_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="Workers must have come to their next job by then.  [default: 300]")
+@click.option("--max-replaced", type=click.IntRange(0), help="Lost workers for whom another is started.  [default: 10]")
+@click.option("--control", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="File to make, by which `bpsfast add` finds the job.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
 @click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process here.")
 @click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
@@ -55,6 +70,7 @@ def command(**options: Any) -> None:
 
     if options["rate"] is not None and not options["netns"]:
         raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+    chosen = _take_elastic(options)
     plan = host_options.take_plan(options, _PLAYED)
     program, show_only = options["program"], options["dry_run"]
     loaded = settings.load(overrides(options["assignments"]), _without_place(os.environ))
@@ -64,22 +80,51 @@ def command(**options: Any) -> None:
         if plan is None:
             shape = job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
                                  options["ranks"])
+            if chosen is not None:
+                sys.exit(_run_elastic(shape, options, loaded, chosen, limits, output))
             if show_only:
                 return job.dry_run(shape, program, loaded, click.echo)
             sys.exit(job.run(shape, program, loaded, netns=options["netns"], rate=options["rate"], limits=limits,
-                             output=output))
+                             output=output, restarts=options["restarts"]))
         if show_only:
             return over_ssh.dry_run(plan, program, loaded, click.echo)
         try:
-            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=output))
+            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=output,
+                                  restarts=options["restarts"]))
         except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
             click.echo("bpsfast: interrupted before anything was started", err=True)
             sys.exit(130)
 
 
+def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Take the options of elastic jobs out of *options*; return those that were given, None without ``--elastic``."""
+    given = {name: value for name in _ELASTIC if (value := options.pop(name)) is not None}
+    if not options.pop("elastic"):
+        if given:
+            raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: for jobs with --elastic only")
+        return None
+    others = {"hosts_text": "-H", "hostfile": "--hostfile", "netns": "--netns", "n_helpers": "--helpers",
+              "dry_run": "--dry-run"}
+    wrong = [typed for name, typed in others.items() if options.get(name)]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)} with --elastic: elastic jobs are started on this machine, and without "
+                          "helpers; over several machines use torchrun's elastic agent")
+    return given
+
+
+def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings, chosen: dict[str, Any], limits: Any,
+                 output: Any) -> int:
+    from ..launch import elastic_job
+    from ..orchestration.muster import Rules
+
+    control = chosen.pop("control", None)
+    rules = Rules(**{"max_ranks": sum(shape.ranks), **chosen})
+    return elastic_job.run(shape, options["program"], loaded, rules, limits=limits, output=output, control=control)
+
+
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """Return *environ* without a place of another job: a launcher gives places, it has none."""
     places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
-              "num_servers", "scheduler")
+              "num_servers", "scheduler", "muster", "member")
     aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
     return {name: value for name, value in environ.items() if name not in aliases}

@@ -136,6 +136,7 @@ class _NotThereError(UnsupportedError, AttributeError):
 
 def __getattr__(name: str) -> object:
     if name == "elastic":
-        raise _NotThereError("bpsfast.hvd.elastic is not there yet: a job that loses a rank ends, and goes on from a "
-                             "checkpoint of its own when it is started again")
+        raise _NotThereError("bpsfast.hvd.elastic is not there yet: operations of Horovod's API do not follow a "
+                             "program from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for "
+                             "programs that use bpsfast.torch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

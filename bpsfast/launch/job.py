@@ -97,18 +97,19 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
 
 
 def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
-        limits: Limits | None = None, output: Output | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Run the job to its end; return its exit code. Main thread only."""
+        limits: Limits | None = None, output: Output | None = None, environ: Mapping[str, str] | None = None,
+        restarts: int = 0) -> int:
+    """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only."""
     check_program(program)
     environ = os.environ if environ is None else environ
     key = settings.job_key or secrets.token_hex(32)
     if netns:
         with Cluster(shape.machines, rates=rate) as cluster:
             commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster)
-            return Supervisor(commands, limits=limits, output=output).run()
+            return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
     with reserve_port(_LOOPBACK) as reserved:
         commands = plan(shape, program, settings, environ, reserved.getsockname(), key)
-        return Supervisor(commands, limits=limits, output=output).run()
+        return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
 
 
 def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:

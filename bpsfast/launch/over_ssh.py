@@ -45,8 +45,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limits | None = None,
-        output: Output | None = None) -> int:
-    """Run *program* as the ranks of a job to its end; return its exit code. Main thread only.
+        output: Output | None = None, restarts: int = 0) -> int:
+    """Run *program* as the ranks of a job to its end; return its exit code. *restarts*: of lost helpers, in all. Main
+    thread only.
 
     Raises
     ------
@@ -60,7 +61,7 @@ def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limit
         scheduler = fleet.scheduler_address(plan.scheduler_host)
         commands = _commands(plan, program, settings, scheduler, settings.job_key or secrets.token_hex(32))
         places = [fleet.hosts[number_of(command)] for command in commands]
-        return Supervisor(commands, limits=limits, output=output, places=places).run()
+        return Supervisor(commands, limits=limits, output=output, places=places, restarts=restarts).run()
 
 
 def dry_run(plan: Plan, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:

@@ -22,8 +22,10 @@ import msgspec
 
 from .. import logs
 from .child import Children, Command, Kind, Place, Process, watch
+from .crew import Crew, member_of
 from .daemons import LEFT_BEHIND
-from .output import Output, Transcript
+from .muster_service import End, Order, Stop
+from .output import Output, Sink, Transcript
 
 _CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -56,10 +58,14 @@ class Supervisor:
         Where lines go; the caller closes it.
     places
         Where each command runs, one for each; None: all on this machine. `run` opens and closes them.
+    crew
+        If the job is elastic: all of *commands* are its workers, and more may follow, on this machine.
+    restarts
+        How many lost helpers are started again, in all: they join the running job.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
-                 places: Sequence[Place] | None = None) -> None:
+                 places: Sequence[Place] | None = None, crew: Crew | None = None, restarts: int = 0) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
@@ -69,10 +75,15 @@ class Supervisor:
         # of their own, to be left alone while too much output waits for its reader
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
+        self._restarts = restarts
+        self._started_as: dict[Process, tuple[Place, Sink]] = {}
+        self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
-        self._streams: list[tuple[Transcript, Transcript]] = []  # by command, as the processes
-        self._n_restarts: dict[int, int] = {}
+        self._n_restarts: dict[str, int] = {}  # of what the job waits for, by name
+        self._crew = crew
         self._failed: list[Process] = []  # in the order of their ends
+        self._missed: list[Process] = []  # workers that the job goes on without
+        self._is_hopeless = False  # the muster has said so
         self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
         self._deadline: float | None = None  # of the present phase
         self._phase = "run"
@@ -101,7 +112,7 @@ class Supervisor:
     def _run_job(self) -> None:
         try:
             self._start()
-            while any(process.code is None for process in self._processes):
+            while any(process.code is None for process in self._processes) or self._is_awaiting_orders:
                 self._step()
             for place in self._places:
                 place.drain()
@@ -116,13 +127,30 @@ class Supervisor:
             self._deadline = time.monotonic() + self._limits.job_s
         for place in self._places:
             place.open(self._events)
+        if self._crew is not None:
+            self._selector.register(self._crew.fileno(), selectors.EVENT_READ, self._on_orders)
+        for command, place in zip(self._commands, self._by_command):
+            self._launch(command, place)
+
+    def _launch(self, command: Command, place: Place) -> None:
         n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
-        rank = 0
-        for number, command in enumerate(self._commands):
-            is_rank = command.kind is Kind.RANK
-            self._streams.append(self._output.streams(command.name, rank if is_rank else None, n_ranks))
-            rank += is_rank
-            self._begin(number)
+        rank = sum(process.command.kind is Kind.RANK for process in self._processes)
+        out, err = self._output.streams(command.name, rank if command.kind is Kind.RANK else None, n_ranks)
+        self._begin(command, place, out, err)
+
+    def _begin(self, command: Command, place: Place, out: Sink, err: Transcript) -> Process:
+        process = place.start(command, out, err)
+        self._processes.append(process)
+        self._started_as[process] = place, out
+        self._errors[process] = err
+        return process
+
+    def _start_again(self, lost: Process) -> None:
+        """Start a helper in the place of one that is lost."""
+        place, out = self._started_as[lost]
+        self._restarts -= 1
+        self._output.say(f"{lost.command.name} is started again, to join the job; {self._restarts} restarts are left")
+        self._restarted.add(self._begin(lost.command, place, out, self._errors[lost]))
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -158,35 +186,71 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if self._phase == "run" and self._starts_again(process):
+            if self._phase == "run" and self._is_waited_for(process):
                 continue
-            if self._phase == "run" and _can_be_missed(process):
+            is_spare = process in self._restarted and process.code != 0
+            if self._phase in ("run", "leaving") and (self._can_be_missed(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
+                self._missed.append(process)
+                if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
+                    self._start_again(process)
             elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
                 self._failed.append(process)
                 if self._phase != "failed":
                     self._enter("failed")
-            elif self._phase == "run" and all(p.code == 0 for p in self._processes if p.command.kind is Kind.RANK):
+            if self._phase == "run" and self._has_trained():
                 self._enter("leaving")
 
-    def _starts_again(self, process: Process) -> bool:
+    def _is_waited_for(self, process: Process) -> bool:
         """Start what a signal has ended again, if the job waits for it; whether that was done."""
-        number = self._processes.index(process)
-        command = self._commands[number]
-        n_before = self._n_restarts.get(number, 0)
+        command, n_before = process.command, self._n_restarts.get(process.command.name, 0)
         if (process.code or 0) >= 0 or n_before >= command.n_restarts:
             return False
-        self._n_restarts[number] = n_before + 1
+        self._n_restarts[command.name] = n_before + 1
         self._output.say(f"{command.name} {process.end_in_words()}: it is started again ({n_before + 1} of "
                          f"{command.n_restarts} times)")
-        self._begin(number)
+        place, out = self._started_as[process]
+        self._begin(command, place, out, self._errors[process])
         return True
 
-    def _begin(self, number: int) -> None:
-        out, err = self._streams[number]
-        process = self._by_command[number].start(self._commands[number], out, err)
-        self._processes[number:number + 1] = [process]
-        self._errors[process] = err
+    def _can_be_missed(self, process: Process) -> bool:
+        """Whether the job goes on without *process*, which has ended otherwise than well."""
+        if self._crew is not None:
+            return self._crew.has_ended(process) and process.code != 0
+        return _can_be_missed(process)
+
+    def _has_trained(self) -> bool:
+        """Whether all ranks have ended, well but for those that the job has done without."""
+        ranks = [process for process in self._processes if process.command.kind is Kind.RANK]
+        return any(process.code == 0 for process in ranks) and all(
+            process.code == 0 or process in self._missed for process in ranks)
+
+    @property
+    def _is_awaiting_orders(self) -> bool:
+        """Whether the muster of an elastic job, of which nobody runs any more, has yet to say what follows."""
+        return self._crew is not None and self._phase == "run"
+
+    def _on_orders(self) -> None:
+        assert self._crew is not None, "whose orders else"
+        for order in self._crew.orders():
+            if self._phase == "run":
+                self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        assert self._crew is not None, "whose orders else"
+        if isinstance(order, Stop):
+            self._output.say(f"no further job: {order.reason}")
+            self._is_hopeless = True
+            self._enter("failed")
+        elif isinstance(order, End):
+            for process in self._processes:
+                if process.code is None and member_of(process.command) == order.member:
+                    self._output.say(f"{process.command.name} has not come to the others in time: ending it")
+                    process.signal_group(signal.SIGKILL)
+        else:
+            for command in self._crew.commands(order):
+                self._output.say(f"{command.name} is started")
+                self._launch(command, self._places[0])
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
@@ -239,7 +303,7 @@ class Supervisor:
     def _verdict(self) -> int:
         """Show what ended the job, if anything did; return its exit code."""
         cause = self._cause()
-        code = 0
+        code = int(self._is_hopeless)
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             self._output.say(f"{cause.command.name} failed first: it {cause.end_in_words()}. Its last output:")

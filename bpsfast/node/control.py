@@ -3,7 +3,7 @@
     gather    local ranks attach (a helper has none)
     join      Join -> Welcome -> connect to all peers -> Attached
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
-              a helper is lost: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
+              a helper is lost, or has come: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
               the scheduler is lost: `Interregnum`
     end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
 
@@ -95,7 +95,8 @@ class Node:
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
         self._ledger = Ledger(__version__, self._fingerprint)
         self._interregnum = Interregnum(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
-        self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with)
+        self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with,
+                                  self._peers.take_in)
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._dialled: tuple[zmq.Socket[bytes], ...] = ()
@@ -105,7 +106,8 @@ class Node:
         self._exit_code: int | None = None
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
-            messages.Welcome: self._on_welcome, messages.Recall: self._interregnum.recalled,
+            messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
+            messages.NotComing: self._peers.not_coming, messages.Recall: self._interregnum.recalled,
             messages.Resume: self._interregnum.resumed, messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
@@ -207,7 +209,8 @@ class Node:
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
-        survives = tell and self._vertex.connected and not self._home.ranks and not self._is_alone
+        has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
+        survives = tell and has_begun and not self._home.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else 1)
 
     def _leave(self, error: BpsError, code: int) -> None:
@@ -221,7 +224,8 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted here."""
-        return told(self._vertex, self._n_control) | {"recoveries": self._recovery.count}
+        return told(self._vertex, self._n_control) | {"recoveries": self._recovery.count,
+                                                         "joined": self._recovery.n_joined}
 
     def _end(self, code: int) -> None:
         self._exit_code = code
@@ -265,13 +269,17 @@ class Node:
             return
         self._interregnum.begin(self._membership.address)
 
-    def _tick(self) -> None:
+    def catch_up(self) -> None:
+        """Do all that the scheduler has said until now."""
         self._breathe()
         while self._unread:
             message = self._unread.pop(0)
             self._n_control += 1
             self._ledger.heard(message)
             self._handlers[type(message)](message)
+
+    def _tick(self) -> None:
+        self.catch_up()
         if self._exit_code is None and self._interregnum.is_over():
             log.info("all ranks have left, and there is no scheduler any more: this node ends")
             self._on_finish(messages.Finish())

@@ -62,8 +62,20 @@ class Detour(NamedTuple):
     taken: threading.Event
 
 
+class Arrival(NamedTuple):
+    """From now on the node behind `source` is written to over `link`."""
+
+    source: int
+    link: WireLink
+    place: int
+    taken: threading.Event
+
+
 class Destination:
-    """A node behind a wire: its link, and what was posted last of each part. The dispatcher's own."""
+    """A node behind a wire: its link, and what was posted last of each part, until it is to be posted again.
+
+    The dispatcher's own.
+    """
 
     def __init__(self, link: WireLink) -> None:
         self.link = link
@@ -100,6 +112,7 @@ class Dispatcher:
         self._shares: dict[int, int] = {}
         self._readers: dict[int, tuple[int, ...]] = {}
         self._planned = self._shares
+        self._arrivals: deque[Arrival] = deque()
         self._detours: deque[Detour] = deque()
         self._retired: deque[Sequence[int]] = deque()
         self._dropped: deque[int] = deque()
@@ -112,9 +125,16 @@ class Dispatcher:
         self._cpu_ns = self._peak_queued = 0
 
     def add(self, source: int, link: WireLink, place: int = 0) -> None:
-        """Add the node that the engine knows as *source*; *place* as in `CardQueue.add`. Before `start`."""
-        self._destinations[source] = Destination(link)
-        self._card.add(source, place)
+        """Add the node that the engine knows as *source*; *place* as in `CardQueue.add`.
+
+        Any thread but the service's; returns when that knows it. Raises `StallError` as `detour` does.
+        """
+        arrival = Arrival(source, link, place, threading.Event())
+        self._arrivals.append(arrival)
+        if not self._thread.is_alive():
+            self._keep_up()  # not started
+        else:
+            self._await(arrival.taken)
 
     def start(self) -> None:
         """Start the thread."""
@@ -168,9 +188,12 @@ class Dispatcher:
         """
         detour = Detour(source, link, awaited, threading.Event())
         self._detours.append(detour)
+        self._await(detour.taken)
+
+    def _await(self, taken: threading.Event) -> None:
         self._engine.wake()
         deadline = time.monotonic() + _DETOUR_TIMEOUT_S
-        while not detour.taken.wait(0.05):
+        while not taken.wait(0.05):
             if self.error is not None or time.monotonic() > deadline:
                 raise StallError(f"the communication service did not take over a new link within {_DETOUR_TIMEOUT_S:g} "
                                  f"s, or failed ({self.error!r})")
@@ -266,6 +289,11 @@ class Dispatcher:
 
     def _keep_up(self) -> None:
         """Take over what other threads have told, before any event that may come of it."""
+        while self._arrivals:
+            arrival = self._arrivals.popleft()
+            self._destinations[arrival.source] = Destination(arrival.link)
+            self._card.add(arrival.source, arrival.place)
+            arrival.taken.set()
         while self._dropped:
             source = self._dropped.popleft()
             self._destinations.pop(source, None)
@@ -313,7 +341,8 @@ class Dispatcher:
 
     def _take(self, detour: Detour) -> None:
         if detour.source not in self._destinations:
-            return  # it is lost meanwhile, and nobody waits for this
+            detour.taken.set()  # it is lost meanwhile: nothing is to be written
+            return
         self._keep_up()  # what was posted of parts that are retired is not to be written again
         self.handle(self._engine.events(0.0))  # what the old link had still to say: it is closed, so that is all
         destination = self._destinations[detour.source]
@@ -323,6 +352,7 @@ class Dispatcher:
         for part, round_ in detour.awaited.items():
             write = destination.posted.get(part)
             if write is not None and write.round == round_:
+                del destination.posted[part]  # it waits: should this link end before its turn, that is once enough
                 self._put(detour.source, write)
         self._pump()
         self._n_detours += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..orchestration.codec import CodecSpec
 from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
 from .coded_state import CodedPart
-from .regions import Arena, Place
+from .regions import Arena, Place, page_round
 from .vaults import Vault
 
 
@@ -30,6 +30,8 @@ class Holding:
     vaults: list[Vault] = field(default_factory=list)  # that its parts use
     extents: dict[int, Extent] = field(default_factory=dict)  # part -> where ranks here read its result, if they do
     arriving: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> where its owner writes it, by parity
+    owned: dict[int, list[tuple[Arena, int, int]]] = field(default_factory=dict)  # part -> what only its owner needs
+    partials: dict[int, Place] = field(default_factory=dict)  # part -> where the sum of ranks here lies, if it has one
 
     def absorb(self, other: Holding) -> None:
         """Use what *other* does, too."""
@@ -37,6 +39,24 @@ class Holding:
         self.places += other.places
         self.coded += other.coded
         self.arriving |= other.arriving
+        self.owned |= other.owned
+        self.partials |= other.partials
+
+    def give_up(self, part: int) -> None:
+        """Give back what this node needs only as the owner of *part*: (arena, address, bytes) each."""
+        for arena, address, nbytes in self.owned.pop(part, []):
+            at = next(i for i, (theirs, place, length) in enumerate(self.places)
+                      if theirs is arena and 0 <= address - place.address < page_round(max(1, length)))
+            _, place, length = self.places.pop(at)
+            first, last = address - place.address, address - place.address + page_round(max(1, nbytes))
+            arena.release(_from(place, first), nbytes)
+            for begin, end in ((0, first), (last, page_round(max(1, length)))):
+                if end > begin:
+                    self.places.append((arena, _from(place, begin), end - begin))
+
+
+def _from(place: Place, offset: int) -> Place:
+    return Place(place.segment, place.offset + offset, place.address + offset)
 
 
 @dataclass

@@ -77,12 +77,12 @@ class Installation:
             if part.owner != self._me.index and not self._standing.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:
-                arguments, vault = self.owned(unit, part, outputs, holding)
+                arguments, vault = self.owned(unit, part, outputs, holding, unit.first_round)
                 self._engine.add_owned(part.part, **arguments)
                 if vault is not None:
                     vault.is_engaged = True
             else:
-                self._join_in(unit, part, outputs, holding)
+                self._engine.add_member(part.part, **self.member(unit, part, outputs, holding, unit.first_round))
             holding.parts.append(part)
 
     def _codec(self, unit: UnitPlan, part: PartPlan, holding: Holding) -> PartCodec:
@@ -98,7 +98,7 @@ class Installation:
         return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
             error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
 
-    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int = 1
+    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int
               ) -> tuple[dict[str, Any], Vault | None]:
         """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
         one: allocated, and bound to the lanes of those who write here, from *first_round* on.
@@ -117,8 +117,12 @@ class Installation:
             if link is not None:
                 nbytes = part.nbytes if codec is None else part.wire_nbytes
                 slot = self._allocate(holding, self._regions.slots, nbytes).address
+                holding.owned.setdefault(part.part, []).append((self._regions.slots, slot, nbytes))
                 bind(holding, link, unit, part, (slot, slot), codec is not None, first_round)
             (before if index < self._me.index else after).append((self._sources[index], slot))
+        if not members.local:
+            holding.owned.setdefault(part.part, []).extend(
+                (self._regions.results, address, part.nbytes) for address in outputs)
         vault: Vault | None = None
         if unit.store is not None:
             vault = self._vaults.take(unit, part, self._room["store"])
@@ -132,6 +136,7 @@ class Installation:
             shm_peers=[self._sources[index] for index, link in sorted(self._links.items())
                        if isinstance(link, ShmLink) and index in members.nodes],
             codec=codec, rows=_rows(unit, part), store=vault.handle if vault is not None else 0,
+            first_round=unit.first_round,
         ), vault
 
     def results(self, part: PartPlan, holding: Holding) -> tuple[int, int]:
@@ -140,7 +145,11 @@ class Installation:
         at = self._allocate(holding, self._regions.results, 2 * nbytes).address
         return at, at + nbytes
 
-    def _join_in(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding) -> None:
+    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], holding: Holding, first_round: int,
+               partial: Place | None = None) -> dict[str, Any]:
+        """Return what `Engine.add_member` needs for *part*, of which the result is read at *outputs*: allocated, but
+        for the *partial* if there is one, and from *first_round* on bound to the lane of the owner, if that is a wire.
+        """
         codec = self._codec(unit, part, holding) if self._standing.is_coded(unit) else None
         link = wire(self._links[part.owner])
         arriving = outputs
@@ -148,18 +157,20 @@ class Installation:
             arriving = self._frames(part, self._regions.slots, holding)
             codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
-            bind(holding, link, unit, part, arriving, codec is not None)
+            bind(holding, link, unit, part, arriving, codec is not None, first_round)
             holding.arriving[part.part] = arriving
-        partial = Place(0, 0, 0)
-        if nbytes := self._standing.partial_nbytes(unit, part):
-            partial = self._allocate(holding, self._regions.partials, nbytes)
+        nbytes = self._standing.partial_nbytes(unit, part)
+        if partial is None:
+            partial = self._allocate(holding, self._regions.partials, nbytes) if nbytes else Place(0, 0, 0)
+        if nbytes:
+            holding.partials[part.part] = partial
         if codec is not None:
             codec = codec._replace(frame=partial.address)
-        self._engine.add_member(
-            part.part, nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+        return dict(
+            nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
             kernel=self._kernel(unit), local=list(self._standing.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
-            rows=_rows(unit, part),
+            rows=_rows(unit, part), first_round=unit.first_round,
         )
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -177,15 +188,19 @@ class Installation:
         return at, at + nbytes
 
     def _kernel(self, unit: UnitPlan) -> int:
-        from .. import kernels
-        from . import no_sum  # compiles: not before somebody needs a sum
+        return kernel(unit.dtype, unit.op, self._sums)
 
-        op = "sum" if unit.op == ROWS else unit.op
-        return kernels.address(unit.dtype, op) if self._sums else no_sum.address()
+
+def kernel(dtype: str, op: str, sums: bool) -> int:
+    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing (`no_sum`)."""
+    from .. import kernels
+    from . import no_sum  # compiles: not before somebody needs a sum
+
+    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else no_sum.address()
 
 
 def bind(holding: Holding, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,
-         first_round: int = 1) -> None:
+         first_round: int) -> None:
     """Expect *part* from *first_round* on over *link*, at these addresses by parity, and note it in *holding*."""
     link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS,
               first_round)

@@ -2,6 +2,7 @@
 
     welcomed    the scheduler has said who they are: `Peering` connects to all of them
     connected   engine, ranks and plans learn of it; NICs are measured first, where that was asked for
+    met         a node that comes late has connected, while the job goes on; taken in with the next change of epoch
     lost        a connection or process is gone: a detour, if there may be one, else the scheduler hears of it
 """
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..orchestration import forecast, messages, rates
 from ..orchestration.errors import PeerLostError, ProtocolError
 from ..pyx.engine import NOBODY
 from ..settings import Settings
-from ..transport import Peering, TalkingLink, nic_probe, shm, talking
+from ..transport import Link, Peering, TalkingLink, nic_probe, shm, talking
 from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long ranks have to read why a job was aborted, and a scheduler to say what a lost peer means.
+#: How long ranks have to read why a job was aborted; and, if the lease is no longer, a scheduler to say what a lost
+#: peer means: it may have to hear first whether that one lives.
 GRACE_S = 2.0
 
 
@@ -57,16 +59,19 @@ class Peers:
         self._peering: Peering | None = None
         self._detours: Detours | None = None
         self._welcome: messages.Welcome | None = None
+        self._nodes: dict[int, messages.NodeInfo] = {}
+        self._late: set[int] = set()  # who is to come, and not connected yet
         self._lost_peers: set[int] = set()
         self._parted: set[int] = set()  # with whom the whole job has parted
 
     def welcomed(self, message: messages.Welcome) -> None:
         """Begin to connect."""
         self._welcome = message
+        self._nodes = {node.index: node for node in message.nodes}
         vertex = self._node.vertex
         self._peering = Peering(self._settings, self._key, message.epoch, message.nodes[message.index], message.nodes,
                                 self._listener, vertex.doorstep, vertex.rails,
-                                lambda: self._loop.call_soon(self._changed))
+                                lambda: self._loop.call_soon(self._changed), message.lost, message.is_late)
         self._peering.start()
         self._changed()
 
@@ -74,6 +79,31 @@ class Peers:
         """Take in a node of this host that came to the local socket."""
         assert self._peering is not None
         self._peering.offer(link, "a memfd exchange over this node's local socket worked")
+
+    def expect(self, message: messages.Joined) -> None:
+        """Let a node that comes late connect."""
+        assert self._peering is not None
+        self._late.add(message.node.index)
+        self._nodes[message.node.index] = message.node
+        self._peering.expect(message.node)
+        self._node.send(messages.Meets(node=message.node.index))
+
+    def not_coming(self, message: messages.NotComing) -> None:
+        """Expect a node no more that was to come late."""
+        assert self._peering is not None
+        self._late.discard(message.node)
+        self._peering.forget(message.node)
+
+    def take_in(self, index: int) -> None:
+        """Let node *index*, which has come late, be a peer, if it is to be one of this node's, and is not yet."""
+        assert self._peering is not None
+        vertex, name = self._node.vertex, f"node {index}"
+        link = self._peering.take(index).get(index) if index not in vertex.links else None
+        if link is not None:
+            transport = self._peering.describe()[name]
+            log.info("%s, which has come late, by %s", name, transport)
+            self._node.patiently(lambda: vertex.take_in(link, transport))
+            self._watch(link)
 
     def rates_known(self, message: messages.Rates) -> None:
         """Say what to expect now that all NICs are measured."""
@@ -127,6 +157,8 @@ class Peers:
             self._node.fail(self._peering.error)
         if self._detours is not None and not self._node.ending:
             self._detours.connected()
+        if self._node.vertex.connected and not self._node.ending:
+            self._meet()
         if not self._peering.done or self._node.vertex.connected or self._node.ending:
             return
         for name, choice in self._peering.describe().items():
@@ -141,14 +173,30 @@ class Peers:
             self._say_what_to_expect(nodes)
         self._node.vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
         for link in self._node.vertex.talking_links():
-            self._loop.watch(link.channel.fileno(), partial(self._read, link))
-            if isinstance(link, shm.ShmLink):
-                self._loop.watch(link.pidfd, partial(self._lost, link.index, link.gone))
+            self._watch(link)
         self._detours = Detours(self._settings, self._loop, self._node.vertex, self._peering, self._node.patiently,
                                 self._plans.without, self._lost)
         self._home.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
         self._detours.connected()  # a link may have ended before anybody could part with it
+        self._meet()
+        if self._welcome.is_late:
+            kinds = self._welcome.kinds
+            self._node.patiently(lambda: self._node.vertex.wiring.warm(kinds))
+            self._node.send(messages.Meets(node=me.index, is_linked=True))
+
+    def _meet(self) -> None:
+        """Say which nodes that come late are connected."""
+        assert self._peering is not None
+        for index in sorted(self._late & self._peering.links.keys()):
+            self._late.discard(index)
+            self._node.send(messages.Meets(node=index, is_linked=True))
+
+    def _watch(self, link: Link) -> None:
+        if (talking_link := talking(link)) is not None:
+            self._loop.watch(talking_link.channel.fileno(), partial(self._read, talking_link))
+        if isinstance(link, shm.ShmLink):
+            self._loop.watch(link.pidfd, partial(self._lost, link.index, link.gone))
 
     def _say_what_to_expect(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
@@ -187,12 +235,15 @@ class Peers:
             self._node.fail(self._node.vertex.engine_error)
             return
         who, index = self._node.vertex.who(source)
+        if index in self._parted:
+            return
         if code == errno.EPROTO or index is None:
             what = self._node.vertex.why_lost(index, code) if index is not None else os.strerror(code)
+            # It ends the job, for all of us: what that one does sum may be as wrong.
             rubbish = f"{who} announced or sent what fits no partition ({what})"
-            self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), who)
+            self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), "" if index is not None else who)
             return
-        if index in self._parted or index in self.farewells:
+        if index in self.farewells:
             return
         reason = f"its data connection ended ({self._node.vertex.why_lost(index, code)})"
         if self._detours is None or not self._detours.begin(index, reason):
@@ -206,19 +257,22 @@ class Peers:
         if index in self._lost_peers or index in self.farewells or self._node.ending:
             return
         self._lost_peers.add(index)
-        assert self._welcome is not None
-        host = self._welcome.nodes[index].host
+        host = self._nodes[index].host
         log.info("node %d (%s) is lost: %s", index, host, reason)
         self._node.send(messages.Lost(who=f"node {index}", reason=reason))
         error = PeerLostError(f"node {index} ({host}) is lost: {reason}")
-        self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
+        wait_s = max(GRACE_S, self._settings.lease_s)  # one that is silent for longer is lost itself
+        self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
 
     def _without_word(self, index: int, error: PeerLostError) -> None:
-        """End the job unless the scheduler has said meanwhile that it goes on without node *index*, or is lost."""
-        assert self._welcome is not None
+        """End the job unless the scheduler has said meanwhile that it goes on without node *index*, or is lost.
+
+        A helper ends alone, and says so: the job can do without it.
+        """
+        self._node.catch_up()  # this thread may have been at work for longer than the scheduler took
         if index in self._parted:
             return
-        if self._node.is_without_scheduler and not self._welcome.nodes[index].ranks:
+        if self._node.is_without_scheduler and not self._nodes[index].ranks:
             self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
         else:
-            self._node.fail(error, tell=False)
+            self._node.fail(error, tell=not self._home.ranks)

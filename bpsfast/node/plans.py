@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..orchestration import messages
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsfast.node")
 
+#: How soon it is looked again whether what is on its way has arrived.
+_LOOK_S = 0.001
+
 
 class Plans:
     """At most one generation is being prepared at a time; plans that come before all peers are connected wait."""
@@ -30,6 +34,7 @@ class Plans:
         self._timeout_s = timeout_s
         self._generation: Generation | None = None
         self._early: list[messages.Plan] = []
+        self._has_arrived: Callable[[], bool] = lambda: True
         self._remarked = False
 
     def connected(self) -> None:
@@ -58,9 +63,11 @@ class Plans:
         self._vertex.peer_said(link, message, fds, self._generation)
         self._announce()
 
-    def await_for(self, generation: Generation) -> None:
-        """Answer Ready for *generation*, which is prepared, once peers have said what they have to."""
+    def await_for(self, generation: Generation, has_arrived: Callable[[], bool]) -> None:
+        """Answer Ready for *generation*, which is prepared, once peers have said what they have to, and *has_arrived*.
+        """
         self._generation = generation
+        self._has_arrived = has_arrived
         self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(generation.plan))
         self._announce()
 
@@ -75,7 +82,7 @@ class Plans:
         self._early.clear()
         if self._generation is not None:
             self.forget()
-            self._say_room()
+            self.say_room()
 
     def without(self, index: int) -> None:
         """Expect nothing more from node *index* on its channel."""
@@ -100,17 +107,18 @@ class Plans:
     def retired(self, message: messages.Retired) -> None:
         """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
         self._vertex.retire(message.units)
-        self._say_room()
+        self.say_room()
 
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):
             self._vertex.wiring.drop(self._generation)
             self._generation = None
-            self._say_room()
+            self.say_room()
         self._home.tell_all(message)
 
-    def _say_room(self) -> None:
+    def say_room(self) -> None:
+        """Tell the scheduler what this node can own now, if its memory is bounded."""
         nbytes = self._vertex.wiring.ownable_nbytes
         if nbytes >= 0:
             self._node.send(messages.Room(ownable_nbytes=nbytes))
@@ -118,6 +126,9 @@ class Plans:
     def _announce(self) -> None:
         generation = self._generation
         if generation is not None and not generation.awaited and not generation.announced:
+            if generation.is_succession and not self._has_arrived():
+                self._loop.call_at(time.monotonic() + _LOOK_S, self._announce)
+                return
             generation.announced = True
             self._node.send(messages.Ready(generation=generation.plan.generation,
                                            ownable_nbytes=self._vertex.wiring.ownable_nbytes))

@@ -1,7 +1,9 @@
-"""A change of epoch as one node goes through it: a helper is lost, and the job goes on without it.
+"""A change of epoch as one node goes through it: a helper is lost, or has come, and others sum from then on.
 
-    freeze      sum and pass on nothing; part with who is lost; say how far everything has come here (`Frozen`)
-    prepare     memory and lanes for the new owners (`succession`), then Ready
+    freeze      sum and pass on nothing; part with who is lost, take in who has come; say how far everything has come
+                here (`Frozen`)
+    prepare     memory and lanes for the new owners (`succession`); what is on its way to or from owners that give up
+                arrives; then Ready
     commit      go on, with what is owed of the last round first
 
 If another one is lost in between, all of it begins anew: until the commit the engine is as it was frozen.
@@ -33,18 +35,22 @@ class Recovery:
     ----------
     part_with
         Called with the index of each lost node before its connection is closed: watch and expect it no more.
+    take_in
+        Called with the index of each node that has come: let it be a peer, unless it is already.
     """
 
-    def __init__(self, node: Node, vertex: Vertex, plans: Plans, part_with: Callable[[int], None]) -> None:
+    def __init__(self, node: Node, vertex: Vertex, plans: Plans, part_with: Callable[[int], None],
+                 take_in: Callable[[int], None]) -> None:
         self._node = node
         self._vertex = vertex
         self._plans = plans
         self._part_with = part_with
+        self._take_in = take_in
         self._frozen: messages.Freeze | None = None
         self._since = 0.0
         self._prepared: tuple[Generation, Succession] | None = None
-        #: How often this node has gone on without somebody.
-        self.count = 0
+        #: How often this node has gone on without somebody, and how many it has taken in.
+        self.count = self.n_joined = 0
 
     def freeze(self, message: messages.Freeze) -> None:
         """Stop, part with who is lost, and say so."""
@@ -57,12 +63,15 @@ class Recovery:
         if self._prepared is not None:
             self._vertex.wiring.drop(self._prepared[0])
             self._prepared = None
-        self._vertex.freeze(f"the job cannot go on after a loss ({message.reason})")
+        self._vertex.freeze(f"the job cannot go on with others summing ({message.reason})")
         for index in message.lost:
             self._part_with(index)
             self._node.patiently(lambda index=index: self._vertex.exclude(index))  # type: ignore[misc]
+        for index in message.joined:
+            self._take_in(index)
         wiring = self._vertex.wiring
-        self._node.send(messages.Frozen(epoch=message.epoch, progress=wiring.progress(message.lost), near=wiring.near))
+        self._node.send(messages.Frozen(epoch=message.epoch, near=wiring.near,
+                                        progress=wiring.progress(message.lost, everything=bool(message.joined))))
 
     def prepare(self, message: messages.Recover) -> None:
         """Prepare for the new owners; answer Ready once peers have said where they write to."""
@@ -73,7 +82,8 @@ class Recovery:
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(generation=message.generation, reason=str(exc)))
             return
-        self._plans.await_for(self._prepared[0])
+        generation, succession = self._prepared
+        self._plans.await_for(generation, lambda: succession.arrived)
 
     def commit(self, message: messages.Commit) -> bool:
         """Go on if *message* is the commit of what was prepared here; whether it is."""
@@ -84,11 +94,15 @@ class Recovery:
         frozen, self._frozen, self._prepared = self._frozen, None, None
         self._plans.forget()
         self._vertex.succeed(generation, succession, message.order)
-        self.count += 1
+        self._plans.say_room()
+        self.count += bool(frozen.lost)
+        self.n_joined += len(frozen.joined)
         if self._node.name == "node 0":
             moved = [part for unit in generation.plan.units for part in unit.parts if part.part in succession.parts]
             heirs = ", ".join(f"node {owner}" for owner in sorted({part.owner for part in moved}))
-            log.warning("the job goes on without what it has lost (%s): %s; epoch %d, after %.0f ms", frozen.reason,
-                        f"{len(moved)} partitions are summed by {heirs} from now on" if moved else
-                        "nothing was summed there", frozen.epoch, (time.monotonic() - self._since) * 1e3)
+            what = f"{len(moved)} partitions are summed by {heirs} from now on" if moved else (
+                "nothing was summed there" if frozen.lost else "everybody sums what he did")
+            log.log(logging.WARNING if frozen.lost else logging.INFO, "the job goes on %s (%s): %s; epoch %d, after "
+                    "%.0f ms", "without what it has lost" if frozen.lost else "with who has come", frozen.reason, what,
+                    frozen.epoch, (time.monotonic() - self._since) * 1e3)
         return True

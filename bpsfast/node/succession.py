@@ -1,8 +1,11 @@
-"""What becomes here of partitions whose owner is lost: who sums them from now on, and what is owed of the last round.
+"""What becomes here of partitions that get another owner: who sums them, and what is owed of the last round.
 
 Prepared whole before anybody is told `Ready`, while the engine is frozen; `begin` at the commit. Where ranks read
 results does not change: an owner behind a wire writes them into this node's memory, as the lost one did; and what was
 read in the memory of a lost node of this host is read there still, and written there by the new owner (`Estate`).
+
+An owner that lives and gives a partition up, to a node that has come late, has sent its last result to all, and some
+have sent it inputs of the next round. All of that has to arrive first (`arrived`); what it came by is unbound then.
 """
 from __future__ import annotations
 
@@ -14,23 +17,25 @@ from typing import Any
 from ..orchestration import messages
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
-from ..orchestration.recovery import after
+from ..orchestration.rounds import after
 from ..orchestration.rows import ROWS
 from ..pyx.engine import NOBODY, Engine
 from ..pyx.pages import Segment
-from ..transport import Link, wire
+from ..transport import Link, WireLink, wire
 from ..transport.shm import ShmLink
 from .dispatch import Loan
 from .generation import Generation, Holding
 from .installation import Installation, bind
-from .regions import Regions, page_round
+from .regions import Place, Regions, page_round
 from .standing import Standing
 
 
 class Estate:
     """The memory that a lost node of this host has left: it lasts for as long as somebody has it mapped.
 
-    Nobody else writes there: the lost process was killed, if it was not dead, before anything is taken over.
+    The lost process writes there no more: it was killed, if it was not dead, before anything is taken over. Members
+    near it all read there. One that becomes the owner writes there; if a node behind a wire does, each of them receives
+    its results there: the same bytes at the same place, and none tells its ranks before they have come to itself.
     """
 
     def __init__(self, link: ShmLink, regions: Regions) -> None:
@@ -64,6 +69,9 @@ class Succession:
         self._message = message
         self._owned: list[tuple[messages.Succession, dict[str, Any]]] = []
         self._followed: list[messages.Succession] = []
+        self._given_up: list[tuple[messages.Succession, dict[str, Any] | None]] = []
+        self._awaited: list[tuple[int, int, int]] = []  # (node, part, round) that is on its way to here
+        self._left: list[tuple[int, int, list[int]]] = []  # (unit, part, nodes) that nothing more comes from
         #: What this node has to send others once the commit has come.
         self.loans: list[Loan] = []
 
@@ -76,6 +84,9 @@ class Succession:
                             f"the succession in epoch {self._message.epoch}")
         for unit, part, succession in changed:
             here = bool(self._standing.members_of(unit.ranks).local)
+            self._part_from(unit, part, succession, here)
+            if succession.giver == self._me.index and not here:
+                self._given_up.append((succession, None))
             if part.owner != self._me.index and not here:
                 continue
             holding = generation.holdings.setdefault(unit.unit, Holding(ranks=unit.ranks))
@@ -87,6 +98,10 @@ class Succession:
                 arguments, _ = made.owned(unit, part, outputs, holding, after(succession.kept_round))
                 self._owned.append((succession, arguments))
                 holding.parts.append(part)
+            elif succession.giver == self._me.index:
+                arguments = made.member(unit, part, self._results_at(unit, part), holding,
+                                        after(succession.kept_round), self._partial(unit, part))
+                self._given_up.append((succession, arguments))
             else:
                 self._followed.append(succession)
                 if succession.keeper != part.owner or not lacks:
@@ -101,8 +116,27 @@ class Succession:
         """The partitions that change hands."""
         return {each.part for each in self._message.successions}
 
+    @property
+    def arrived(self) -> bool:
+        """Whether all has come that was on its way between owners that give up, and this node."""
+        self._awaited = [(node, part, round_) for node, part, round_ in self._awaited
+                         if self._wire(node).next_round(part) == round_]
+        return not self._awaited
+
     def begin(self) -> None:
         """Let the engine go on with the new owners; it is frozen. The dispatcher knows them already."""
+        for succession, member in self._given_up:
+            if member is None:
+                self._engine.give_up(succession.part, succession.kept_round)
+            else:
+                self._engine.add_member(succession.part, **member, kept_round=succession.kept_round)
+        for number, part, nodes in self._left:
+            holding = self._holdings[number]
+            for node in nodes:
+                self._wire(node).unbind(part)
+                holding.bound.remove((node, part))
+            if nodes:
+                holding.give_up(part)
         for succession, arguments in self._owned:
             self._engine.add_owned(succession.part, **arguments, kept_round=succession.kept_round)
         for succession in self._followed:
@@ -111,10 +145,34 @@ class Succession:
 
     # -- innards ------------------------------------------------------------------------------------------
 
+    def _wire(self, node: int) -> WireLink:
+        link = wire(self._links[node])
+        assert link is not None, "who gives up shares no memory with those who push"
+        return link
+
+    def _part_from(self, unit: UnitPlan, part: PartPlan, succession: messages.Succession, here: bool) -> None:
+        """Note what has to arrive before nothing of *part* is under way, and between whom nothing is from then on."""
+        if succession.giver == self._me.index:
+            nodes = [node for node in self._standing.members_of(unit.ranks).nodes if node != self._me.index]
+            self._awaited += [(node, part.part, after(succession.kept_round)) for node in succession.pushed]
+            self._left.append((unit.unit, part.part, nodes))
+        elif succession.giver >= 0 and here:
+            if self._me.index in succession.lacking:
+                self._awaited.append((succession.giver, part.part, succession.kept_round))
+            self._left.append((unit.unit, part.part, [succession.giver]))
+
+    def _partial(self, unit: UnitPlan, part: PartPlan) -> Place | None:
+        """Return where the sum of this node's ranks lay when it owned *part* not yet, if it did not always."""
+        return self._holdings[unit.unit].partials.get(part.part)
+
     def _room(self, changed: list[tuple[UnitPlan, PartPlan]]) -> dict[str, int]:
-        """Return the bytes to be allocated here, by the kinds of `Regions`: what a new owner needs."""
+        """Return the bytes to be allocated here, by the kinds of `Regions`: what a new owner needs, or a new member.
+        """
         room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
+        givers = {each.part: each.giver for each in self._message.successions}
         for unit, part in changed:
+            if givers[part.part] == self._me.index and not self._partial(unit, part):
+                room["partial"] += page_round(self._standing.partial_nbytes(unit, part))
             if part.owner != self._me.index:
                 continue
             coded, members = self._standing.is_coded(unit), self._standing.members_of(unit.ranks)

@@ -17,17 +17,17 @@ from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..settings import Settings
-from ..trace import Origin, SendLog, limits, write
-from ..trace.records import RECORD
 from ..trainer.attachment import error_of
 from ..transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
 from ..transport.rdma import budget
+from . import stages
 from .copying import n_threads
 from .dispatch import Dispatcher
 from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
 from .succession import Succession
+from .tracing import Tracing
 from .wiring import Wiring
 
 log = logging.getLogger("bpsfast.node")
@@ -55,23 +55,22 @@ class Vertex:
         ring.format_board(self._board)
         self._doorbell = Segment(ring.DOORBELL_NBYTES, name="bpsfast-doorbell", huge=False)
         ring.format_doorbell(self._doorbell)
-        self._limits = limits(settings)
-        self._sends = SendLog(self._limits) if self._limits.trace_capacity else None
+        self._tracing = Tracing(settings)
         self._engine: Engine | None = Engine(
             self._board, self._doorbell, n_threads=n_threads(settings),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
-            fifo=settings.scheduling == "fifo", **self._limits._asdict())
+            fifo=settings.scheduling == "fifo", **self._tracing.limits._asdict())
         self._wiring: Wiring | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(
-            self._engine, settings.credit_bytes, on_lost, self._sends, fifo=settings.scheduling == "fifo")
+            self._engine, settings.credit_bytes, on_lost, self._tracing.sends, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
         self._lanes: dict[int, Segment] = {}
         self._source_of: dict[int, int] = {}
-        self._records: list[bytes] = []
         self._moved: dict[int, dict[str, int]] = {}
         self._left: list[shm.ShmLink] = []  # by lost nodes of this host: their memory stays in use
         self._stopped = False
+        self._place_of: Callable[[int], int] = lambda index: index
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
         self.doorstep = shm.Doorstep(self._doorbell)
         self.rails = rdma.Rails(settings, budget.least(settings.transport, MIN_SEGMENT_NBYTES))
@@ -123,21 +122,41 @@ class Vertex:
             self._ranks[rank.source] = rank.rank
             self._lanes[rank.source] = rank.lane
         self.transports.update(transports)
-        source_of = self._source_of
-        for index, link in sorted(self.links.items()):
-            if isinstance(link, shm.ShmLink):
-                source = engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
-            else:  # a wire
-                source = engine.add_wire_peer()
-                n_nodes = len(welcome.nodes)
-                self._dispatcher.add(source, link, (index - me.index) % n_nodes)
-            source_of[index] = source
-            self._sources[source] = f"node {index}", index
-        self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, source_of,
+        self._place_of = lambda index: (index - me.index) % len(welcome.nodes)
+        for _, link in sorted(self.links.items()):
+            self._know(link)
+        self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on")
         self._dispatcher.start()
         for wired in self.wires():
-            wired.start(engine, source_of[wired.index])
+            wired.start(engine, self._source_of[wired.index])
+
+    def take_in(self, link: Link, transport: str) -> None:
+        """Make the node behind *link*, which comes late, a peer; the link is this object's to close from now on.
+
+        Raises `CapacityError` if it is the first that is reached by RDMA, and memory cannot be registered for that.
+        """
+        self.links[link.index] = link
+        self.transports[f"node {link.index}"] = transport
+        self.rails.settle()
+        if self.rails.used and not self.regions.are_registered:
+            self.regions.register_with(self.rails)
+        self._know(link)
+        if isinstance(link, shm.ShmLink):
+            self.wiring.share_all(link)
+        else:
+            link.start(self.engine, self._source_of[link.index])
+
+    def _know(self, link: Link) -> None:
+        """Make the node behind *link* a source of the engine, and a destination of the service."""
+        assert self._dispatcher is not None
+        if isinstance(link, shm.ShmLink):
+            source = self.engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
+        else:  # a wire
+            source = self.engine.add_wire_peer()
+            self._dispatcher.add(source, link, self._place_of(link.index))
+        self._source_of[link.index] = source
+        self._sources[source] = f"node {link.index}", link.index
 
     def part_with(self, link: WireLink) -> bool:
         """Write nothing more over *link*, and let nothing more arrive; whether that is certain. Until `resume`."""
@@ -154,7 +173,7 @@ class Vertex:
         awaited = old.awaited()
         for part, bound in old.bound.items():
             link.expect(part, *bound, next_round=awaited[part])
-        self._records += old.traces()
+        self._tracing.keep(old)
         counted, before = old.counters(), self._moved.get(link.index, {})
         self._moved[link.index] = {name: counted[name] + before.get(name, 0) for name in _ADDED_UP}
         self._moved[link.index]["replaced"] = before.get("replaced", 0) + 1
@@ -260,7 +279,7 @@ class Vertex:
         del self.links[index]
 
     def _close_wire(self, link: WireLink) -> None:
-        self._records += link.traces() if self._limits.trace_capacity else []
+        self._tracing.keep(link)
         link.close()
         if isinstance(link, rdma.RdmaLink):
             self.rails.settle()
@@ -269,7 +288,7 @@ class Vertex:
                                     "still write into this node's memory")
 
     def succeed(self, generation: Generation, succession: Succession, order: tuple[int, ...]) -> None:
-        """Commit a frozen engine to new owners of parts whose owners were excluded."""
+        """Commit a frozen engine to new owners of parts whose owners were excluded, or give them up."""
         engine = self.engine
         assert self._dispatcher is not None
         self.wiring.succeeded(generation)
@@ -292,19 +311,7 @@ class Vertex:
 
     def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
         """Return (stage, ranks, nodes): how far *round_* of *part* has come here, and who it waits for."""
-        try:
-            found = self.engine.missing(part)
-        except ValueError:
-            return "done", (), ()  # a helper that has nothing to do with it
-        waited_for, sources, owned = found
-        if waited_for > round_:
-            return "done", (), ()
-        if owned and not sources:  # all there: an answer of a store may wait for other workers
-            behind = self.wiring.ranks_of(self.engine.behind(part))
-            return ("push", behind, ()) if behind else ("sum", (), ())
-        ranks = tuple(self._ranks[source] for source in sources if source in self._ranks)
-        nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
-        return "push" if ranks else "sum" if not nodes else "partial" if owned else "result", ranks, nodes
+        return stages.missing(self.engine, self.wiring, self._ranks, lambda source: self.who(source)[1], part, round_)
 
     def lags(self, owned: bool) -> tuple[LagRow, ...]:
         """Return how late the inputs of ranks, and of nodes if *owned*, were; see `Engine.lags`."""
@@ -358,28 +365,20 @@ class Vertex:
         assert self._dispatcher is not None and self._engine is not None
         self._stopped = True
         self._dispatcher.stop()
-        if self._limits.trace_capacity:
-            self._records.append(self._engine.trace())
+        self._tracing.keep(self._engine)
         for link in self.wires():
-            if self._limits.trace_capacity:
-                self._records += link.traces()
+            self._tracing.keep(link)
             link.close()
         self._engine.close()
 
     def write_trace(self, me: NodeInfo, clock: tuple[Point, ...]) -> None:
         """Write what was traced, if anything was to be; *clock*: what is known of the scheduler's. After `stop`."""
-        if self._sends is None:
-            return
         assert self._dispatcher is not None
-        parts = self._wiring.parts if self._wiring is not None else {}
         urgency = dict(enumerate(self._dispatcher.order))
-        parts = {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()}
-        peers = {source: index for index, source in self._source_of.items()}
-        room = self._limits.trace_capacity * RECORD.size
-        origin = Origin(node=me.index, clock=clock, peers=peers, credit_nbytes=self._settings.credit_bytes,
-                        full=self._sends.full or any(len(records) >= room for records in self._records))
-        write(self._settings.trace_dir, f"node {me.index}", b"".join(self._records), parts, origin,
-              self._sends.spans(peers))
+        parts = self._wiring.parts if self._wiring is not None else {}
+        self._tracing.write(
+            me.index, {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()},
+            {source: index for index, source in self._source_of.items()}, clock)
 
     def close(self) -> None:
         """Unmap everything. After `stop`, and after the ranks' lanes are closed.

@@ -6,7 +6,9 @@ another node cannot, `drop` forgets it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, UnitPlan
@@ -18,7 +20,7 @@ from ..transport.rdma import PeerSlots, RdmaLink
 from ..transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
 from .coded_state import CodedState
 from .generation import Generation, Holding
-from .installation import Installation
+from .installation import Installation, kernel
 from .regions import Chunk, Regions
 from .standing import Standing
 from .succession import Estate, Succession
@@ -51,7 +53,7 @@ class Wiring:
         self._sources = sources
         self._sums = sums
         self._standing = Standing(me, nodes, links, local)
-        self._shared: set[int] = set()
+        self._shared: dict[int, tuple[Chunk, str]] = {}
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
         self._estates: dict[int, Estate] = {}  # of nodes of this host that are lost
@@ -106,6 +108,11 @@ class Wiring:
         return Installation(self._me, self._engine, self._regions, self._links, self._sources, self._standing,
                             self._vaults, self._sums, room, purpose)
 
+    def warm(self, kinds: Iterable[tuple[str, str]]) -> None:
+        """Compile what sums of these (dtype, op) need: who comes late must not keep others waiting for that."""
+        for dtype, op in kinds:
+            kernel(dtype, op, self._sums)
+
     def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
         """Note where node *index* keeps its results, or its slots; it may be ahead of our own plan."""
         if generation is not None and generation.plan.generation == message.generation:
@@ -129,6 +136,7 @@ class Wiring:
             for number, part in enumerate(unit.parts):
                 self._count_on(unit, number, part)
         self._holdings |= generation.holdings
+        self._forget_early(generation)
 
     def _count_on(self, unit: UnitPlan, number: int, part: PartPlan) -> None:
         """Remember *part*, the *number*-th of *unit*, under its owner, who is new."""
@@ -140,12 +148,20 @@ class Wiring:
         for source in written_to:
             self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
 
+    def _count_off(self, unit: UnitPlan, part: PartPlan, owner: int) -> None:
+        """Forget what was written here because of *owner*, who lives and owns *part* no more, or is lost."""
+        self.readers.pop(part.part, None)
+        if owner == self._me.index or owner in self._links:
+            for source in self._written_to(unit.ranks, msgspec.structs.replace(part, owner=owner)):
+                self.shares[source] -= part.wire_nbytes
+
     def retire(self, units: Sequence[int]) -> list[int]:
         """Give back all that committed *units* use, which every rank of the job has retired; return their parts here.
 
         Nothing of them can be under way: a rank retires what it has seen complete, so every input was summed and every
         result has arrived where somebody waits for it. Their memory stays mapped, and registered, for the next units.
         """
+        units = [number for number in units if number in self._holdings]  # who came late knows only what it owns
         retired = [part.part for number in units for part in self._holdings[number].parts]
         try:
             self._engine.retire(retired)
@@ -174,7 +190,7 @@ class Wiring:
             return None
         return CodedState(self._engine, self._me.index, holding.codec, holding.dtype, holding.coded)
 
-    # -- when a node is lost ------------------------------------------------------------------------------
+    # -- when a node is lost, or comes late ---------------------------------------------------------------
 
     @property
     def near(self) -> tuple[int, ...]:
@@ -189,11 +205,15 @@ class Wiring:
         for holding in self._holdings.values():
             holding.bound = [bound for bound in holding.bound if bound[0] != link.index]
 
-    def progress(self, lost: Sequence[int]) -> tuple[tuple[int, int, int, int], ...]:
-        """Return, of partitions that *lost* nodes owned and ranks here push, what `Frozen` says of them."""
-        return tuple((part.part, *self._engine.progress(part.part), holding.extents[part.part].node)
-                     for holding in self._holdings.values() if holding.extents
-                     for part in holding.parts if part.owner in lost)
+    def progress(self, lost: Sequence[int], everything: bool = False) -> tuple[tuple[int, int, int, int], ...]:
+        """Return, of partitions that *lost* nodes owned and ranks here push, what `Frozen` says of them.
+
+        If *everything*, of all that ranks here push, and of those that this node owns.
+        """
+        here = bool(self._me.ranks)
+        return tuple((part.part, *self._engine.progress(part.part), holding.extents[part.part].node if here else -1)
+                     for holding in self._holdings.values() if holding.extents or everything
+                     for part in holding.parts if everything or (here and part.owner in lost))
 
     def prepare_succession(self, message: Recover) -> tuple[Generation, Succession]:
         """Allocate and bind what the new owners of *message* need here; raises as `prepare`."""
@@ -205,6 +225,8 @@ class Wiring:
         except BaseException:
             self.drop(generation)
             raise
+        for chunk in self._regions.partials.chunks:
+            self.share_chunk(chunk, "partial")
         for wired in self._rdma_links():
             wired.announce(message.generation)
         generation.awaited = {link.index for link in self._rdma_links()}
@@ -216,16 +238,21 @@ class Wiring:
         """Count on the new owners of a generation that `prepare_succession` has made."""
         for unit in generation.plan.units:
             fresh = generation.holdings.get(unit.unit)
-            holding = self._holdings[unit.unit]
+            holding = self._holdings.setdefault(unit.unit, Holding(ranks=unit.ranks))
             mine = {part.part for part in holding.parts}
             if fresh is not None:
                 holding.absorb(fresh)
                 mine |= {part.part for part in fresh.parts}
+            if not self._standing.members_of(unit.ranks).local:
+                mine = {part.part for part in unit.parts if part.part in mine and part.owner == self._me.index}
             holding.parts = [part for part in unit.parts if part.part in mine]
             for number, part in enumerate(unit.parts):
                 known = self.parts.get(part.part)
                 if known is None or known.owner != part.owner:
+                    if known is not None:
+                        self._count_off(unit, part, known.owner)
                     self._count_on(unit, number, part)
+        self._forget_early(generation)
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that results of *generation* appear in."""
@@ -239,12 +266,20 @@ class Wiring:
     def share_chunk(self, chunk: Chunk, kind: str) -> None:
         """Let all peers of this host map *chunk*, once."""
         if chunk.index not in self._shared:
-            self._shared.add(chunk.index)
-            message = PeerSegment(segment=chunk.index, kind=kind, nbytes=chunk.segment.nbytes)
+            self._shared[chunk.index] = chunk, kind
             for link in self._shm_links():
-                link.tell(message, [chunk.segment.fileno()])
+                _show(link, chunk, kind)
+
+    def share_all(self, link: ShmLink) -> None:
+        """Let a peer of this host that has come late map what all others have."""
+        for chunk, kind in self._shared.values():
+            _show(link, chunk, kind)
 
     # -- innards ------------------------------------------------------------------------------------------
+
+    def _forget_early(self, committed: Generation) -> None:
+        """Drop what was said of generations before the one that is *committed*: they were withdrawn."""
+        self._early = {number: said for number, said in self._early.items() if number > committed.plan.generation}
 
     def _give_back(self, holding: Holding) -> None:
         for index, part in holding.bound:
@@ -298,3 +333,7 @@ class Wiring:
                 nbytes=sizes[extent.part],
             )
         generation.awaited.discard(index)
+
+
+def _show(link: ShmLink, chunk: Chunk, kind: str) -> None:
+    link.tell(PeerSegment(segment=chunk.index, kind=kind, nbytes=chunk.segment.nbytes), [chunk.segment.fileno()])

@@ -210,6 +210,18 @@ class CrossBarrierExchange(Exchange):
         """Make all updates that are due. Raises as `settle`."""
         self.settle(tuple(self._pending))
 
+    def abandon(self) -> None:
+        """Forget all gradients and the updates that are due: their sums will not come any more."""
+        for name in self._pending:
+            parameter = self.parameters[name]
+            del _due[id(parameter)]
+            its_class = type(parameter)
+            if its_class is DueParameter:
+                parameter.__class__ = torch.nn.Parameter
+        self._pending.clear()
+        self._sent.clear()
+        super().abandon()
+
     @contextmanager
     def whole_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Surround a step on all parameters at once; the first of them shows whether one at a time is possible.

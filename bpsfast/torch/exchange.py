@@ -231,6 +231,11 @@ class Exchange:
         self._copies.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
+    def abandon(self) -> None:
+        """Forget all gradients, which may lie in memory of a job that is over."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def house_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
 

@@ -220,15 +220,50 @@ def DistributedOptimizer(
         staleness = None if settings.async_staleness < 0 else settings.async_staleness
         return AsyncOptimizer(optimizer, named, staleness=staleness)
     exchanges = bool(named) and (process.size() > 1 or has_momentum(compression, named))
-    wrapped = wrap(optimizer, _CROSSING if exchanges and cross_barrier else _STEPPING, backward_passes_per_step)
-    if exchanges and cross_barrier:
-        wrapped._exchange = CrossBarrierExchange(base, named, compression, backward_passes_per_step, num_steps)
-    elif exchanges:
-        wrapped._exchange = SparseExchange(named, compression, backward_passes_per_step, sparse_as_dense)
+    crosses = exchanges and cross_barrier
+    wrapped = wrap(optimizer, _CROSSING if crosses else _STEPPING, backward_passes_per_step)
+
+    def exchange(n_passes: int) -> Exchange | None:
+        if crosses:
+            return CrossBarrierExchange(base, named, compression, n_passes, num_steps)
+        if named and (process.size() > 1 or has_momentum(compression, named)):
+            return SparseExchange(named, compression, n_passes, sparse_as_dense)
+        return None
+
+    wrapped._make_exchange = exchange
+    rejoin(wrapped)
     if wrapped._exchange is not None:
-        wrapped._exchange.follow(wrapped)
         warn_of_momentum(wrapped, wrapped._exchange.momenta)
     return wrapped
+
+
+def rejoin(optimizer: torch.optim.Optimizer) -> None:
+    """Let *optimizer*, which `DistributedOptimizer` has made, average its gradients in the job that was joined last.
+
+    All ranks of that job do so at the same place of their steps; those that have made theirs anew need not. What
+    compressed gradients had left unsent belonged to the nodes of the job before, and is gone.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is another optimizer, or one that trains asynchronously or by outer steps: make that anew.
+    """
+    wrapped: Any = optimizer
+    if not hasattr(wrapped, "_make_exchange"):
+        raise UnsupportedError(f"{type(optimizer).__name__} is no DistributedOptimizer that could go on in another "
+                               "job: make it anew, in a reset callback of the state")
+    abandon(wrapped)
+    wrapped._exchange = wrapped._make_exchange(wrapped.backward_passes_per_step)
+    if wrapped._exchange is not None:
+        wrapped._exchange.follow(wrapped)
+
+
+def abandon(optimizer: torch.optim.Optimizer) -> None:
+    """Forget the gradients of *optimizer*, and updates that are due: their job is over. Of others nothing is changed.
+    """
+    exchange = getattr(optimizer, "_exchange", None)
+    if exchange is not None:
+        exchange.abandon()
 
 
 def CrossBarrier(

@@ -144,6 +144,19 @@ class DistributedDataParallel(torch.nn.Module):
         self.device_ids = None if device_ids is None else list(device_ids)
         self.broadcast_buffers = broadcast_buffers
         self._exchange: _ModuleExchange | None = None
+        self._compression = compression
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Average gradients in the job that was joined last, and take rank 0's parameters, as the constructor does.
+
+        On all ranks of that job, in the order in which they make their modules, or had made them.
+        """
+        module, compression = self.module, self._compression
+        if self._exchange is not None:
+            _forget_passes_of(self._exchange)
+            self._exchange.abandon()
+            self._exchange = None
         named: list[tuple[str, torch.Tensor]] = [
             (name, p) for name, p in module.named_parameters() if p.requires_grad]
         if process.size() == 1 and not has_momentum(compression, named):

@@ -29,6 +29,7 @@ import numpy as np
 from ..dtypes import TABLE
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
+from ..orchestration.rounds import after
 from ..pyx.port import copy
 from . import current as process
 from .tensor_input import tensor_input
@@ -112,7 +113,7 @@ class Broadcaster:
             for chunk in range(first, end):
                 self._wait(unit, chunk)
                 skip = HEADER_NBYTES if chunk == first else 0
-                slot, round = chunk % unit.n_parts, chunk // unit.n_parts + 1
+                slot, round = chunk % unit.n_parts, _round(unit, chunk)
                 for address, n, offset in stream.take(unit.stride - skip):
                     source = unit.result_address(round, slot * unit.stride) + skip + offset
                     self._copy(unit, address, source, n, slot, round)
@@ -146,8 +147,8 @@ class Broadcaster:
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
         """Put the next chunk of *stream* into its partition, once its previous round is complete, and announce it."""
-        slot, round = self._chunk % unit.n_parts, self._chunk // unit.n_parts + 1
-        if round > 1:
+        slot, round = self._chunk % unit.n_parts, _round(unit, self._chunk)
+        if self._chunk >= unit.n_parts:
             self._wait(unit, self._chunk - unit.n_parts)
         staging = unit.staging
         offset = slot * unit.stride
@@ -157,15 +158,15 @@ class Broadcaster:
         self._chunk += 1
 
     def _take_part(self, unit: Unit, chunk: int) -> None:
-        self._session.port.submit_empty(unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1)
+        self._session.port.submit_empty(unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk))
 
     def _wait(self, unit: Unit, chunk: int) -> None:
-        self._session.port.wait(unit, unit.first_part + chunk % unit.n_parts, 1, chunk // unit.n_parts + 1,
+        self._session.port.wait(unit, unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk),
                                 self._session.settings.timeout_s)
 
     def _header(self, unit: Unit, chunk: int, text: str) -> _Header:
         """Return what the complete *chunk* begins with, if exactly one rank sent it as this broadcast."""
-        slot, round = chunk % unit.n_parts, chunk // unit.n_parts + 1
+        slot, round = chunk % unit.n_parts, _round(unit, chunk)
         raw = np.empty(HEADER_NBYTES, np.uint8)
         self._copy(unit, raw.ctypes.data, unit.result_address(round, slot * unit.stride), HEADER_NBYTES, slot, round)
         header = _unpack(raw.tobytes())
@@ -211,6 +212,11 @@ class _Cursor:
             self._address += n
             self._left -= n
             offset += n
+
+
+def _round(unit: Unit, chunk: int) -> int:
+    """Return the round of its partition in which *chunk* travels."""
+    return after(unit.first_round, chunk // unit.n_parts)
 
 
 def _digest(text: str) -> bytes:

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..orchestration.errors import ClosedError
-from .joining import join, leave
+from .joining import abandon as leave_lost, join, leave
 from .lifetime import Watch
 from .session import Session
 
@@ -43,19 +44,34 @@ def init(**settings: object) -> None:
 
     found = load(settings)
     logs.configure(found.log_level, "rank")
+    if found.muster:
+        from ..elastic.member import enlist
+
+        enlist(found).join()
+        return
     begin(roles.detect(found), found)
 
 
-def begin(place: Place, found: Settings) -> None:
-    """Join the job as `init` does, at the *place* of this process that the settings *found* have led to."""
+def init_again() -> None:
+    """As `init`, also where somebody has started scheduler and nodes anew since this process has left its job."""
+    global _has_left
+    _has_left = False
+    init()
+
+
+def begin(place: Place, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
+    """Join the job as `init` does, at the *place* of this process that the settings *found* have led to.
+
+    *why_void*: as of `joining.join`.
+    """
     global _current, _watch
     if _has_left and place.is_joined_once:
         raise ClosedError(
             f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
             "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
             "at the end of the program")
-    session, started = join(place, found)
-    _current, _watch = session, Watch(shutdown, started, brief=place.launcher == "bpsfast")
+    session, started = join(place, found, why_void)
+    _current, _watch = session, Watch(shutdown, started, brief=place.launcher in ("bpsfast", "elastic"))
 
 
 def shutdown() -> None:
@@ -72,6 +88,19 @@ def shutdown() -> None:
         return
     _has_left = True
     leave(session, watch)
+
+
+def abandon(reason: str) -> None:
+    """Leave a job that has lost somebody, so that another one can be joined; *reason* is told to who is still in it.
+
+    Does nothing if there is no session.
+    """
+    global _current, _watch
+    session, watch = _current, _watch
+    if session is None or watch is None:
+        return
+    _current = _watch = None
+    leave_lost(session, watch, reason)
 
 
 def session() -> Session | None:

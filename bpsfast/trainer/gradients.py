@@ -352,6 +352,6 @@ class Gradients:
             absent = [wires[wire] for wire in unit.members if wires[wire] not in self._ready] if waits else []
         if absent:
             raise MismatchError(f"gradient {name!r} travels together with {', '.join(absent)}, which are not ready yet")
-        if unit.round == 0:
+        if not unit.has_begun:
             raise MismatchError(f"gradient {name!r} is waited for, but it was never ready")
         return edition, unit, unit.round

@@ -10,6 +10,7 @@ Sessions of one process know nothing of each other: each has its own daemons, ke
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from .. import __version__
 from ..launch import daemons
@@ -24,8 +25,11 @@ from .session import Session
 _GOODBYE_S = 5.0
 
 
-def join(place: Place, settings: Settings) -> tuple[Session, Daemons]:
+def join(place: Place, settings: Settings,
+         why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
     """Start what *place* has to start here, attach to the machine's node, and return once the whole job is there.
+
+    *why_void* is asked again and again why the job will never be there; it returns None as long as nobody knows.
 
     Raises
     ------
@@ -34,11 +38,23 @@ def join(place: Place, settings: Settings) -> tuple[Session, Daemons]:
     """
     started = daemons.start(place, settings)
     try:
-        attached = attachment.attach(started.place, started.place.settings(settings), __version__, started.failure)
+        attached = attachment.attach(started.place, started.place.settings(settings), __version__,
+                                     lambda: started.failure() or why_void())
         return Session(attached, settings, started.failure), started
     except BaseException:
         started.close(timeout_s=0.5)
         raise
+
+
+def abandon(session: Session, watch: Watch, reason: str) -> None:
+    """Leave the job of *session*, which has lost somebody or shall end: whoever is still in it is told *reason*.
+
+    The daemons that this process started end with it; they are not waited for longer than a job's end takes.
+    """
+    if session.pid != os.getpid():
+        return
+    session.close(False, reason, _GOODBYE_S)
+    watch.close()
 
 
 def leave(session: Session, watch: Watch, *, stays: bool = True) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from ..dtypes import TABLE
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError
 from ..orchestration.messages import MemberPlan, UnitReady
+from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
 from ..trace.records import Part
 
@@ -62,13 +63,15 @@ class Unit:
         #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
         self.learning_rate = 0.0
         self._told_rate = 0.0
-        self.round = 0
+        self.round = after(plan.first_round, -1)  # the last one that was pushed: none
+        self.first_round = plan.first_round
+        self.has_begun = False  # it was pushed
         self.pushed_nbytes = 0  # in all rounds
         self.in_flight = False
         self._is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
         self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
-        self._complete = 0  # the last round that was seen complete: nothing to wait for any more
+        self._complete = self.round  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
         self._staging: Region | None = None
         self._window: Region | None = None
@@ -208,7 +211,8 @@ class Unit:
                 clock.begin(self._step)
             self._step = clock.step
             self.in_flight = True
-            self.round += 1
+            self.round = after(self.round)
+            self.has_begun = True
             self.pushed_nbytes += nbytes
             round, rate = self.round, self.learning_rate
         if self.codec is not None and rate != self._told_rate and self.n_parts:

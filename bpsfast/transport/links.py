@@ -50,6 +50,9 @@ class WireLink(Protocol):
     def sealed(self) -> bool:
         """Whether `fence` was called and it is certain that nothing arrives."""
 
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+
     def awaited(self) -> dict[int, int]:
         """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
 

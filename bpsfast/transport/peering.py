@@ -1,6 +1,7 @@
 """One node on its way to all its peers: dialling those before it, letting in those after it, choosing a transport each.
 
-A pair whose link ends later gets another one, by tcp (`seek`, `reunion`).
+A pair whose link ends later gets another one, by tcp (`seek`, `reunion`). A node that comes late dials all the others,
+which have been told to `expect` it.
 """
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
@@ -50,9 +51,11 @@ def shm_objection(settings: Settings) -> str:
     return "" if settings.allow_shm else "allow_shm=false (BYTEPS_ENABLE_IPC=0)"
 
 
-def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo]) -> list[NodeInfo]:
-    """Return the nodes that *me* exchanges gradients with, in node order: one of a pair has ranks."""
-    return [node for node in nodes if node.index != me.index and (node.ranks or me.ranks)]
+def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo], lost: Collection[int] = ()) -> list[NodeInfo]:
+    """Return the nodes that *me* exchanges gradients with, in node order: one of a pair has ranks, and none is *lost*.
+    """
+    return [node for node in nodes
+            if node.index != me.index and node.index not in lost and (node.ranks or me.ranks)]
 
 
 class Peering:
@@ -60,8 +63,8 @@ class Peering:
 
     Parameters
     ----------
-    me, nodes
-        This node, and all of them in node order.
+    me, nodes, lost
+        This node, all of them in node order, and the indices of those who are not there.
     listener
         The socket that `NodeInfo.address` names. Accepts until `close`, which closes it.
     doorstep, rails
@@ -73,6 +76,7 @@ class Peering:
     def __init__(
         self, settings: Settings, key: bytes, epoch: int, me: NodeInfo, nodes: Sequence[NodeInfo],
         listener: socket.socket, doorstep: shm.Doorstep, rails: rdma.Rails, notify: Callable[[], None],
+        lost: Collection[int] = (), is_late: bool = False,
     ) -> None:
         self.links: dict[int, Link] = {}
         self.reasons: dict[int, str] = {}
@@ -81,11 +85,12 @@ class Peering:
         self._key = key
         self._epoch = epoch
         self._me = me
-        self._peers = {node.index: node for node in peers_of(me, nodes)}
+        self._peers = {node.index: node for node in peers_of(me, nodes, lost)}
+        self._first = frozenset(self._peers)  # those of the start
         self._doorstep = doorstep
         self._rails = rails
         self._paces = pace.of(settings, len(self._peers))
-        self._n_nodes = len(nodes)
+        self._n_nodes = 0 if is_late else len(nodes)  # at the start of the job
         self._notify = notify
         self._deadline = time.monotonic() + settings.start_timeout_s
         self._accepting: dict[int, tcp.TcpLink] = {}
@@ -96,6 +101,7 @@ class Peering:
         self._closed = False
         self._taken: set[int] = set()
         self._farewells: set[int] = set()
+        self._to_be_told: set[int] = set()
         self._told: set[int] = set()  # of our own farewell, or not to be reached
         self._threads: list[threading.Thread] = []
         self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections)
@@ -110,17 +116,34 @@ class Peering:
 
     @property
     def done(self) -> bool:
-        """Whether every peer is connected."""
-        return len(self.links) == len(self._peers)
+        """Whether every peer of the start is connected."""
+        return self._first <= self.links.keys()
 
     def describe(self) -> dict[str, str]:
         """Return "node N" -> "transport: reason"."""
         return {f"node {index}": f"{self.links[index].kind}: {self.reasons[index]}" for index in sorted(self.links)}
 
-    def take(self, *only: int) -> dict[int, Link]:
-        """Hand over the links to the nodes *only* (default: to all): from now on they are the caller's to close."""
+    def expect(self, peer: NodeInfo) -> None:
+        """Let *peer*, which comes late, connect from now on: `links` has it then."""
         with self._lock:
-            taken = {index: link for index, link in self.links.items() if not only or index in only}
+            self._deadline = time.monotonic() + self._settings.start_timeout_s
+            self._peers[peer.index] = peer
+        self._reunions.expect(peer.index)
+
+    def forget(self, index: int) -> None:
+        """Refuse node *index* from now on, which was to come late: it does not."""
+        with self._lock:
+            self._peers.pop(index, None)
+            half = self._accepting.pop(index, None)
+        if half is not None:
+            half.close()
+        self._drop(index)
+
+    def take(self, *only: int) -> dict[int, Link]:
+        """Hand over the links to the nodes *only* (default: of the start): from now on they are the caller's to close.
+        """
+        with self._lock:
+            taken = {index: link for index, link in self.links.items() if index in (only or self._first)}
             self._taken |= taken.keys()
             return taken
 
@@ -137,13 +160,14 @@ class Peering:
 
     def take_leave(self) -> None:
         """Tell all peers that all ranks of this node have left; `has_taken_leave` then says when they know. Once."""
-        for peer in self._peers.values():
+        self._to_be_told = set(self._peers)
+        for peer in list(self._peers.values()):
             self._begin(partial(self._say_farewell, peer))
 
     @property
     def has_taken_leave(self) -> bool:
         """Whether all peers have been told that all ranks of this node have left, but for those not to be reached."""
-        return self._told == self._peers.keys()
+        return self._told >= self._to_be_told
 
     @property
     def farewells(self) -> set[int]:
@@ -219,7 +243,7 @@ class Peering:
     def _dial_all(self) -> None:
         """Dial all at once: a path that swallows RDMA packets costs seconds for each peer, until tcp is taken."""
         threads = [threading.Thread(target=self._guard, args=(partial(self._dial, peer),), name="bpsfast-dial",
-                                    daemon=True) for index, peer in self._peers.items() if index < self._me.index]
+                                    daemon=True) for index, peer in list(self._peers.items()) if index < self._me.index]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -263,7 +287,7 @@ class Peering:
         tcp.end_when_silent(sock, settings.lease_s)
         return rendezvous.meet(
             sock, peer.index, lambda: self._rails.towards(peer.address, len(self._peers)), n_pairs=self._rails.n_pairs,
-            n_nodes=self._n_nodes, epoch=self._epoch, n_slots=MAX_PARTS,
+            n_nodes=self._n_nodes_with(peer.index), epoch=self._epoch, n_slots=MAX_PARTS,
             limits=limits(settings), deadline=self._deadline)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
@@ -277,13 +301,18 @@ class Peering:
 
     def _equip(self, link: tcp.TcpLink) -> tcp.TcpLink:
         settings = self._settings
-        link.n_nodes, link.epoch, link.send_buffer_nbytes = self._n_nodes, self._epoch, settings.tcp_sndbuf_bytes
+        link.n_nodes, link.epoch = self._n_nodes_with(link.index), self._epoch
+        link.send_buffer_nbytes = settings.tcp_sndbuf_bytes
         link.n_streams = settings.tcp_streams
         link.limits = limits(settings)
         link.paces = self._paces
         for sock in link.sockets.values():
             tcp.end_when_silent(sock, settings.lease_s)
         return link
+
+    def _n_nodes_with(self, index: int) -> int:
+        """Return what partitions are dealt to the connections of a pair by: on both sides the same, whoever is late."""
+        return max(self._n_nodes, self._me.index + 1, index + 1)
 
     def _offer_again(self, link: tcp.TcpLink) -> None:
         self.offer(self._equip(link), self.reasons[link.index])
@@ -309,7 +338,7 @@ class Peering:
                          f"{self._settings.start_timeout_s:g} s: is a firewall between the machines?")
 
     def _missing(self) -> list[int]:
-        return [index for index in self._peers if index > self._me.index and index not in self.links]
+        return [index for index in self._first if index > self._me.index and index not in self.links]
 
     def _say_farewell(self, peer: NodeInfo) -> None:
         try:

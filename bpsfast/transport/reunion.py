@@ -7,8 +7,8 @@
     tell     first the node that was dialled, then the other: what each of them awaits, part by part
 
 Both have parted before either says what it awaits, so that is all there is to write again. A connection of a link with
-a lower number than the newest is refused: an attempt that is late harms nobody. A dial that is refused is the end of
-the peer's process; one that is not answered is tried again for `lease_s`.
+a lower number than the newest is refused: an attempt that is late harms nobody. A dial that is refused, and still is
+half a second later, is the end of the peer's process; one that is not answered is tried again for `lease_s`.
 """
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ FAREWELL = 1002
 #: One attempt to connect: with a second packet, should the first be lost.
 _CONNECT_S = 1.5
 _PAUSE_S = 0.2
+#: So long after the first refusal a second one says that nobody listens: a firewall whose rules are changing refuses,
+#: too, while the process lives.
+_REFUSED_S = 0.5
 #: A link that ended sooner than this is not followed by the next at once.
 _SHORT_LIFE_S = 1.0
 _JOIN_S = 1.0
@@ -124,6 +127,11 @@ class Reunions:
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()
 
+    def expect(self, index: int) -> None:
+        """Know node *index*, which *peers* has from now on."""
+        with self._changed:
+            self._pairs[index] = _Pair()
+
     def give_up(self, index: int, why: str) -> None:
         """Refuse node *index* from now on: it is lost, whatever it says."""
         with self._changed:
@@ -158,7 +166,7 @@ class Reunions:
 
     def _seek(self, index: int, pair: _Pair, awaited: Awaited) -> None:
         peer = self._peers[index]
-        why = ""
+        why, refused_at = "", float("inf")
         with self._changed:
             hurry = time.monotonic() - pair.made_at > _SHORT_LIFE_S
             self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), 0 if hurry else _PAUSE_S)
@@ -168,11 +176,13 @@ class Reunions:
                     self._dial(peer, pair, awaited)
                 else:
                     self._connect(peer, pair, KNOCK, pair.over).close()
-            except ConnectionRefusedError as exc:
-                self._give_up(pair, awaited, f"nobody listens at {peer.address} any more ({exc.strerror})")
+                refused_at = float("inf")
             except (BpsError, OSError) as exc:
-                why = str(exc)
+                why, now = str(exc), time.monotonic()
                 log.debug("node %d was sought in vain: %s", index, why)
+                refused_at = min(refused_at, now) if isinstance(exc, ConnectionRefusedError) else float("inf")
+                if now - refused_at >= _REFUSED_S:
+                    self._give_up(pair, awaited, f"nobody listens at {peer.address} any more ({exc})")
             with self._changed:
                 silent_s = time.monotonic() - pair.heard
                 if silent_s < self._lease_s:

@@ -148,6 +148,12 @@ class TcpLink:
         """Whether `fence` was called."""
         return self.fenced
 
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+        if self.fenced or not self.streams:
+            return self._rounds.get(part, 1)
+        return self.lane_of(part).next_round(part)
+
     def awaited(self) -> dict[int, int]:
         """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
         return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}
@@ -256,7 +262,8 @@ def end_when_silent(sock: socket.socket, lease_s: float) -> None:
     """Have the kernel end *sock* once its peer has acknowledged nothing for half of *lease_s*; idle ones are probed.
 
     Without, a connection that the other machine knows nothing of any more is kept for a quarter of an hour, and for
-    ever if nothing is sent. The other half of the lease is there to connect anew.
+    ever if nothing is sent. The other half of the lease is there to connect anew. A peer that acknowledges and reads
+    nothing for so long (a zero window) is ended in the same way: that costs a new connection.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

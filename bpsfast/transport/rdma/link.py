@@ -85,7 +85,7 @@ class RdmaLink:
         #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp, whether they
         #: are frames: what is expected from the peer.
         self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
-        self._anew: set[int] = set()  # what was bound after the end
+        self._anew: dict[int, int] = {}  # what was bound after the end, and the round that comes next of it
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
@@ -112,7 +112,7 @@ class RdmaLink:
             If no queue holds one more slot, or the device no message of this size.
         """
         if self.fenced:
-            self._anew.add(part)
+            self._anew[part] = first_round
             self.bound[part] = even, odd, nbytes, n_streams, framed
             return
         way = self._way(part)
@@ -141,7 +141,7 @@ class RdmaLink:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
         self._fresh.pop(part, None)
         self.bound.pop(part, None)
-        self._anew.discard(part)
+        self._anew.pop(part, None)
         if not self.fenced:
             self._way(part).lane.unbind(part)
 
@@ -195,9 +195,14 @@ class RdmaLink:
         """Whether `fence` was called and every queue pair is gone: only then the memory is nobody's but ours."""
         return self.fenced and all(way.pair.closed for way in self._ways)
 
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+        anew = self._anew.get(part)
+        return self.lane_of(part).next_round(part) if anew is None else anew
+
     def awaited(self) -> dict[int, int]:
         """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-        return {part: 1 if part in self._anew else self.lane_of(part).next_round(part) for part in tuple(self.bound)}
+        return {part: self.next_round(part) for part in tuple(self.bound)}
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""

@@ -1,0 +1,137 @@
+"""A trial of an elastic job: one or two workers are killed, and the others go on, with the right sums of their job.
+
+Every sum of every job has the input of each of its ranks exactly once; all who reach the end have the same weights,
+to which each step has added its sum once; where lost workers are replaced these are those of a job that lost nobody.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bpsfast.launch.daemons import clean_environment
+
+from .gradients import SIZES, digest, expected, summed
+from .scenario import LOST_WORKER, Scenario
+from .worker import KEPT
+
+#: A job that has not ended by then hangs.
+_HANG_S = 120.0
+_STOP = "stop"
+
+
+@dataclass
+class WorkerHistory:
+    """One worker's: digests by job and step; `nodes` of each job's ranks; how it ended, "" if it says nothing."""
+
+    sums: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    nodes: dict[int, list[int]] = field(default_factory=dict)
+    end: str = ""
+    text: str = ""
+    weights: str = ""
+
+
+def run(scenario: Scenario, folder: Path) -> tuple[str, str]:
+    """Run the trial; return outcome and words, as of `trial.Verdict`. Everything it starts has ended then."""
+    n_workers = sum(scenario.ranks)
+    command = [sys.executable, "-m", "bpsfast", "run", "--elastic", "--lost-worker", LOST_WORKER[scenario.kind],
+               "--ranks", ",".join(map(str, scenario.ranks)), "--", sys.executable, "-m", "bpsfast.bench.chaos.worker",
+               str(folder), str(folder / _STOP)]
+    environ = {**clean_environment(os.environ), "BPSFAST_TRANSPORT": scenario.transport, "BPSFAST_TIMEOUT_S": "60"}
+    with (folder / "output").open("wb") as output:
+        launcher = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+    try:
+        for fault in scenario.faults:
+            _await(launcher, folder, fault.step)
+            time.sleep(fault.delay_s)
+            _kill(folder / f"pid_{fault.role.split()[1]}")
+        _await(launcher, folder, scenario.n_steps)
+        (folder / _STOP).touch()
+        code = launcher.wait(_HANG_S)
+    except subprocess.TimeoutExpired:
+        return "hung", f"the job did not end within {_HANG_S:g} s"
+    finally:
+        launcher.kill()
+        launcher.wait()
+    histories = {int(path.stem[7:]): read(path) for path in folder.glob("worker_*.jsonl")}
+    killed = {int(fault.role.split()[1]) for fault in scenario.faults}
+    return judge(scenario, histories, killed, code, n_workers)
+
+
+def read(path: Path) -> WorkerHistory:
+    """Return the history in *path*, as far as it was written."""
+    found, job = WorkerHistory(), 0
+    for line in path.read_text().split("\n")[:-1]:
+        fields: dict[str, Any] = json.loads(line)
+        if "job" in fields:
+            job = fields["job"]
+            found.nodes[job] = fields["nodes"]
+        elif "step" in fields:
+            found.sums[job, fields["step"]] = fields["sums"]
+        else:
+            found.end, found.text, found.weights = fields["end"], fields.get("text", ""), fields.get("weights", "")
+    return found
+
+
+def judge(scenario: Scenario, histories: dict[int, WorkerHistory], killed: set[int], code: int,
+          n_workers: int) -> tuple[str, str]:
+    """Return outcome and words of a job of *n_workers* at first, whose launcher has ended with *code*."""
+    nodes = {job: each for history in histories.values() for job, each in history.nodes.items()}
+    for number, history in sorted(histories.items()):
+        for (job, step), sums in history.sums.items():
+            for i, have in enumerate(sums):
+                if have != expected(machines_of(nodes[job]), step, i):
+                    return "wrong", f"worker {number}, job {job}, step {step}, gradient {i}: {have}"
+    alive = {number: history for number, history in histories.items() if number not in killed}
+    silent = [number for number, history in alive.items() if not history.end]
+    if silent:
+        return "crashed", f"workers {silent} ended without a word"
+    errors = {history.text for history in alive.values() if history.end != "ok"}
+    if errors or code:
+        words = sorted(errors)[0] if errors else f"the launcher ended with exit code {code}"
+        return ("raised" if words.startswith("no quorum") else "wrong"), words
+    if LOST_WORKER[scenario.kind] == "wait" and {len(each) for each in nodes.values()} != {n_workers}:
+        return "wrong", f"ranks of the jobs: {[len(each) for _, each in sorted(nodes.items())]}"
+    right = _weights(histories, nodes)
+    wrong = [number for number, history in alive.items() if history.weights != right]
+    return ("wrong", f"weights of workers {wrong} are not the sum of all steps") if wrong else ("recovered", "")
+
+
+def machines_of(nodes: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each machine, of which *nodes* says by rank where it is."""
+    return tuple(tuple(rank for rank, node in enumerate(nodes) if node == each) for each in dict.fromkeys(nodes))
+
+
+def _weights(histories: dict[int, WorkerHistory], nodes: dict[int, list[int]]) -> str:
+    """Return the digest of weights to which each step has added the sum that it had in the last job that made it."""
+    made: dict[int, int] = {}
+    for history in histories.values():
+        for job, step in history.sums:
+            made[step] = max(job, made.get(step, 0))
+    weights = np.zeros(SIZES[KEPT] // 4, np.float32)
+    for step, job in sorted(made.items()):
+        weights += summed(machines_of(nodes[job]), step, KEPT)
+    return digest(weights)
+
+
+def _await(launcher: subprocess.Popen[bytes], folder: Path, n_steps: int) -> None:
+    """Wait until some worker has made *n_steps*, or the job has ended."""
+    deadline = time.monotonic() + _HANG_S
+    while launcher.poll() is None and time.monotonic() < deadline:
+        if any(step >= n_steps for path in folder.glob("worker_*.jsonl") for _, step in read(path).sums):
+            return
+        time.sleep(0.002)
+
+
+def _kill(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the job has ended before
+        os.kill(int(path.read_text()), signal.SIGKILL)

@@ -1,0 +1,75 @@
+"""One worker of an elastic trial: trains, and writes a history of what it has seen, job by job.
+
+    python -m bpsfast.bench.chaos.worker FOLDER STOP
+
+It trains until there is a file STOP, as `rank` does. Lines of its history are JSON objects: ``{"job": 2, "nodes": [the
+node of each rank]}`` when a job begins, ``{"step": 7, "sums": [digests]}`` for each step, committed or not; at last
+``{"end": "ok", "weights": digest}``, or the class of the error with its text. Weights add up the sums of one gradient.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+import bpsfast
+from bpsfast import elastic
+from bpsfast.elastic.member import enlisted
+from bpsfast.orchestration.errors import BpsError
+from bpsfast.trainer import current
+
+from .gradients import SIZES, digest, pushed
+
+#: The gradient whose sums make the weights.
+KEPT = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Train; return 0 whatever became of it, if the history says so."""
+    folder, stop = map(Path, arguments)
+    number = int(os.environ["BPSFAST_MEMBER"])
+    (folder / f"pid_{number}").write_text(str(os.getpid()))
+    with (folder / f"worker_{number}.jsonl").open("w", buffering=1) as history:
+        try:
+            bpsfast.init()
+            state = elastic.ObjectState(weights=np.zeros(SIZES[KEPT] // 4, np.float32), step=0)
+            _train(state, history, stop)
+            bpsfast.shutdown()
+        except BpsError as exc:
+            _note(history, end=type(exc).__name__, text=str(exc), at_s=time.monotonic())
+        else:
+            _note(history, end="ok", weights=digest(state.weights))
+    return 0
+
+
+@elastic.run
+def _train(state: elastic.ObjectState, history: TextIO, stop: Path) -> None:
+    member, rank, size = enlisted(), bpsfast.rank(), bpsfast.size()
+    assert member is not None, "it is started by bpsfast run --elastic"
+    nodes = np.zeros(size, np.int32)
+    nodes[rank] = current.current().node
+    _note(history, job=member.job, nodes=bpsfast.push_pull(nodes, name="nodes", average=False).tolist())
+    seen = 0.0
+    while not seen:
+        asked = bpsfast.push_pull_async(np.array([stop.exists()], np.float32), name="stop", average=False)
+        handles = [bpsfast.push_pull_async(pushed(rank, state.step, i), name=f"g{i}", average=False)
+                   for i in range(len(SIZES))]
+        sums = [bpsfast.synchronize(handle) for handle in handles]
+        _note(history, step=state.step, sums=[digest(each) for each in sums])
+        state.weights += sums[KEPT]
+        state.step += 1
+        seen = float(bpsfast.synchronize(asked)[0])
+        state.commit()
+
+
+def _note(history: TextIO, **fields: object) -> None:
+    history.write(json.dumps(fields) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""A worker's end of the muster: how this process gets into the next job of an elastic program.
+
+`bpsfast run --elastic` tells each worker where the muster is and which member it is (settings *muster*, *member*).
+The muster says who trains next; where scheduler and nodes are the ranks then find out among themselves, as those of
+a torch process group do (`launch.rendezvous`), with the muster as their store.
+"""
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from datetime import timedelta
+
+import msgspec
+
+from ..boot import network_id
+from ..launch import rendezvous
+from ..launch.muster_service import line_key
+from ..launch.place import given_key
+from ..orchestration import errors, security
+from ..orchestration.errors import BpsError, ConfigError, PeerLostError, StallError
+from ..orchestration.muster_line import (
+    Come,
+    Done,
+    Formed,
+    Hello,
+    Newcomers,
+    Over,
+    Put,
+    Refused,
+    Value,
+    Void,
+    Want,
+    connect,
+)
+from ..settings import Settings, parse_address
+from ..trainer import current
+
+_log = logging.getLogger("bpsfast.elastic")
+_LOOK_S = 0.5
+#: A job that cannot come together although nobody was lost is tried so often.
+_MOST_TRIES = 3
+
+
+class TrainingOver(Exception):
+    """The muster says that the training has ended: nobody waits for this worker."""
+
+
+class Member:
+    """This process's connection to the muster. The thread that trains only."""
+
+    def __init__(self, settings: Settings) -> None:
+        key = given_key(settings)
+        if not key or settings.member < 0:
+            raise ConfigError("BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not: workers of an "
+                              "elastic job are started by `bpsfast run --elastic` or `bpsfast add`")
+        self.number = settings.member
+        #: What happens to a job that loses a worker, as the muster has said.
+        self.lost_worker = "abort"
+        self.pid = os.getpid()
+        self._settings = msgspec.structs.replace(settings, muster="", member=-1)
+        self._node = f"{network_id()} {settings.node_id}"
+        host, port = parse_address(settings.muster, "BPSFAST_MUSTER")
+        self._line = connect(host, port, line_key(security.job_key(key, "")))
+        self._quiet_fd = os.eventfd(0)  # to wait on lines takes a descriptor, which nobody here uses
+        self._line.tell(Hello(rank=self.number))
+        #: The job that was joined last, counted from 1.
+        self.job = 0
+        self._formed: Formed | Refused | Over | None = None
+        self._values: dict[str, str] = {}
+        self._void: dict[int, str] = {}
+        self._newcomers = 0
+        atexit.register(self.close)  # before those of sessions, so that it runs after them
+
+    def join(self) -> None:
+        """Wait for the next job and join it. The last one must have been left.
+
+        Raises
+        ------
+        PeerLostError, StallError
+            There is no next job: too many were lost ("no quorum"), or somebody has not come in time; or the launcher is
+            gone. Or the job could not come together although all had come, several times.
+        TrainingOver
+            The training has ended meanwhile.
+        """
+        tries = 0
+        while True:
+            formed = self._await_job()
+            try:
+                place = rendezvous.place(_Store(self, formed.job), formed.rank, formed.size, self._settings,
+                                         self._settings.start_timeout_s)
+                current.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
+                return
+            except (PeerLostError, StallError) as exc:
+                reason = self._why_void()
+                tries += reason is None
+                if tries == _MOST_TRIES:
+                    raise
+                _log.info("job %d did not come together, another one is awaited: %s", formed.job, reason or exc)
+
+    def newcomers(self) -> int:
+        """Return how many workers are known to wait for this rank's job to let them in."""
+        self._listen(0.0)
+        return self._newcomers
+
+    def done(self) -> None:
+        """Tell the muster that the training has ended on all ranks."""
+        self._line.tell(Done(member=self.number))
+
+    def close(self) -> None:
+        """Close the connection; what was said is sent, for a second at most. Does nothing in a fork, or again."""
+        if self.pid == os.getpid() and self._quiet_fd >= 0:
+            self._line.close()
+            os.close(self._quiet_fd)
+            self._quiet_fd = -1
+            atexit.unregister(self.close)
+
+    def _await_job(self) -> Formed:
+        self._formed, self._newcomers = None, 0
+        self._line.tell(Come(member=self.number, node=self._node))
+        begin_s = time.monotonic()
+        while self._formed is None:
+            self._listen(_LOOK_S)
+            waited_s = time.monotonic() - begin_s
+            if not self._line.is_connected and waited_s > self._settings.start_timeout_s:
+                raise StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run "
+                                 f"should listen (BPSFAST_MUSTER), for {waited_s:.0f} s: has it ended, or is the job "
+                                 "key another one?")
+        found = self._formed
+        if isinstance(found, Over):
+            raise TrainingOver
+        if isinstance(found, Refused):
+            kind = getattr(errors, found.error, None)
+            is_ours = isinstance(kind, type) and issubclass(kind, BpsError)
+            raise (kind if is_ours else PeerLostError)(found.reason)
+        self.job, self.lost_worker = found.job, found.lost_worker
+        self._values = {}
+        return found
+
+    def _why_void(self) -> str | None:
+        """Return why the job that is being joined will not come together, None if nothing is known."""
+        self._listen(0.0)
+        return self._void.get(self.job)
+
+    def _listen(self, timeout_s: float) -> None:
+        if timeout_s > 0.0:
+            self._line.wait(self._quiet_fd, timeout_s)
+        for message in self._line.recv_nowait():
+            match message:
+                case Formed() | Refused() | Over():
+                    self._formed = message
+                case Value() if message.job == self.job:
+                    self._values[message.key] = message.value
+                case Void():
+                    self._void = {message.job: message.reason}
+                case Newcomers() if message.job == self.job:
+                    self._newcomers = message.count
+
+    # -- the store of a job ----------------------------------------------------------------------------------------
+
+    def put(self, job: int, key: str, value: str) -> None:
+        """Let *key* have *value* in the store of *job*."""
+        self._line.tell(Put(member=self.number, job=job, key=key, value=value))
+
+    def value(self, job: int, key: str, timeout_s: float) -> str:
+        """Wait for the value of *key*; raises `PeerLostError` once the job is void, `TimeoutError` at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        if key not in self._values:
+            self._line.tell(Want(member=self.number, job=job, key=key))
+        while key not in self._values:
+            if job in self._void:
+                raise PeerLostError(self._void[job])
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0:
+                raise TimeoutError(f"nobody has set {key} within {timeout_s:g} s")
+            self._listen(min(left_s, _LOOK_S))
+        return self._values[key]
+
+
+class _Store:
+    """`rendezvous.Store` of one job."""
+
+    def __init__(self, member: Member, job: int) -> None:
+        self._member, self.job = member, job
+        self._counters: dict[str, int] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self._member.put(self.job, key, value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._member.value(self.job, key, 0.0).encode()
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        for key in keys:
+            self._member.value(self.job, key, timeout.total_seconds())
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count here: what `rendezvous` counts is this rank's own, and each job has a store of its own."""
+        self._counters[key] = self._counters.get(key, 0) + amount
+        return self._counters[key]
+
+
+_member: Member | None = None
+
+
+def enlist(settings: Settings) -> Member:
+    """Return this process's connection to the muster that *settings* name, made at the first call."""
+    global _member
+    if _member is None or _member.pid != os.getpid():
+        _member = Member(settings)
+    return _member
+
+
+def enlisted() -> Member | None:
+    """Return this process's connection to a muster, None if it belongs to no elastic job."""
+    return _member if _member is not None and _member.pid == os.getpid() else None

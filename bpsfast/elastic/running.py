@@ -1,0 +1,91 @@
+"""`run`: call the user's training function again and again, in one job after another, until it has returned everywhere.
+
+    what ends a call of train(state)        what follows
+    it returns, on all ranks                the end
+    a worker is lost (`PeerLostError`)      restore the last commit; the next job; sync; again
+    workers join (`WorkersJoined`)          the next job; sync; again
+    anything else                           is raised: it is the program's own, and ends the job for all
+"""
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..orchestration.errors import PeerLostError
+from ..trainer import current
+from .member import Member, TrainingOver, enlisted
+from .state import State, WorkersJoined as WorkersJoined
+
+_log = logging.getLogger("bpsfast.elastic")
+_Result = TypeVar("_Result")
+
+
+def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Return *train*, whose first argument is a `State`, as a function that survives lost and added workers.
+
+    It joins a job if `bpsfast.init` was not called, gives all ranks one state (`State.sync`) and calls *train*. When
+    *train* ends because a worker was lost, the state goes back to the last commit, the survivors form the next job (as
+    the policy of ``bpsfast run --lost-worker`` says), `State.on_reset` is called, and *train* is called again: it has
+    to go on from what is in the state. It returns once *train* has returned on all ranks.
+
+    Before the first call, and outside of *train*, nothing may be called that waits for other ranks: a worker that is
+    started for a lost one runs the same program, and would do so alone.
+
+    Outside of `bpsfast run --elastic` (under torchrun, which starts all ranks anew) *train* is called once, and
+    errors are raised.
+
+    Raises
+    ------
+    PeerLostError, StallError
+        No next job can be formed; the text says who is missing, or "no quorum".
+    """
+    @functools.wraps(train)
+    def wrapped(state: State, *args: Any, **kwargs: Any) -> _Result:
+        if current.session() is None:
+            current.init()
+        member = enlisted()
+        if member is None:
+            state.sync()
+            return train(state, *args, **kwargs)
+        return _in_jobs(member, state, lambda: train(state, *args, **kwargs))
+
+    return wrapped
+
+
+def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Result:
+    returned: list[_Result] = []
+    while True:
+        try:
+            state.sync()
+            returned = [train()]
+            current.barrier()  # nobody is gone while others may still have to go back to a commit
+        except WorkersJoined:
+            current.shutdown()
+        except Exception as exc:
+            lost = loss_in(exc)
+            if lost is None or member.lost_worker == "abort":
+                raise
+            _log.warning("back to the last commit, for the job has lost somebody: %s", lost)
+            current.abandon(str(lost))
+            state.restore()
+        else:
+            member.done()
+            return returned[0]
+        try:
+            member.join()
+        except TrainingOver:
+            if returned:  # another rank knows already that all have come to the end
+                return returned[0]
+            _log.warning("the training has ended without this worker, which came too late")
+            raise SystemExit(0) from None
+        state.on_reset()
+
+
+def loss_in(exc: BaseException) -> PeerLostError | None:
+    """Return the `PeerLostError` that *exc* is, or was raised from; None if it is of another kind."""
+    found: BaseException | None = exc
+    while found is not None and not isinstance(found, PeerLostError):
+        found = found.__cause__
+    return found

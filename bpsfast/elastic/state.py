@@ -1,0 +1,142 @@
+"""What an elastic program goes on from: committed now and then, restored after a loss, given to all by `sync`."""
+from __future__ import annotations
+
+import copy
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..trainer import current
+from ..trainer.broadcaster import broadcast_bytes
+from ..trainer.handle import push_pull
+from .member import enlisted
+
+
+class WorkersJoined(Exception):
+    """Workers wait to join, and all ranks have agreed to let them in now: raised by `State.commit` for `run`."""
+
+
+class State(ABC):
+    """What is saved, restored, and given to all ranks. The thread that trains only.
+
+    Derive from it, or use `ObjectState` or `bpsfast.elastic.TorchState`.
+    """
+
+    def __init__(self) -> None:
+        self._n_commits = 0  # of the training, of which a worker may have seen the last ones only
+        self._callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have *callbacks* called in each further job, before its first `sync`: the number of ranks may be another."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The next job was joined: `reset`, then the callbacks."""
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Keep the state as it is now, to go back to after a loss; then `check`. Between two steps, on all ranks.
+
+        What was done since the last commit is done again after a loss. Nothing is written to a disk.
+        """
+        self._n_commits += 1
+        self.save()
+        self.check()
+
+    def check(self) -> None:
+        """Let workers in that wait to join; on all ranks, between two steps.
+
+        All ranks add up what they have heard (one small sum), so all let them in at the same step, or none does.
+
+        Raises
+        ------
+        WorkersJoined
+            Some wait. It is meant for `run`: do not catch it.
+        """
+        member = enlisted()
+        if member is None:
+            return
+        heard = np.array([member.newcomers()], np.int64)
+        if push_pull(heard, name="bpsfast.elastic/newcomers", average=False)[0]:
+            raise WorkersJoined("workers wait to join: all ranks leave this job at the present step for one with them")
+
+    check_host_updates = check
+
+    def sync(self) -> None:
+        """Give all ranks the state of the one with most commits (the lowest such rank), and keep it. On all ranks."""
+        session = current.current()
+        commits = np.zeros(session.size, np.int64)
+        commits[session.rank] = self._n_commits
+        found = push_pull(commits, name="bpsfast.elastic/commits", average=False)
+        root = int(np.argmax(found))
+        n_commits = int(found[root])
+        self.give(root)
+        self._n_commits = n_commits
+        self.save()
+
+    def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
+        """Adapt to the job that was joined, of another size maybe."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep the state as it is now."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to what was kept last."""
+
+    @abstractmethod
+    def give(self, root: int) -> None:
+        """Give the state of rank *root* to all ranks. On all ranks; a loss may interrupt it anywhere."""
+
+
+class ObjectState(State):
+    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+
+    Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
+    attributes are part of the state.
+
+        state = ObjectState(weights=np.zeros(10), step=0)
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        super().__init__()
+        self._names = tuple(objects)
+        for name, value in objects.items():
+            setattr(self, name, value)
+        self._saved: dict[str, Any] = {}
+        self.save()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def save(self) -> None:
+        """See `State`."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """See `State`."""
+        self._set(copy.deepcopy(self._saved))
+
+    def give(self, root: int) -> None:
+        """See `State`; everything is pickled."""
+        is_root = current.rank() == root
+        values = {name: getattr(self, name) for name in self._names}
+        data = broadcast_bytes(pickle.dumps(values) if is_root else None, root, "elastic state")
+        if not is_root:
+            self._set(pickle.loads(data))
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            mine = getattr(self, name, None)
+            if isinstance(mine, np.ndarray) and isinstance(value, np.ndarray) and mine.flags.writeable and (
+                    (mine.shape, mine.dtype) == (value.shape, value.dtype)):
+                mine[...] = value
+            else:
+                setattr(self, name, value)

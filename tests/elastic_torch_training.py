@@ -1,0 +1,68 @@
+"""A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP (which kills itself there).
+
+KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import bpsfast.torch as bps
+from bpsfast import elastic
+from bpsfast.elastic.member import enlisted
+
+_BATCH = 8
+
+
+def main() -> None:
+    folder, kind, victim, at_step = sys.argv[1:]
+    bps.init()
+    member = enlisted()
+    number = member.number if member is not None else bps.rank()
+    torch.manual_seed(number)  # all get those of one rank
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if kind == "ddp":
+        model = bps.DistributedDataParallel(model)
+    else:
+        optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters(), cross_barrier=kind == "cross")
+    inputs = torch.randn(480, 20, generator=torch.Generator().manual_seed(1))
+    numbered = torch.utils.data.TensorDataset(torch.arange(480), inputs, inputs.sum(1, keepdim=True))
+    sampler = elastic.ElasticSampler(numbered)
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    state = elastic.TorchState(model=model, optimizer=optimizer, rates=rates, sampler=sampler, epoch=0, steps=0,
+                               used=())
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> None:
+        while state.epoch < 2:
+            loader = torch.utils.data.DataLoader(numbered, _BATCH, sampler=sampler)
+            for batch, (indices, x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                (model(x) - y).square().mean().backward()
+                if (str(number), str(state.steps)) == (victim, at_step):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.step()
+                rates.step()
+                state.steps += 1
+                used = bps.push_pull(torch.bincount(indices, minlength=480), average=False, name="used")
+                state.used = (*state.used, (state.epoch, used.nonzero().flatten().tolist()))
+                sampler.record_batch(batch, _BATCH)
+                state.commit()
+            state.epoch += 1
+            sampler.set_epoch(state.epoch)
+
+    train(state)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    found = {"size": bps.size(), "weights": weights, "used": state.used, "rate": rates.get_last_lr()}
+    (Path(folder) / f"{number}.json").write_text(json.dumps(found))
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    main()

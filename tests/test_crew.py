@@ -1,0 +1,62 @@
+"""The workers of an elastic job: whom it can do without, and who is started for whom, on which node."""
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.crew import Crew, member_of, worker
+from bpsfast.launch.muster_service import Replace, Start
+
+
+class Heard:
+    """Keeps what a `MusterService` is told."""
+
+    def __init__(self):
+        self.facts = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.facts.append((name, *arguments))
+
+
+def crew_of(nodes, goes_on=True):
+    commands = [worker(i, Command("", Kind.RANK, ("true",), {"BPSFAST_NODE_ID": node, "X": "y"}), {})
+                for i, node in enumerate(nodes)]
+    heard = Heard()
+    return Crew(heard, commands, goes_on), commands, heard.facts
+
+
+def ended(command, code):
+    return types.SimpleNamespace(command=command, code=code, end_in_words=lambda: f"ended by {code}")
+
+
+def test_a_command_says_whose_it_is():
+    _, commands, _ = crew_of("ab")
+    assert [(command.name, member_of(command)) for command in commands] == [("worker 0", 0), ("worker 1", 1)]
+    assert commands[1].environ == {"BPSFAST_NODE_ID": "b", "X": "y", "BPSFAST_MEMBER": "1"}
+
+
+@pytest.mark.parametrize(("code", "goes_on", "expected", "fact"), [
+    (-9, True, True, ("ended", 1, "ended by -9")), (-9, False, False, ("give_up", "worker 1 ended by -9")),
+    (1, True, False, ("give_up", "worker 1 ended by 1")), (0, True, True, ("left", 1)),
+    (0, False, True, ("left", 1))])
+def test_only_who_is_killed_is_lost(code, goes_on, expected, fact):
+    crew, commands, facts = crew_of("ab", goes_on)
+    assert crew.has_ended(ended(commands[1], code)) is expected and facts == [fact]
+
+
+def test_a_lost_workers_node_gets_another_one():
+    crew, commands, facts = crew_of("aab")
+    crew.has_ended(ended(commands[1], -9))
+    (command,) = crew.commands(Replace(1))
+    assert (command.name, command.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 3", "a", ("started", 3, 1))
+    (again,) = crew.commands(Replace(3))
+    assert (again.name, again.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 4", "a", ("started", 4, 3))
+
+
+def test_more_workers_are_started_where_fewest_are():
+    crew, _, facts = crew_of("aab")
+    found = crew.commands(Start(3))
+    assert [command.environ["BPSFAST_NODE_ID"] for command in found] == ["b", "a", "b"]
+    assert facts == [("started", 3), ("started", 4), ("started", 5)]

@@ -1,0 +1,70 @@
+"""A sampler for any number of ranks: what was used is used once, whatever the number of ranks becomes."""
+from __future__ import annotations
+
+import types
+
+import pytest
+from hypothesis import given, strategies as st
+
+pytest.importorskip("torch")
+
+from bpsfast.torch import elastic_sampler
+from bpsfast.torch.elastic_sampler import ElasticSampler
+
+
+@pytest.fixture
+def in_job(monkeypatch):
+    """Have samplers believe that they are rank *rank* of *size*."""
+    def be(rank, size):
+        found = types.SimpleNamespace(rank=rank, size=size)
+        monkeypatch.setattr(elastic_sampler.process, "session", lambda: found)
+
+    return be
+
+
+def ranks_of(n, size, in_job, state=None, **options):
+    found = []
+    for rank in range(size):
+        in_job(rank, size)
+        found.append(ElasticSampler(range(n), **options))
+        if state is not None:
+            found[-1].load_state_dict(state)
+    return found
+
+
+@given(n=st.integers(1, 60), seed=st.integers(0, 5),
+       jobs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4))
+def test_nothing_is_used_twice_or_left_out(n, seed, jobs):
+    """Some batches in jobs of different sizes; then whoever is left finishes the epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        def in_job(rank, size):
+            patch.setattr(elastic_sampler.process, "session", lambda: types.SimpleNamespace(rank=rank, size=size))
+
+        state, used = None, []
+        for number, (size, batch_size, n_batches) in enumerate(jobs):
+            ranks = ranks_of(n, size, in_job, state, seed=seed)
+            assert len({len(sampler) for sampler in ranks}) == 1
+            if number == len(jobs) - 1:
+                n_batches = -(-len(ranks[0]) // batch_size)
+            for batch in range(min(n_batches, -(-len(ranks[0]) // batch_size))):
+                for sampler in ranks:
+                    used += list(sampler)[batch * batch_size : (batch + 1) * batch_size]
+                    sampler.record_batch(batch, batch_size)
+            states = [sampler.state_dict() for sampler in ranks]
+            assert all(each == states[0] for each in states)
+            state = states[0]
+            assert sorted(set(used)) == state["processed_indices"]
+        assert set(used) == set(range(n)) and len(used) - n < max(size for size, _, _ in jobs), "only to fill up"
+
+
+def test_epochs_are_shuffled_alike_on_all_ranks_and_one_by_one(in_job):
+    first, second = ranks_of(10, 2, in_job, seed=3)
+    orders = []
+    for epoch in (0, 1):
+        for sampler in (first, second):
+            sampler.set_epoch(epoch)
+            assert sampler.epoch == epoch and sampler.processed_indices == []
+        orders.append([first._order, second._order])
+    assert orders[0][0] == orders[0][1] != orders[1][0]
+    plain = ElasticSampler(range(4), shuffle=False)
+    assert plain._order == [0, 1, 2, 3]

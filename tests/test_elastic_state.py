@@ -1,0 +1,93 @@
+"""What an elastic program goes on from, without a muster: committed, restored, and given to all by who has most."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import bpsfast
+from bpsfast import elastic
+from bpsfast.elastic.running import loss_in
+from bpsfast.orchestration.errors import PeerLostError, StallError
+
+
+def state_of(weights=None, **more):
+    return elastic.ObjectState(weights=np.zeros(4, np.float32) if weights is None else weights, **more)
+
+
+def test_arrays_are_restored_in_place_and_other_values_as_they_were():
+    state = state_of(step=3, notes=["a"])
+    weights = state.weights
+    weights += 1
+    state.step, state.notes = 4, [*state.notes, "b"]
+    state.notes.append("c")
+    state.restore()
+    assert state.weights is weights and weights.tolist() == [0.0] * 4
+    assert (state.step, state.notes) == (3, ["a"])
+    state.notes.append("d")  # what was kept is not what is given out
+    state.restore()
+    assert state.notes == ["a"]
+
+
+@pytest.mark.parametrize("other", [np.ones(5, np.float32), np.ones(4, np.float64), np.ones(4, np.float32)])
+def test_an_array_that_has_changed_its_kind_is_replaced(other):
+    state = state_of()
+    state.weights = other
+    if other.size == 4 and other.dtype == np.float32:
+        other.flags.writeable = False
+    state.restore()
+    assert state.weights is not other and state.weights.tolist() == [0.0] * 4
+
+
+def sync_after_commits():
+    """Rank r has committed r % 2 times: those of rank 1 count, which is the lowest one with most."""
+    rank = bpsfast.rank()
+    state = state_of(np.full(4, rank, np.float32), step=10 * rank)
+    weights = state.weights
+    for _ in range(rank % 2):
+        state.commit()
+    state.sync()
+    found = [weights.tolist(), state.step, state._n_commits, state.weights is weights]
+    state.weights += 5
+    state.restore()  # what came by sync is kept
+    return [*found, state.weights.tolist()]
+
+
+def test_all_get_the_state_of_the_most_advanced_commit(shared_job):
+    assert shared_job(ranks=(2, 1)).run(sync_after_commits) == [[[1.0] * 4, 10, 1, True, [1.0] * 4]] * 3
+
+
+def run_without_a_muster():
+    state, resets = state_of(step=0), []
+    state.register_reset_callbacks([lambda: resets.append(1)])
+
+    @elastic.run
+    def train(state, by, *, until):
+        """The user's own."""
+        while state.step < until:
+            state.step += by
+            state.commit()
+        return state.step
+
+    return [train(state, 2, until=6), resets, train.__doc__]
+
+
+def test_run_without_a_muster_calls_once(shared_job):
+    assert shared_job(ranks=(2, 1)).run(run_without_a_muster) == [[6, [], "The user's own."]] * 3
+
+
+def test_a_loss_is_seen_through_what_was_raised_from_it():
+    lost = PeerLostError("x")
+    outer = RuntimeError("y")
+    outer.__cause__ = lost
+    assert loss_in(lost) is lost and loss_in(outer) is lost
+    masked = ValueError("z")
+    masked.__context__ = lost  # while it was handled: the program's own error
+    assert loss_in(masked) is None and loss_in(StallError("w")) is None
+
+
+def test_names_of_horovod():
+    assert elastic.HostsUpdatedInterrupt is elastic.WorkersJoined
+    assert elastic.State.check_host_updates is elastic.State.check
+    assert not issubclass(elastic.WorkersJoined, bpsfast.BpsError)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        elastic.nothing  # noqa: B018

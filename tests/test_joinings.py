@@ -1,0 +1,197 @@
+"""A helper comes late: what is said to whom, who is refused, and what a job that runs does not suffer from."""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast.orchestration import joinings, messages as m
+from tests.job_table import join, spec
+from tests.lossy_table import NODES, LossyTable
+
+NEW = b"J"
+
+
+def coming(table, sender=NEW, index=4, **fields):
+    """Let a helper join, and be expected by all with ranks; return the Welcome that it gets."""
+    table.say(sender, join(sender.decode().lower(), 0, **fields))
+    for worker in (b"A", b"B"):
+        (joined,) = table.got(worker, m.Joined)
+        assert (joined.node.index, joined.node.ranks, joined.node.host) == (index, (), sender.decode().lower())
+        assert not table.got(sender, m.Welcome)
+        table.say(worker, m.Meets(node=index))
+    (welcome,) = table.got(sender, m.Welcome)
+    return welcome
+
+
+def link(table, sender=NEW, index=4):
+    table.say(b"A", m.Meets(node=index, is_linked=True))
+    table.say(sender, m.Meets(node=index, is_linked=True))
+    assert not table.got(b"A", m.Freeze)
+    table.say(b"B", m.Meets(node=index, is_linked=True))
+
+
+def everything(table, index=4):
+    """What all say whose partitions are at round 5, each read in the node's own memory."""
+    owners = {part.part: part.owner for unit in table.job._generations.units for part in unit.parts}
+    for sender in [*table.alive, NEW]:
+        at = table.job._roster.index_of(sender)
+        table.say(sender, m.Frozen(epoch=table.job._losses.recovery.epoch, progress=tuple(
+            (part, 5, 5, at if at < 2 else -1) for part, owner in owners.items() if at < 2 or owner == at)))
+
+
+def test_from_the_join_to_the_commit():
+    table = LossyTable("ps").commit()
+    welcome = coming(table)
+    assert (welcome.index, welcome.epoch, welcome.is_late, welcome.lost) == (4, 1, True, ())
+    assert [node.index for node in welcome.nodes] == list(range(5)) and welcome.kinds == (("float32", "sum"),)
+    assert not table.got(b"H", m.Joined), "helpers have nothing to say to each other"
+    table.commit(spec("x", shape=(8192,)))  # without it
+    link(table)
+    freezes = [table.got(sender, m.Freeze) for sender in (*NODES, NEW)]
+    assert freezes == [[m.Freeze(epoch=2, lost=(), joined=(4,), reason="helper 2 (node 4, host j) has come")]] * 5
+    everything(table)
+    recovers = [table.got(sender, m.Recover) for sender in (*NODES, NEW)]
+    (recover,) = recovers[0]
+    assert recovers == [[recover]] * 5
+    assert {each.owner for each in recover.successions} == {4}
+    assert {each.giver for each in recover.successions} == {2, 3}
+    assert 4 <= len(recover.successions) <= 6, "of sixteen partitions, which two had"
+    for sender in (*NODES, NEW):
+        assert not table.got(sender, m.Commit)
+        table.say(sender, m.Ready(generation=recover.generation))
+    assert all(len(table.got(sender, m.Commit)) == 1 for sender in (*NODES, NEW))
+    table.declare(spec("y", shape=(8192,)))
+    (plan,) = table.got(NEW, m.Plan)
+    assert 4 in {part.owner for unit in plan.units for part in unit.parts} and not table.job.over
+
+
+@pytest.mark.parametrize(("joiner", "error", "words"), [
+    (join("j", 2), "ConfigError", "already complete with 4 nodes; the node on host j (pid 1) has 2 ranks, and only"),
+    (join("j", 0, version=1), "MismatchError", "protocol version differs: 1 on host j"),
+    (join("j", 0, settings={"transport": "rdma"}), "MismatchError", "setting transport differs: rdma on host j"),
+])
+def test_who_cannot_come_is_told_so_and_nobody_else(joiner, error, words):
+    table = LossyTable().commit()
+    table.say(NEW, joiner)
+    (refuse,) = table.got(NEW, m.Refuse)
+    assert refuse.error == error and words in refuse.reason
+    assert not table.job.over and not any(table.got(sender, (m.Joined, m.Abort)) for sender in NODES)
+
+
+def test_numbers_run_out_in_words(monkeypatch):
+    monkeypatch.setattr(joinings, "MAX_NODES", 4)
+    table = LossyTable().commit()
+    table.say(NEW, join("j", 0))
+    assert "a job numbers at most 4 nodes, lost ones included" in table.got(NEW, m.Refuse)[0].reason
+
+
+def test_lost_nodes_are_named_in_the_welcome_and_keep_their_numbers():
+    table = LossyTable().commit()
+    table.lose(b"H")
+    table.frozen(table.everywhere(table.owned[2]))
+    table.ready(table.recover().generation)
+    assert coming(table).lost == (2,)
+
+
+@pytest.mark.parametrize("when", ["at once", "welcomed", "linked in part"])
+@pytest.mark.parametrize("how", ["gone", "lost", "late", "itself"])
+def test_a_newcomer_that_is_not_there_in_the_end_is_dropped(when, how):
+    table = LossyTable("ps", start_timeout_s=5.0).commit()
+    if when == "at once":
+        table.say(NEW, join("j", 0))
+    else:
+        coming(table)
+    if when == "linked in part":
+        table.say(b"A", m.Meets(node=4, is_linked=True))
+    if how == "late":
+        table.tick(5.0)
+        (farewell,) = table.got(NEW, m.Abort)
+        who = "node 1 (host b, rank 2)" if when != "at once" else "node 0 (host a, ranks 0, 1); node 1 (host b, rank 2)"
+        assert who in farewell.reason and "start_timeout_s = 5 s" in farewell.reason
+    elif how == "gone":
+        table.lose(NEW)
+    else:
+        table.say(NEW if how == "itself" else b"A", m.Lost(who="node 4", reason="killed"))
+    for worker in (b"A", b"B"):
+        assert table.got(worker, m.NotComing) == [m.NotComing(node=4)]
+        assert not table.got(worker, m.Freeze)
+    table.say(b"B", m.Meets(node=4), m.Meets(node=4, is_linked=True))  # said before it had heard
+    assert not table.job.over and not table.got(NEW, m.Welcome)
+    table.commit(spec("x", shape=(8192,)))
+    assert {*table.owned} <= {2, 3}
+
+
+def test_two_newcomers_one_of_which_dies_while_all_freeze():
+    table = LossyTable("ps").commit()
+    coming(table, b"K", 4)
+    coming(table, NEW, 5)
+    link(table, NEW, 5)
+    assert table.got(b"A", m.Freeze)[0].joined == (5,)
+    table.lose(NEW)
+    (freeze,) = table.got(b"A", m.Freeze)
+    assert (freeze.epoch, freeze.lost, freeze.joined) == (3, (5,), ())
+    table.frozen({}, epoch=3)
+    recover = table.recover()
+    assert recover.successions == ()
+    table.ready(recover.generation)
+    assert not table.job.over and not table.got(b"K", (m.Freeze, m.Commit))
+
+
+def test_a_loss_meanwhile_comes_first_and_the_share_afterwards():
+    table = LossyTable("ps").commit()
+    coming(table)
+    link(table)
+    table.lose(b"H")
+    freezes = table.got(b"A", m.Freeze)
+    assert [(freeze.lost, freeze.joined) for freeze in freezes] == [((), (4,)), ((2,), ())]
+    everything(table)
+    (recover,) = table.got(NEW, m.Recover)
+    assert {each.part for each in recover.successions} == set(table.owned[2]) and recover.epoch == 3
+    assert all(each.giver == -1 for each in recover.successions)
+    for sender in (b"A", b"B", b"I", NEW):
+        table.say(sender, m.Ready(generation=recover.generation))
+    (freeze,) = table.got(b"A", m.Freeze)
+    assert (freeze.epoch, freeze.lost, freeze.joined) == (4, (), (4,))
+
+
+def test_who_has_no_memory_for_its_share_gets_none_and_the_job_goes_on():
+    table = LossyTable("ps").commit()
+    coming(table)
+    link(table)
+    everything(table)
+    (recover,) = table.got(NEW, m.Recover)
+    table.got(b"A", m.Freeze)
+    table.say(NEW, m.PrepareFailed(generation=recover.generation, reason="no memory"))
+    (freeze,) = table.got(b"A", m.Freeze)
+    assert (freeze.epoch, freeze.lost, freeze.joined) == (3, (), ()) and "no memory" in freeze.reason
+    everything(table)
+    (recover,) = table.got(NEW, m.Recover)
+    assert recover.successions == ()
+    for sender in (*NODES, NEW):
+        table.say(sender, m.Ready(generation=recover.generation))
+    assert len(table.got(NEW, m.Commit)) == 1 and not table.got(b"A", m.Freeze) and not table.job.over
+
+
+def test_a_newcomer_that_keeps_all_waiting_is_done_without():
+    table = LossyTable("ps", start_timeout_s=5.0, lease_s=50.0).commit()
+    coming(table)
+    link(table)
+    table.frozen(table.everywhere([*table.owned[2], *table.owned[3]]), only=(b"A", b"B"))
+    for sender, index in ((b"H", 2), (b"I", 3)):
+        table.say(sender, m.Frozen(epoch=2, progress=tuple((part, 5, 5, -1) for part in table.owned[index])))
+    table.tick(5.0)
+    assert not table.job.over
+    assert "was to get its share" in table.got(NEW, m.Abort)[0].reason
+    assert table.got(b"A", m.Freeze)[-1].lost == (4,)
+
+
+def test_everybody_hears_of_the_end_and_beats():
+    table = LossyTable().commit()
+    coming(table)
+    table.tick(1.0)
+    assert table.got(NEW, m.Heartbeat)
+    table.say(NEW, join("j", 0))  # once more, with other counts
+    table.say(b"A", m.RankLeft(rank=0), m.RankLeft(rank=1))
+    table.say(b"B", m.RankLeft(rank=2))
+    assert table.got(NEW, m.Finish) and table.job.finished
+    table.say(b"K", join("k", 0))
+    assert "the job is over" in table.got(b"K", m.Refuse)[0].reason

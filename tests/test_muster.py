@@ -1,0 +1,237 @@
+"""Who trains next: whatever is lost, comes or is late, no job has a lost member, and no muster goes on for ever."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from bpsfast.orchestration.muster import Exclude, Fail, Form, Muster, Rules
+
+
+def muster(policy="shrink", n=3, nodes=None, **values):
+    """A muster whose first job of *n* members was formed; *nodes*: the node of each."""
+    found = Muster(Rules(**{"lost_worker": policy, "max_ranks": n, "within_s": 10.0, **values}), range(n))
+    for member in range(n):
+        assert found.decide(0.0) is None
+        found.came(member, str(member if nodes is None else nodes[member]), 0.0)
+    assert found.decide(0.0) == Form(1, tuple(range(n)))
+    return found
+
+
+def test_the_first_job_is_complete_when_all_have_come():
+    found = muster()
+    assert found.is_running and found.decide(100.0) is None and found.due_s == float("inf")
+
+
+def test_a_first_job_that_is_not_complete_in_time_names_who_is_missing():
+    found = Muster(Rules(max_ranks=3, within_s=10.0), range(3))
+    assert found.decide(1000.0) is None, "nobody has come: they may still be starting"
+    found.came(1, "a", 5.0)
+    assert found.decide(14.9) is None
+    fail = found.decide(15.0)
+    assert fail == Fail("StallError", "the muster was not complete within 10 s: worker 0, worker 2 has not come")
+    assert found.failure == fail and found.decide(16.0) is None
+
+
+def test_shrink_goes_on_with_the_others_in_their_order():
+    found = muster()
+    found.ended(1, "was killed by SIGKILL", 1.0)
+    found.came(2, "2", 2.0)
+    assert found.decide(3.0) is None
+    found.came(0, "0", 3.0)
+    assert found.decide(3.0) == Form(2, (0, 2))
+
+
+@pytest.mark.parametrize(("nodes", "lost", "goes_on"), [
+    ("012", (0,), True), ("012", (0, 1), False), ("01", (1,), True), ("0123", (2, 3), True), ("0123", (1, 2, 3), False),
+    ("000", (0, 2), True), ("0011", (0, 1), True), ("00112", (0, 2), True), ("00112", (2, 3, 4), False)])
+def test_a_majority_of_nodes_and_muster_goes_on(nodes, lost, goes_on):
+    found = muster(n=len(nodes), nodes=nodes)
+    for member in lost:
+        found.ended(member, "is gone", 1.0)
+    for member in set(range(len(nodes))) - set(lost):
+        found.came(member, nodes[member], 1.0)
+    said = found.decide(1.0)
+    assert isinstance(said, Form) if goes_on else said.error == "PeerLostError" and "no quorum: rank" in said.reason
+
+
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+def test_without_any_survivor_nobody_has_the_state(policy):
+    found = muster(policy, n=2, nodes="00")
+    found.ended(0, "is gone", 1.0)
+    found.ended(1, "is gone", 1.0)
+    assert "nobody is left who has the state" in found.decide(1.0).reason and found.to_replace == ()
+
+
+def test_a_first_job_whose_members_are_all_lost_is_not_waited_for():
+    found = Muster(Rules(lost_worker="shrink", max_ranks=2), range(2))
+    found.ended(0, "is gone", 1.0)
+    assert found.decide(1.0) is None
+    found.ended(1, "is gone, too", 2.0)
+    assert found.decide(2.0) == Fail("PeerLostError", "rank 0 (worker 0) is gone, rank 1 (worker 1) is gone, too")
+
+
+def test_abort_goes_on_after_no_loss():
+    found = muster("abort", max_ranks=4)
+    found.ended(1, "was killed by SIGKILL", 1.0)
+    assert found.decide(1.0).reason == ("rank 1 (worker 1) was killed by SIGKILL; the policy for lost workers is abort")
+
+
+def test_wait_gives_the_lost_workers_place_to_its_replacement():
+    found = muster("wait")
+    found.ended(1, "is gone", 1.0)
+    assert found.to_replace == (1,)
+    found.replaced(1, 3, 1.5)
+    assert found.to_replace == ()
+    found.came(0, "0", 2.0)
+    found.came(2, "2", 2.0)
+    assert found.decide(11.4) is None
+    found.came(3, "1", 11.4)
+    assert found.decide(11.4) == Form(2, (0, 3, 2))
+
+
+def test_wait_ends_in_words_when_no_replacement_comes():
+    found = muster("wait", max_replaced=1)
+    found.ended(1, "is gone", 1.0)
+    found.replaced(1, 3, 1.0)
+    for member in (0, 2):
+        found.came(member, str(member), 1.0)
+    found.ended(3, "is gone, too", 2.0)
+    assert found.to_replace == ()
+    fail = found.decide(11.0)
+    assert fail.error == "StallError"
+    assert "1 of 3 seats are not taken again (rank 1 (worker 1) is gone; 1 replacements were started" in fail.reason
+
+
+def test_a_replacement_that_is_lost_is_replaced():
+    found = muster("wait")
+    found.ended(1, "is gone", 1.0)
+    found.replaced(1, 3, 1.0)
+    found.ended(3, "is gone, too", 2.0)
+    assert found.to_replace == (1,)
+
+
+def test_workers_that_join_come_last_and_only_as_many_as_may():
+    found = muster(n=2, max_ranks=3)
+    found.came(5, "5", 1.0)
+    found.came(4, "4", 1.0)
+    assert found.is_running and found.newcomers == (4,)
+    assert found.decide(1.0) is None
+    for member in (1, 0):
+        found.came(member, str(member), 2.0)
+    assert found.decide(2.0) == Form(2, (0, 1, 4))
+    assert found.waiting == (5,) and found.newcomers == ()
+
+
+def test_who_is_silent_is_ended_and_then_the_others_go_on():
+    found = muster(nodes="000")
+    found.ended(0, "is gone", 1.0)
+    found.came(1, "0", 2.0)
+    assert found.decide(10.9) is None
+    assert found.decide(11.0) == Exclude((2,))
+    found.ended(2, "was killed by SIGKILL", 11.1)
+    assert found.decide(11.1) == Form(2, (1,))
+
+
+def test_fewer_than_min_ranks_wait_for_more_until_the_deadline():
+    found = muster(nodes="000", min_ranks=3)
+    found.ended(0, "is gone", 1.0)
+    for member in (1, 2):
+        found.came(member, "0", 1.0)
+    assert found.decide(1.0) is None
+    found.came(7, "0", 2.0)
+    assert found.decide(2.0) == Form(2, (1, 2, 7))
+    found.ended(1, "is gone", 20.0)
+    for member in (2, 7):
+        found.came(member, "0", 20.0)
+    assert found.decide(30.0).reason.startswith("no quorum: 2 ranks have come within 10 s, min_ranks is 3")
+
+
+def test_who_has_left_well_is_not_waited_for_and_after_the_end_nobody_is():
+    found = muster()
+    found.left(0)
+    found.ended(1, "is gone", 1.0)
+    found.came(2, "2", 1.0)
+    assert found.decide(1.0).error == "PeerLostError"  # one of three nodes is left
+    found = muster("wait")
+    found.done()
+    found.ended(1, "is gone", 1.0)
+    assert found.to_replace == () and found.decide(1000.0) is None and found.due_s == float("inf")
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["come", "end", "leave", "start", "replace", "time"]),
+                            st.integers(0, 30)), max_size=60)
+
+
+@given(st.sampled_from(["abort", "shrink", "wait"]), st.integers(1, 5), st.integers(0, 2), st.integers(1, 5), EVENTS)
+def test_whatever_happens(policy, n, n_more, min_ranks, events):
+    """Random histories, of processes that behave: only who lives comes, and only who was started lives."""
+    rules = Rules(lost_worker=policy, min_ranks=min(min_ranks, n), max_ranks=n + n_more, within_s=10.0, max_replaced=3)
+    found = Muster(rules, range(n))
+    node_of = {member: str(member % 3) for member in range(200)}
+    alive, gone, waiting, number, now = set(range(n)), set(), set(), 0, 0.0
+    fresh, before = n, tuple(range(n))
+    replaced: dict[int, int] = {}
+    for kind, index in [*events, *[("settle", 0)]]:
+        living = sorted(alive)
+        who = living[index % len(living)] if living else None
+        if kind == "come" and who is not None:
+            found.came(who, node_of[who], now)
+            waiting.add(who)
+        elif kind == "end" and who is not None:
+            found.ended(who, "is gone", now)
+            alive.discard(who)
+            waiting.discard(who)
+            gone.add(who)
+        elif kind == "leave" and who is not None and who not in waiting:
+            found.left(who)
+            alive.discard(who)
+        elif kind == "start":
+            alive.add(fresh)
+            fresh += 1
+        elif kind == "replace":
+            for lost in found.to_replace:
+                assert lost in gone and policy == "wait"
+                found.replaced(lost, fresh, now)
+                replaced[fresh] = lost
+                alive.add(fresh)
+                fresh += 1
+        elif kind == "time":
+            now += index
+        elif kind == "settle":  # all who live come, and then the time is over
+            for member in living:
+                if not found.is_running:
+                    found.came(member, node_of[member], now)
+                    waiting.add(member)
+            now += 1000.0
+        said = found.decide(now)
+        while isinstance(said, Exclude):
+            assert policy == "shrink" and not set(said.members) & waiting and set(said.members) <= alive
+            for member in said.members:
+                found.ended(member, "is gone", now)
+                alive.discard(member)
+                gone.add(member)
+            now += 1000.0
+            said = found.decide(now)
+        if isinstance(said, Form):
+            number += 1
+            members = said.members
+            assert said.number == number and len(set(members)) == len(members) and set(members) <= waiting & alive
+            assert rules.min_ranks <= len(members) <= max(rules.max_ranks, len(before))
+            kept = [member for member in before if member in alive]
+            assert [member for member in members if member in kept] == kept, "survivors keep their order, all of them"
+            if policy == "abort":
+                assert not gone & set(before)
+            if policy == "shrink" and number > 1 and gone & set(before):
+                nodes = [{node_of[member] for member in group} for group in (before, kept)]
+                assert 2 * (len(nodes[1]) + 1) > len(nodes[0]) + 1, "a majority of nodes and muster"
+            if policy == "wait" and number > 1:
+                seats = [member for member in before if member in alive or member in gone]
+                for member, seat in zip(members, seats):
+                    assert member == seat or seat in gone
+                assert len(members) >= len(seats)
+            waiting -= set(members)
+            before = members
+        elif isinstance(said, Fail):
+            break
+        if kind == "settle" and not found.is_running and found.failure is None:
+            assert not waiting & set(before) or found.is_over, "somebody waits, and nothing will ever be said"

@@ -1,0 +1,192 @@
+"""The muster in its thread: who is heard, what is answered, what the launcher is told to do."""
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+
+import pytest
+
+from bpsfast.launch.muster_service import End, MusterService, Replace, Start, Stop, line_key
+from bpsfast.orchestration import muster_line
+from bpsfast.orchestration.muster import Rules
+from bpsfast.orchestration.muster_line import (
+    Add,
+    Added,
+    Come,
+    Done,
+    Formed,
+    Hello,
+    Newcomers,
+    Over,
+    Put,
+    Refused,
+    Value,
+    Void,
+    Want,
+)
+from bpsfast.settings import parse_address
+
+KEY = b"k" * 32
+
+
+class Worker:
+    """A worker's end, as far as it speaks."""
+
+    def __init__(self, service, number, key=KEY):
+        self.number, self.heard = number, []
+        self._line = muster_line.connect(*parse_address(service.address, "test"), line_key(key))
+        self._quiet = os.eventfd(0)
+        self._line.tell(Hello(rank=number))
+
+    def say(self, kind, **fields):
+        self._line.tell(kind(member=self.number, **fields))
+
+    def hears(self, kind, timeout_s=10.0):
+        """The next message of *kind*; others before it are kept in `heard`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._line.wait(self._quiet, 0.1)
+            self.heard += self._line.recv_nowait()
+            for message in self.heard:
+                if isinstance(message, kind):
+                    self.heard.remove(message)
+                    return message
+        raise AssertionError(f"worker {self.number} has not heard {kind.__name__}, but {self.heard}")
+
+    @property
+    def is_connected(self):
+        self.heard += self._line.recv_nowait()
+        return self._line.is_connected
+
+    def close(self):
+        self._line.close()
+        os.close(self._quiet)
+
+
+@pytest.fixture
+def muster(no_leaks):
+    """Return a service and its first workers, whose first job is formed, and a way to make more workers."""
+    with contextlib.ExitStack() as stack:
+        def start(n, **rules):
+            service = MusterService(Rules(**{"max_ranks": n, "within_s": 20.0, **rules}), range(n), KEY, "127.0.0.1")
+            stack.callback(service.close)
+            service.start()
+
+            def more(number, key=KEY):
+                worker = Worker(service, number, key)
+                stack.callback(worker.close)
+                return worker
+
+            workers = [more(number) for number in range(n)]
+            for worker in workers:
+                worker.say(Come, node="a")
+            for worker in workers:
+                formed = worker.hears(Formed)
+                assert formed == Formed(1, worker.number, n, service._muster.rules.lost_worker)
+            return service, workers, more
+
+        yield start
+
+
+def order(service):
+    """The next order."""
+    assert select.select([service], [], [], 10.0)[0], "nothing is ordered"
+    (found,) = service.orders()
+    return found
+
+
+def test_a_stranger_is_not_heard(muster):
+    service, _, more = muster(1, max_ranks=5)
+    stranger = more(77, key=b"x" * 32)
+    stranger.say(Add, count=1)
+    member = more(-5)
+    member.say(Add, count=1)
+    assert member.hears(Added) == Added(1, "") and order(service) == Start(1)
+    assert not stranger.is_connected and not stranger.heard and service.orders() == []
+
+
+def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
+    service, (_, second), more = muster(2, lost_worker="wait")
+    service.ended(0, "was killed by SIGKILL")
+    assert second.hears(Void) == Void(1, "worker 0 was killed by SIGKILL")
+    assert order(service) == Replace(0)
+    service.started(2, instead_of=0)
+    third = more(2)
+    for worker in (second, third):
+        worker.say(Come, node="a")
+    assert third.hears(Formed).rank == 0 and second.hears(Formed) == Formed(2, 1, 2, "wait")
+    assert service.orders() == []
+
+
+def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):
+    _, (first, second), _ = muster(2)
+    second.say(Want, job=1, key="a")
+    first.say(Put, job=0, key="a", value="old")
+    first.say(Put, job=1, key="a", value="x")
+    assert second.hears(Value) == Value(1, "a", "x")
+    first.say(Want, job=1, key="a")
+    assert first.hears(Value) == Value(1, "a", "x")
+    for worker in (first, second):
+        worker.say(Come, node="a")
+    for worker in (first, second):
+        assert worker.hears(Formed).job == 2
+    second.say(Want, job=2, key="a")
+    first.say(Want, job=1, key="a")
+    first.say(Put, job=2, key="big", value="x" * (muster_line.MOST_VALUE_NBYTES + 1))
+    first.say(Put, job=2, key="a", value="y")
+    assert second.hears(Value) == Value(2, "a", "y"), "not that of the job before"
+    first.say(Add, count=1)
+    assert first.hears(Added).count == 0
+    assert not any(isinstance(message, Value) for message in first.heard), "who asks for a job's that is over"
+
+
+def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(muster):
+    _, (first, second), more = muster(2, max_ranks=3)
+    third = more(7)
+    third.say(Come, node="b")
+    assert first.hears(Newcomers) == second.hears(Newcomers) == Newcomers(1, 1)
+    first.say(Done)
+    assert isinstance(third.hears(Over), Over)
+    second.say(Come, node="a")
+    assert isinstance(second.hears(Over), Over)
+
+
+def test_who_comes_after_the_muster_has_failed_hears_why(muster):
+    service, (_, second), _ = muster(2, lost_worker="shrink", min_ranks=2, within_s=0.3)
+    service.ended(0, "is gone")
+    second.say(Come, node="a")
+    assert isinstance(order(service), Stop)
+    reason = "no quorum: 1 ranks have come within 0.3 s, min_ranks is 2 (rank 0 (worker 0) is gone)"
+    assert second.hears(Refused) == Refused("StallError", reason)
+    second.say(Come, node="a")
+    assert second.hears(Refused).reason == reason
+
+
+def test_the_launchers_own_reason_reaches_those_who_wait(muster):
+    service, (first, _), _ = muster(2, lost_worker="shrink")
+    first.say(Come, node="a")
+    service.give_up("worker 1 ended with exit code 1")
+    assert first.hears(Refused) == Refused("PeerLostError", "worker 1 ended with exit code 1")
+
+
+def test_who_is_silent_is_ended_once(muster):
+    service, (first, *_), _ = muster(3, lost_worker="shrink", within_s=0.3)
+    service.ended(2, "is gone")
+    first.say(Come, node="a")
+    assert order(service) == End(1)
+    assert not select.select([service], [], [], 0.5)[0], "that is ordered once"
+    service.ended(1, "was killed by SIGKILL")
+    assert first.hears(Formed) == Formed(2, 0, 1, "shrink")
+
+
+def test_no_more_are_added_than_may_be(muster):
+    service, _, more = muster(2, max_ranks=3)
+    asking = more(-9)
+    asking.say(Add, count=4)
+    assert asking.hears(Added) == Added(1, "2 workers run, and the job may have 3 (--max-ranks)")
+    assert order(service) == Start(1)
+    service.give_up("it has failed")
+    asking.say(Add, count=1)
+    assert asking.hears(Added) == Added(0, "the training has ended")

@@ -1,0 +1,133 @@
+"""The other nodes as one node sees them: who is blamed for rubbish, and how long it waits for the scheduler's word."""
+from __future__ import annotations
+
+import errno
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bpsfast import settings
+from bpsfast.node.event_loop import EventLoop
+from bpsfast.node.peers import Peers
+from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.orchestration.messages import NodeInfo, Welcome
+
+#: Source ids, and what is behind them.
+HELPER, RANK = 3, 4
+
+
+class Control:
+    """What a node's control loop is to its peers; `ends`: how `fail` was called; `word`: what is there to be read."""
+
+    name = "node 0"
+    ending = False
+
+    def __init__(self) -> None:
+        self.vertex = SimpleNamespace(
+            links={}, why_lost=lambda index, code: errno.errorcode[code],
+            who=lambda source: {HELPER: ("node 1", 1), RANK: ("rank 0", None)}[source])
+        self.ends = []
+        self.told = []
+        self.word = lambda: None
+        self.send = self.told.append
+
+    def fail(self, error, who="", tell=True):
+        self.ends.append((type(error).__name__, str(error), who, tell))
+
+    def catch_up(self):
+        self.word()
+
+
+class Side:
+    """The peers of node 0, which has ranks or not; node 1 is a helper."""
+
+    def __init__(self, n_ranks: int, lease_s: float) -> None:
+        self.control = Control()
+        self.loop = EventLoop(self._raised)
+        values = settings.load({"lease_s": lease_s, "heartbeat_s": lease_s / 4}, {})
+        self.peers = Peers(self.control, self.loop, values, b"", None, None,
+                           SimpleNamespace(ranks=[object()] * n_ranks))
+        nodes = [NodeInfo(index=index, host="here", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)
+                 for index, ranks in enumerate((tuple(range(n_ranks)), ()))]
+        self.peers._welcome = Welcome(index=0, epoch=1, nodes=tuple(nodes))
+        self.peers._nodes = {node.index: node for node in nodes}
+
+    def lose(self) -> None:
+        self.peers._lost(1, "its process is gone")
+
+    def until_it_ends(self) -> float:
+        """Return when it ended, or when nothing more is to come."""
+        while self.loop._timers and not self.control.ends:
+            self.loop.run_once(10.0)
+        return time.monotonic()
+
+    @staticmethod
+    def _raised(exc: Exception) -> None:
+        raise exc
+
+
+@pytest.fixture
+def side():
+    made = []
+
+    def make(n_ranks=1, lease_s=0.05):
+        made.append(Side(n_ranks, lease_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.loop.close()
+
+
+@pytest.fixture
+def grace(monkeypatch):
+    monkeypatch.setattr("bpsfast.node.peers.GRACE_S", 0.05)
+
+
+def test_rubbish_ends_the_job_by_the_word_of_who_got_it_and_names_who_sent_it(side):
+    here = side()
+    here.peers._source_lost(HELPER, errno.EPROTO)
+    ((kind, text, who, tell),) = here.control.ends
+    assert (kind, who, tell) == ("ProtocolError", "", True), "as a lost helper the job would go on without it"
+    assert text.startswith("node 1 announced or sent what fits no partition (EPROTO)")
+
+
+def test_rubbish_of_a_rank_is_that_ranks(side):
+    here = side()
+    here.peers._source_lost(RANK, errno.EPROTO)
+    ((_, text, who, _),) = here.control.ends
+    assert who == "rank 0" and text.startswith("rank 0 announced")
+
+
+@pytest.mark.parametrize("code", [errno.EPROTO, errno.ECONNRESET])
+def test_who_was_parted_with_ends_nothing_more(side, code):
+    here = side()
+    here.peers.part_with(1)
+    here.peers._source_lost(HELPER, code)
+    assert not here.control.ends and not here.control.told
+
+
+@pytest.mark.parametrize("lease_s", [0.05, 0.4])
+def test_the_scheduler_has_the_lease_to_say_what_a_loss_means(side, grace, lease_s):
+    here = side(lease_s=lease_s)
+    begin = time.monotonic()
+    here.lose()
+    assert here.control.told[0].who == "node 1" and here.until_it_ends() - begin >= lease_s
+    ((kind, text, _, tell),) = here.control.ends
+    assert (kind, tell) == (PeerLostError.__name__, False) and "node 1 (here) is lost: its process is gone" in text
+
+
+def test_a_helper_that_hears_no_word_ends_alone_and_says_so(side, grace):
+    here = side(n_ranks=0)
+    here.lose()
+    here.until_it_ends()
+    assert [(who, tell) for _, _, who, tell in here.control.ends] == [("", True)]
+
+
+def test_a_word_that_is_there_but_was_not_read_counts(side, grace):
+    here = side()
+    here.lose()
+    here.control.word = lambda: here.peers.part_with(1)  # as Freeze does
+    here.until_it_ends()
+    assert not here.control.ends
