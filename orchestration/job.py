@@ -95,9 +95,15 @@ class Job:
 
     @property
     def heard(self) -> dict[bytes, tuple[int, float]]:
-        """Return each node that is not lost, and when it was heard, by sender."""
+        """Return each node that takes part, and when it was heard, by sender."""
+        alive = set(self._roster.alive_senders)
         return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._last_seen.items()
-                if self._admitted}
+                if sender in alive}
+
+    @property
+    def coming(self) -> list[bytes]:
+        """Return the nodes that come late and do not take part yet."""
+        return [self._roster.senders[index] for index in sorted(self._roster.joining)]
 
     @property
     def lost(self) -> set[int]:

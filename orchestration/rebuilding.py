@@ -132,9 +132,11 @@ class Rebuilding:
         first = self._first
         if first is None:
             return
+        coming = {index for each in self._accounts.values() for index in each.rejoin.joining}  # they begin anew
         for sender, join in list(self._joins.items()):
             for node in self._nodes():
-                if (node.host, node.pid, node.address) == (join.host, join.pid, join.address):
+                same = (node.host, node.pid, node.address) == (join.host, join.pid, join.address)
+                if same and node.index not in coming:
                     del self._joins[sender]
                     self._accounts[sender] = _Account(
                         m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,

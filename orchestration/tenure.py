@@ -98,8 +98,7 @@ class Tenure:
             return [(sender, m.Refuse(error="PeerLostError", reason=(
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
         if rejoin.index in self.job.lost:
-            return [(sender, m.Abort(error="PeerLostError", goes_on=True,
-                                     reason="the job goes on without this node, which it has lost"))]
+            return [(sender, _left_behind())]
         if sender in self.job.heard:
             return []  # the answer to a recall that is over
         out = self._begin(now)
@@ -115,7 +114,8 @@ class Tenure:
         self._away.clear()
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
-        return [(sender, m.Recall(number=self._n_recalls)) for sender in self.job.heard if sender not in joins]
+        return [*((sender, _left_behind()) for sender in self.job.coming),
+                *((sender, m.Recall(number=self._n_recalls)) for sender in self.job.heard)]
 
     def _rebuilt(self, now: float) -> Outgoing:
         """Go on with the job if it is rebuilt, or has ended meanwhile."""
@@ -133,13 +133,16 @@ class Tenure:
         if past is None:
             return []
         self._rebuilding = None
-        left_behind = m.Abort(error="PeerLostError", goes_on=True,
-                              reason="the job goes on without this node, which it has lost")
         newcomers = rebuilding.newcomers
         known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
-        out: Outgoing = [(sender, left_behind) for sender in rebuilding.senders if sender not in known]
+        out: Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]
         self.job = Job(self._settings, now)
         out += self.job.resume(now, past)
         for sender, join in newcomers:
             out += self.job.receive(now, sender, join)
         return out
+
+
+def _left_behind() -> m.Abort:
+    return m.Abort(error="PeerLostError", goes_on=True, reason="the job goes on without this node, which it has lost, "
+                                                               "or had not taken in when the scheduler was")

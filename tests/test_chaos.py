@@ -106,7 +106,6 @@ FINE = {"scheduler": 0, "node 0": 0, "rank 0": 0, "rank 1": 0}
 @pytest.mark.parametrize(("outcome", "of", "histories", "codes"), [
     ("recovered", scenario("undisturbed"), {0: whole(), 1: whole()}, FINE),
     ("wrong", scenario("undisturbed"), {0: whole(), 1: whole()}, {**FINE, "node 0": 1}),
-    ("recovered", scenario("lost node", KILLED), {0: whole(), 1: whole()}, {**FINE, "node 0": 1}),
     ("recovered", scenario("lost scheduler", RESTARTED), {0: whole(), 1: whole()}, FINE),
     ("wrong", scenario("lost scheduler", RESTARTED), {0: whole(), 1: whole()}, {**FINE, "scheduler": 1}),
     ("wrong", scenario("lost node", KILLED), {0: whole(), 1: whole(N_STEPS_AFTER)}, FINE),

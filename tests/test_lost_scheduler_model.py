@@ -24,7 +24,8 @@ class Orphans(World):
     @initialize(shape=st.sampled_from(APART + TOGETHER), policy=st.sampled_from(["optimal", "ps"]),
                 first_round=st.sampled_from([0, ROUNDS - 3]))
     def start(self, shape, policy, first_round):
-        self.ledgers, self.n_connections = {}, 0
+        self.ledgers, self.n_connections, self.n_first = {}, 0, len(shape)
+        self.welcomed = set(range(len(shape)))
         super().start(shape, policy, first_round)
         tenure = Tenure(self.table.job.settings, 0.0)
         for index in range(len(shape)):
@@ -34,7 +35,8 @@ class Orphans(World):
     def ledger(self, index):
         if index not in self.ledgers:
             self.ledgers[index] = Ledger("1.0", {"transport": "tcp"})
-            self.ledgers[index].heard(m.Welcome(index=index, epoch=1, nodes=self.infos))
+            if index < self.n_first:  # others are welcomed later
+                self.ledgers[index].heard(m.Welcome(index=index, epoch=1, nodes=self.infos))
         return self.ledgers[index]
 
     @property
@@ -47,6 +49,8 @@ class Orphans(World):
 
     def let_hear(self, node):
         message = self.inbox(node).pop(0)
+        if isinstance(message, m.Welcome):
+            self.welcomed.add(node.index)
         self.ledger(node.index).heard(message)
         if isinstance(message, m.Recall):
             self.up[node.index].extend(self.ledger(node.index).account(message.number))
@@ -59,6 +63,8 @@ class Orphans(World):
         """Nothing that was under way between node *index* and its scheduler arrives any more; it dials anew."""
         self.n_connections += 1
         self.senders[index] = b"%d over %d" % (index, self.n_connections)
+        if index not in self.welcomed:  # a newcomer is given up that nobody expects yet
+            self.nodes[index].alive = False
         self.up[index] = deque(self.ledger(index).account() if self.nodes[index].alive else ())
 
     @rule()
@@ -96,9 +102,14 @@ class Orphans(World):
                 if not node.alive:
                     self.unnoticed.add(index)
             self.notice()
+            self.slow.clear()
+            self.go_on(Random(self.limit))
+            assert self.table.job.over or self.table.job._rebuilding is None
+            self.table.job = self.table.job.job
         super().teardown()
         if hasattr(self, "limit") and not self.table.job.over:
-            accounts = [list(ledger.account()) for index, ledger in self.ledgers.items() if self.nodes[index].alive]
+            accounts = [list(ledger.account()) for index, ledger in self.ledgers.items() if index < self.n_first
+                        and self.nodes[index].alive]
             kept = [[unit for each in said if isinstance(each, m.Kept) for unit in each.units] for said in accounts]
             assert all(each == kept[0] for each in kept) and len(kept[0]) == 2
             assert all(said[0].committed == accounts[0][0].committed for said in accounts)

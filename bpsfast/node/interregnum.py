@@ -58,7 +58,8 @@ class Interregnum:
     def recalled(self, message: messages.Recall) -> None:
         """Tell the scheduler that asks."""
         self._since = self._since or time.monotonic()
-        self._tell_all(message.number)
+        if self._welcome is not None:
+            self._tell_all(message.number)
 
     def resumed(self, message: messages.Resume) -> None:
         """A scheduler knows all that there is to know."""
