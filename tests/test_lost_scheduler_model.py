@@ -80,6 +80,8 @@ class Orphans(World):
         alive = [index for index, node in enumerate(self.nodes) if node.alive]
         self.dial(alive[number % len(alive)])
 
+    come = None  # the world takes indices of newcomers as it counts them: here they may be given twice
+
     @rule()
     def notice(self):
         """The scheduler sees the ends of connections; one that is just there, who does not come in time."""
