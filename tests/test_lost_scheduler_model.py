@@ -78,7 +78,8 @@ class Orphans(World):
     @rule(number=st.integers(0, 5))
     def cut_off(self, number):
         alive = [index for index, node in enumerate(self.nodes) if node.alive]
-        self.dial(alive[number % len(alive)])
+        if alive:  # else the job has ended
+            self.dial(alive[number % len(alive)])
 
     come = None  # the world takes indices of newcomers as it counts them: here they may be given twice
 
