@@ -320,6 +320,20 @@ def bench_soak(**options: Any) -> None:
         raise SystemExit(1)
 
 
+@bench.command("helpers")
+@click.option("--steps", type=click.IntRange(40), default=400, show_default=True)
+@click.option("--size-mb", type=click.FloatRange(0.1), default=24.0, show_default=True, help="Gradients of one step.")
+@click.option("--placement", type=click.Choice(["optimal", "ps"]), default="ps", show_default=True)
+@bench_options.result()
+@errors_in_words
+def bench_helpers(**options: Any) -> None:
+    """A training with 4, then 2, then 4 helpers: its parameters, bit by bit, and its pauses."""
+    from .bench import helpers
+
+    if not helpers.run(options):
+        raise SystemExit(1)
+
+
 @bench.command("ladder")
 @click.argument("peer", required=False, metavar="[HOST]")
 @click.option("--listen", is_flag=False, flag_value="", metavar="[ADDRESS]",

@@ -38,8 +38,8 @@ FAREWELL = 1002
 _CONNECT_S = 1.5
 _PAUSE_S = 0.2
 #: So long after the first refusal a second one says that nobody listens: a firewall whose rules are changing refuses,
-#: too, while the process lives.
-_REFUSED_S = 0.5
+#: too, while the process lives. All others wait for that word when somebody has died.
+_REFUSED_S = 0.05
 #: A link that ended sooner than this is not followed by the next at once.
 _SHORT_LIFE_S = 1.0
 _JOIN_S = 1.0
@@ -186,7 +186,8 @@ class Reunions:
             with self._changed:
                 silent_s = time.monotonic() - pair.heard
                 if silent_s < self._lease_s:
-                    self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), _PAUSE_S)
+                    pause_s = _PAUSE_S if refused_at == float("inf") else min(_PAUSE_S, _REFUSED_S)
+                    self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), pause_s)
             if silent_s >= self._lease_s:
                 self._give_up(pair, awaited, f"it was not reached at {peer.address} within lease_s = "
                                              f"{self._lease_s:g} s ({why or 'no answer'})")
