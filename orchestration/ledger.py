@@ -159,7 +159,8 @@ class Ledger:
                 self._units[unit.unit] = unit
         if isinstance(plan, m.Recover):
             self._frozen = False
-            self._lent |= {each.part: each for each in plan.successions if each.lacking}
+            # as the scheduler does: who gives up lives, and what it has sent has arrived
+            self._lent |= {each.part: each for each in plan.successions if each.lacking and each.giver < 0}
             return
         for said in self._declarations:
             said.waiting -= {member.name for unit in plan.units for member in unit.members}

@@ -269,6 +269,9 @@ class Rebuilding:
                 said.append(m.Retired(units=tuple(retired)))
             if index in behind:
                 said.append(m.Commit(generation=latest, order=tuple(rank_parts(units))))
+                # retired by all since: others have given it back
+                if over := [number for number in account.rejoin.prepared_units if number not in kept]:
+                    said.append(m.Retired(units=tuple(over)))
             said.append(m.Resume())
             if not account.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
                 said.append(m.Rates(nic_rate_bytes=tuple(rates)))
@@ -276,7 +279,13 @@ class Rebuilding:
                 said.append(m.BarrierDone(sequence=barrier))
         roster = Roster([(senders.get(node.index, b""), node) for node in nodes])
         roster.lost |= self._lost()
-        lent = {each.part: each for rejoin in rejoins.values() for each in rejoin.lent}
+        # Who has committed less knows of older ones.
+        lent = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
+                for each in rejoin.lent}
+        gone_from: dict[int, set[int]] = {}
+        for rejoin in rejoins.values():
+            for first, ranks in rejoin.gone_from:
+                gone_from.setdefault(first, set()).update(ranks)
         parts = {part.part for unit in units for part in unit.parts}
         return Past(
             roster=roster, job=rejoins[min(rejoins)].job, epoch=max(each.epoch for each in rejoins.values()),
@@ -284,7 +293,7 @@ class Rebuilding:
             generation=max(each.seen for each in rejoins.values()) + _UNHEARD,
             next_unit=max(each.next_unit for each in rejoins.values()), units=units,
             lent={part: each for part, each in lent.items() if part in parts},
-            gone_from={first: ranks for each in rejoins.values() for first, ranks in each.gone_from},
+            gone_from={first: tuple(sorted(ranks)) for first, ranks in gone_from.items()},
             failed={name: error_of(error, reason) for each in rejoins.values() for name, error, reason in each.failed
                     if name not in names},
             n_declared=sum(each.n_declared for each in rejoins.values()), barrier=barrier, rates=rates,

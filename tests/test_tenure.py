@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.generations import Generations
 from bpsfast.orchestration.job_settings import JobSettings
 from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.tenure import Tenure
@@ -140,6 +141,33 @@ def test_units_that_one_has_given_back_are_given_back_by_all(court):
     court.read()
     court.declare(spec("w"))
     assert court.got("A", m.Plan), "the name is free again"
+
+
+def test_what_others_have_given_back_is_so_by_who_has_missed_its_commit_too(court):
+    court.declare(spec("x"))
+    court.read()
+    court.read("A", "B", "C")  # H has prepared for the plan, and is not told of its commit
+    for name in "ABC":
+        court.say(name, *(m.Retire(rank=rank, units=(1,)) for rank in RANKS[name]))
+    court.read("A", "B", "C")
+    court.lose_scheduler()
+    assert court.kinds("H") == [m.Commit, m.Retired, m.Resume] and court.got("H", m.Retired)[0].units == (1,)
+    assert court.kinds("A") == [m.Resume]
+
+
+def test_what_several_have_seen_of_a_store_is_put_together(court):
+    told = {"A": ((7, (0, 1)),), "B": ((7, (2,)),), "C": ()}
+    for name, gone in told.items():
+        account = court.ledgers[name].account
+        court.ledgers[name].account = lambda *number, account=account, gone=gone: [
+            msgspec.structs.replace(each, gone_from=gone) if isinstance(each, m.Rejoin) else each
+            for each in account(*number)]
+    seen = {}
+    resume = Generations.resume
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generations, "resume", lambda self, past: (seen.update(past.gone_from), resume(self, past))[1])
+        court.lose_scheduler()
+    assert seen == {7: (0, 1, 2)}
 
 
 def test_a_barrier_that_one_has_left_is_done(court):
