@@ -1,4 +1,5 @@
-"""A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP (which kills itself there).
+"""A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP MOMENT (it kills itself there, before or
+after backward).
 
 KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
 """
@@ -20,7 +21,7 @@ _BATCH = 8
 
 
 def main() -> None:
-    folder, kind, victim, at_step = sys.argv[1:]
+    folder, kind, victim, at_step, moment = sys.argv[1:]
     bps.init()
     member = enlisted()
     number = member.number if member is not None else bps.rank()
@@ -44,8 +45,12 @@ def main() -> None:
             loader = torch.utils.data.DataLoader(numbered, _BATCH, sampler=sampler)
             for batch, (indices, x, y) in enumerate(loader):
                 optimizer.zero_grad()
-                (model(x) - y).square().mean().backward()
-                if (str(number), str(state.steps)) == (victim, at_step):
+                loss = (model(x) - y).square().mean()
+                is_to_die = (str(number), str(state.steps)) == (victim, at_step)
+                if is_to_die and moment == "before":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+                if is_to_die:
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 rates.step()

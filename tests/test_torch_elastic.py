@@ -15,11 +15,12 @@ pytest.importorskip("torch")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def trained(folder, policy, kind, victim="-", at_step="-"):
+def trained(folder, policy, kind, victim="-", at_step="-", moment="after"):
     """Run a job of three workers on two nodes; return what each has found."""
     folder.mkdir()
     command = [sys.executable, "-m", "bpsfast", "run", "-n", "3", "--nodes", "2", "--elastic", "--lost-worker", policy,
-               "--", sys.executable, "-m", "tests.elastic_torch_training", str(folder), kind, victim, at_step]
+               "--", sys.executable, "-m", "tests.elastic_torch_training", str(folder), kind, victim, at_step,
+               moment]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=_ROOT,
                           env={**os.environ, "PYTHONPATH": str(_ROOT), "BPSFAST_TIMEOUT_S": "60"})
     assert done.returncode == 0, done.stderr
@@ -44,9 +45,11 @@ def test_a_replaced_worker_changes_no_bit(tmp_path, undisturbed, kind, victim):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["opt", "ddp"])
-def test_a_smaller_job_uses_every_sample_of_an_epoch(tmp_path, undisturbed, kind):
-    found = trained(tmp_path / kind, "shrink", kind, "0", "25")
+@pytest.mark.parametrize(("kind", "moment"), [("opt", "after"), ("ddp", "after"), ("opt", "before"),
+                                              ("cross", "before"), ("ddp", "before")])
+def test_a_smaller_job_uses_every_sample_of_an_epoch(tmp_path, undisturbed, kind, moment):
+    """Killed before backward: the others' gradients are under way, and never come to an end."""
+    found = trained(tmp_path / kind, "shrink", kind, "0", "25", moment)
     assert set(found) == {1, 2} and found[1] == found[2] and found[1]["size"] == 2
     assert found[1]["weights"] != undisturbed["weights"]
     for epoch in range(2):

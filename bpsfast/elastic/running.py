@@ -55,9 +55,12 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Result:
-    returned: list[_Result] = []
+    is_further = False
     while True:
+        returned: list[_Result] = []
         try:
+            if is_further:
+                state.on_reset()
             state.sync()
             returned = [train()]
             current.barrier()  # nobody is gone while others may still have to go back to a commit
@@ -67,9 +70,11 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
             lost = loss_in(exc)
             if lost is None or member.lost_worker == "abort":
                 raise
-            _log.warning("back to the last commit, for the job has lost somebody: %s", lost)
-            current.abandon(str(lost))
-            state.restore()
+            reason, lost = str(lost), None  # its traceback holds what belongs to the job that is left
+            _log.warning("back to the last commit, for the job has lost somebody: %s", reason)
+            current.abandon(reason)
+            if not returned:  # else this may have been the end, and what it has led to is the result
+                state.restore()
         else:
             member.done()
             return returned[0]
@@ -80,7 +85,9 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
                 return returned[0]
             _log.warning("the training has ended without this worker, which came too late")
             raise SystemExit(0) from None
-        state.on_reset()
+        if returned:
+            state.restore()
+        is_further = True
 
 
 def loss_in(exc: BaseException) -> PeerLostError | None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..compression.choice import chosen_among
 from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
@@ -62,7 +63,7 @@ class Exchange:
         self._order = list(self.parameters)
         self.prefix = "Gradient."  # of the names, which are the job's
         self.synchronized = False
-        watch(self, named)
+        self._hooks = watch(self, named)
 
     @property
     def gradients(self) -> Gradients:
@@ -232,7 +233,12 @@ class Exchange:
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def abandon(self) -> None:
-        """Forget all gradients, which may lie in memory of a job that is over."""
+        """Forget all gradients, which may lie in memory of a job that is over, and hear of no others.
+
+        Another exchange may follow while somebody, a traceback for example, still holds this one.
+        """
+        for hook in self._hooks:
+            hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -289,15 +295,16 @@ class Watcher(Protocol):
         """Hear that backward has accumulated the gradient of *name*."""
 
 
-def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> None:
-    """Tell *watcher* of the gradients of *named* parameters, as long as it lives.
+def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
+    """Tell *watcher* of the gradients of *named* parameters, as long as it lives; return the hooks.
 
     They outlive it: their hooks must not keep it alive, nor act after it.
     """
     me = weakref.ref(watcher)
-    for name, parameter in named:
-        handle = parameter.register_post_accumulate_grad_hook(_hook(me, name))
-        weakref.finalize(watcher, handle.remove)
+    hooks = [parameter.register_post_accumulate_grad_hook(_hook(me, name)) for name, parameter in named]
+    for hook in hooks:
+        weakref.finalize(watcher, hook.remove)
+    return hooks
 
 
 def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:
