@@ -14,7 +14,7 @@ class Heard:
     """Keeps what a `MusterService` is told."""
 
     def __init__(self):
-        self.facts = []
+        self.facts, self.is_over = [], False
 
     def __getattr__(self, name):
         return lambda *arguments: self.facts.append((name, *arguments))
@@ -44,6 +44,12 @@ def test_a_command_says_whose_it_is():
 def test_only_who_is_killed_is_lost(code, goes_on, expected, fact):
     crew, commands, facts = crew_of("ab", goes_on)
     assert crew.has_ended(ended(commands[1], code)) is expected and facts == [fact]
+
+
+def test_who_is_killed_after_the_training_has_failed():
+    crew, commands, facts = crew_of("ab")
+    crew._service.is_over = True
+    assert not crew.has_ended(ended(commands[1], -9)) and facts == [("give_up", "worker 1 ended by -9")]
 
 
 def test_a_lost_workers_node_gets_another_one():

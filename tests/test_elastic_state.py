@@ -44,7 +44,7 @@ def sync_after_commits():
     state = state_of(np.full(4, rank, np.float32), step=10 * rank)
     weights = state.weights
     for _ in range(rank % 2):
-        state.commit()
+        state.save()
     state.sync()
     found = [weights.tolist(), state.step, state._n_commits, state.weights is weights]
     state.weights += 5

@@ -44,7 +44,6 @@ class State(ABC):
 
         What was done since the last commit is done again after a loss. Nothing is written to a disk.
         """
-        self._n_commits += 1
         self.save()
         self.check()
 
@@ -76,15 +75,20 @@ class State(ABC):
         root = int(np.argmax(found))
         n_commits = int(found[root])
         self.give(root)
-        self._n_commits = n_commits
-        self.save()
+        self._n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
+        self.keep()
 
     def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
         """Adapt to the job that was joined, of another size maybe."""
 
-    @abstractmethod
     def save(self) -> None:
-        """Keep the state as it is now."""
+        """Keep the state as it is now, as a commit, and let nobody in. Between two steps, on all ranks."""
+        self.keep()
+        self._n_commits += 1
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Keep a copy of the state as it is now, for `restore`; `save` and `sync` call it."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -110,13 +114,13 @@ class ObjectState(State):
         for name, value in objects.items():
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
-        self.save()
+        self.keep()
 
     if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def save(self) -> None:
+    def keep(self) -> None:
         """See `State`."""
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
 

@@ -65,13 +65,13 @@ class Crew:
     def has_ended(self, process: Process) -> bool:
         """Hear that *process* has ended; return whether the job goes on without it.
 
-        It does without one that was killed. One that ends by an error of its own ends the job.
+        It does without one that was killed before the training was over. An error of its own ends the job.
         """
         member = member_of(process.command)
         self._running.discard(member)
         if process.code == 0:
             self._service.left(member)
-        elif (process.code or 0) < 0 and self._goes_on:
+        elif (process.code or 0) < 0 and self._goes_on and not self._service.is_over:
             self._service.ended(member, process.end_in_words())
         else:
             self.give_up(f"{process.command.name} {process.end_in_words()}")

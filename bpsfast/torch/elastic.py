@@ -18,6 +18,7 @@ from ..elastic.state import ObjectState, State
 from ..trainer import current as process
 from ..trainer.broadcaster import broadcast_bytes
 from .broadcast import broadcast_optimizer_state, broadcast_parameters, dump
+from .cross_barrier import settle_everything
 from .elastic_sampler import ElasticSampler
 from .kept import load_own_state, own_state
 from .optimizer import abandon, rejoin
@@ -45,13 +46,20 @@ class TorchState(State):
         for name, value in parts.items():
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
-        self.save()
+        self.keep()
 
     if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def save(self) -> None:
+    def check(self) -> None:
+        """See `State`. Updates that are due (cross_barrier) are made before: the next job would not have their sums."""
+        settle_everything()
+        super().check()
+
+    check_host_updates = check
+
+    def keep(self) -> None:
         """See `State`."""
         self._saved = {name: copy.deepcopy(_state_of(value)) for name, value in self._parts()}
 
@@ -91,6 +99,9 @@ class TorchState(State):
         if not is_root:
             for name, found in pickle.loads(data).items():
                 self._load(name, getattr(self, name), found)
+        for _, value in self._parts():
+            if isinstance(value, ElasticSampler):
+                value.reset()  # the root's, too, which may have been made before there was a job
 
     def _parts(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self._names]
