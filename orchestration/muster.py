@@ -86,12 +86,18 @@ class Muster:
         self._left: set[int] = set()  # of the seats, those that ended well
         self._instead: dict[int, int] = {}  # a lost member of a seat -> who was started for it
         self._began_s: float | None = None
+        self._with_state: set[int] = set()  # of those who live
+        self._has_begun = False  # somebody has had a state that must not be lost
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def came(self, member: int, node: str, now_s: float) -> None:
-        """*member* has come from *node*, and waits for the next job."""
+    def came(self, member: int, node: str, now_s: float, has_state: bool = False) -> None:
+        """*member* has come from *node*, and waits for the next job. *has_state*: it has what the training has come to.
+        """
         self._come[member] = node
+        if has_state:
+            self._with_state.add(member)
+            self._has_begun = True
         if self._has_seat(member):
             self.is_running = False
         if self._began_s is None and not self.is_running:
@@ -100,6 +106,7 @@ class Muster:
     def ended(self, member: int, how: str, now_s: float) -> None:
         """*member*'s process was lost: *how* in words."""
         self._come.pop(member, None)
+        self._with_state.discard(member)
         self._instead = {seat: other for seat, other in self._instead.items() if other != member}
         if self._has_seat(member):
             self._lost[member] = how
@@ -173,6 +180,9 @@ class Muster:
             return None if survivors or self.rules.lost_worker == "wait" else Fail("PeerLostError", self._losses())
         if not survivors:
             return Fail("PeerLostError", f"no quorum: {self._losses()}: nobody is left who has the state")
+        if self._has_begun and all(seat.member in self._come and seat.member not in self._with_state
+                                   for seat in survivors):
+            return Fail("PeerLostError", f"no quorum: {self._losses()}: the others were not given the state yet")
         before, after = ({seat.node for seat in seats} for seats in (self.seats, survivors))
         if self.rules.lost_worker == "shrink" and 2 * (len(after) + 1) <= len(before) + 1:
             return Fail("PeerLostError", f"no quorum: {self._losses()}; ranks are left on {len(after)} of "

@@ -15,10 +15,14 @@ MOST_VALUES = 1 << 16
 
 
 class Come(msgspec.Struct, tag=True, frozen=True):
-    """A worker: it is in no job (any more), and waits for the next one. `node`: ranks with the same share a node."""
+    """A worker: it is in no job (any more), and waits for the next one. `node`: ranks with the same share a node.
+
+    `has_state`: it has what the training has come to, of a job before.
+    """
 
     member: int
     node: str
+    has_state: bool = False
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

@@ -62,6 +62,19 @@ def test_without_any_survivor_nobody_has_the_state(policy):
     assert "nobody is left who has the state" in found.decide(1.0).reason and found.to_replace == ()
 
 
+def test_who_was_not_given_the_state_does_not_begin_anew():
+    found = muster("wait", n=2, nodes="00")
+    found.ended(1, "is gone", 1.0)
+    found.replaced(1, 2, 1.0)
+    found.came(0, "0", 1.0, has_state=True)
+    found.came(2, "0", 1.0)
+    assert found.decide(1.0) == Form(2, (0, 2))
+    found.ended(0, "is gone, too", 2.0)
+    assert found.decide(2.0) is None, "worker 2 may have been given it"
+    found.came(2, "0", 3.0)
+    assert found.decide(3.0).reason.endswith("the others were not given the state yet")
+
+
 def test_a_first_job_whose_members_are_all_lost_is_not_waited_for():
     found = Muster(Rules(lost_worker="shrink", max_ranks=2), range(2))
     found.ended(0, "is gone", 1.0)

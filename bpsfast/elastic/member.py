@@ -67,6 +67,8 @@ class Member:
         self._line.tell(Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
         self.job = 0
+        #: Whether this process was given, or has, the state of the training (`State.sync` was completed).
+        self.has_state = False
         self._formed: Formed | Refused | Over | None = None
         self._values: dict[str, str] = {}
         self._void: dict[int, str] = {}
@@ -118,7 +120,7 @@ class Member:
 
     def _await_job(self) -> Formed:
         self._formed, self._newcomers = None, 0
-        self._line.tell(Come(member=self.number, node=self._node))
+        self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state))
         begin_s = time.monotonic()
         while self._formed is None:
             self._listen(_LOOK_S)

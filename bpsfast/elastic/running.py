@@ -62,6 +62,7 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
             if is_further:
                 state.on_reset()
             state.sync()
+            member.has_state = True
             returned = [train()]
             current.barrier()  # nobody is gone while others may still have to go back to a commit
         except WorkersJoined:

@@ -208,7 +208,7 @@ class MusterService:
 
     def _come(self, message: Come) -> None:
         muster, was_running = self._muster, self._muster.is_running
-        muster.came(message.member, message.node, time.monotonic())
+        muster.came(message.member, message.node, time.monotonic(), message.has_state)
         if muster.is_over:
             self._say(Over(), [message.member])
         elif muster.failure is not None:
