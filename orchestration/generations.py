@@ -304,8 +304,10 @@ class Generations:
 
     def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
-        # who gives up lives, and what it has sent has arrived
-        self.lent |= {each.part: each for each in successions if each.lacking and each.giver < 0}
+        self.lent |= {each.part: each for each in successions if each.lacking}
+        for each in successions:
+            if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
+                self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
         self._owned = _and([0] * len(self._owned), self.units)

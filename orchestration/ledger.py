@@ -159,8 +159,10 @@ class Ledger:
                 self._units[unit.unit] = unit
         if isinstance(plan, m.Recover):
             self._frozen = False
-            # as the scheduler does: who gives up lives, and what it has sent has arrived
-            self._lent |= {each.part: each for each in plan.successions if each.lacking and each.giver < 0}
+            self._lent |= {each.part: each for each in plan.successions if each.lacking}
+            for each in plan.successions:
+                if each.giver >= 0:  # as in `Generations.succeeded`
+                    self._lent.pop(each.part, None)
             return
         for said in self._declarations:
             said.waiting -= {member.name for unit in plan.units for member in unit.members}

@@ -129,7 +129,7 @@ class Losses:
         try:
             if recovery.joined:
                 units, successions = self._generations.share(
-                    recovery.movable(self._generations.units, self._roster.nodes))
+                    recovery.movable(self._generations.units, self._roster.nodes, self._generations.lent))
             else:
                 units, successions = self._generations.succeed(
                     recovery.heirs(self._generations.units, self._roster.nodes, self._generations.lent))

@@ -86,11 +86,13 @@ class Recovery:
         return [_heir(unit, part, done, helpers, near, lent.get(part.part))
                 for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
 
-    def movable(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo]) -> list[Heir]:
+    def movable(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
+                ) -> list[Heir]:
         """Return, of each partition of *units* that its owner can give up to who has joined, what was done.
 
         What owners keep more of than sums stays with them, and what is compressed; and what others read in the owner's
-        memory, or would read in the new one's.
+        memory, or would read in the new one's. So does what somebody still awaits from another node than the owner, by
+        *lent* (as in `heirs`).
 
         Raises
         ------
@@ -98,7 +100,7 @@ class Recovery:
             If what nodes say contradicts what they can have done.
         """
         near = self._near
-        found = [_gift(part.owner, unit, part, done, sorted(self.joined), near)
+        found = [_gift(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
                  for unit, part, done in self._told(units, nodes, self._is_plain, with_owner=True)]
         return [heir for heir in found if heir.candidates]
 
@@ -191,8 +193,10 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
 
 
 def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]]) -> Heir:
-    """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*."""
+          near: Mapping[int, set[int]], before: Succession | None) -> Heir:
+    """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*; *before*:
+    as in `_heir`.
+    """
     kept = done[giver].complete
     _check(unit, part, done, kept)
     members = {node: each for node, each in done.items() if each.place >= 0}
@@ -201,8 +205,10 @@ def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progre
     candidates = [node for node in joined if not any(node in near[member] for member in members)]
     lacking = [node for node, each in others.items() if each.complete != kept]
     pushed = [node for node, each in others.items() if each.passed_on != kept]
-    return Heir(unit, part, candidates if others and not is_read_there else [], kept, giver if lacking else -1, lacking,
-                bool(lacking), giver, pushed)
+    # The giver never had to send that round: who awaits it has its place bound to the keeper.
+    is_on_loan = before is not None and before.kept_round == kept and before.keeper != giver and lacking != []
+    return Heir(unit, part, candidates if others and not is_read_there and not is_on_loan else [], kept,
+                giver if lacking else -1, lacking, bool(lacking), giver, pushed)
 
 
 def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:

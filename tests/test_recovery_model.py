@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from random import Random
 
+import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -269,3 +270,23 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("helper", range(3))
+@pytest.mark.parametrize("worker", range(3))
+def test_who_still_awaits_a_lent_result_gets_it_though_a_helper_comes_at_once(worker, helper):
+    """The heir of a lost helper never had that result to send: it cannot promise it when it gives up."""
+    world = World()
+    world.start(shape=APART[2], policy="ps", first_round=0)
+    world.declare()
+    world.all_steps(seed=helper, without=-2)
+    world.hold_up(other=worker, one=None)
+    world.all_steps(seed=helper, without=-2)
+    world.die(number=helper, at_once=True)
+    world.go_on(Random(helper))
+    generations = world.table.job._generations
+    assert worker in [index for each in generations.lent.values() for index in each.lacking]
+    world.come(host="x", seed=helper, n_steps=10_000)
+    world.release()
+    world.teardown()
+    assert not world.table.job.over
