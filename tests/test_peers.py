@@ -11,7 +11,7 @@ from bpsfast import settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.orchestration.messages import NodeInfo, Welcome
+from bpsfast.orchestration.messages import NodeInfo, NotComing, Welcome
 
 #: Source ids, and what is behind them.
 HELPER, RANK = 3, 4
@@ -131,3 +131,17 @@ def test_a_word_that_is_there_but_was_not_read_counts(side, grace):
     here.control.word = lambda: here.peers.part_with(1)  # as Freeze does
     here.until_it_ends()
     assert not here.control.ends
+
+
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
+    here = side()
+    given_up = []
+    here.peers._peering = SimpleNamespace(forget=lambda index: None, give_up=lambda *call: given_up.append(call))
+    if is_lost_first:
+        here.lose()
+    here.peers.not_coming(NotComing(node=1))
+    here.lose()
+    here.until_it_ends()
+    assert not here.control.ends and [index for index, _ in given_up] == [1]
+    assert len(here.control.told) == is_lost_first, "the scheduler knows already"

@@ -91,8 +91,10 @@ class Peers:
     def not_coming(self, message: messages.NotComing) -> None:
         """Expect a node no more that was to come late."""
         assert self._peering is not None
+        self._parted.add(message.node)
         self._late.discard(message.node)
         self._peering.forget(message.node)
+        self._peering.give_up(message.node, "the job goes on without it")
 
     def take_in(self, index: int) -> None:
         """Let node *index*, which has come late, be a peer, if it is to be one of this node's, and is not yet."""
@@ -254,7 +256,7 @@ class Peers:
         link = self._node.vertex.links.get(index)
         if isinstance(link, shm.ShmLink):
             self._loop.forget(link.pidfd)
-        if index in self._lost_peers or index in self.farewells or self._node.ending:
+        if index in self._lost_peers | self._parted or index in self.farewells or self._node.ending:
             return
         self._lost_peers.add(index)
         host = self._nodes[index].host
