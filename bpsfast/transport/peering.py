@@ -396,6 +396,9 @@ class Peering:
             try:
                 self._objections[index] = self._without_rdma(peer, reason, exc)
             except ConfigError as error:
+                if index not in self._first:  # the job can do without who comes late
+                    log.warning("%s", error)
+                    return
                 self.error = self.error or error
                 self._tell_all()
 
