@@ -80,7 +80,8 @@ class Recovery:
         try:
             self._prepared = self._node.patiently(lambda: self._vertex.wiring.prepare_succession(message))
         except CapacityError as exc:
-            self._node.send(messages.PrepareFailed(generation=message.generation, reason=str(exc)))
+            self._node.send(messages.PrepareFailed(
+                generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
             return
         generation, succession = self._prepared
         self._plans.await_for(generation, lambda: succession.arrived)
