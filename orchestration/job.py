@@ -296,13 +296,13 @@ class Job:
             return self.abort(ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         self._unmeasured.remove(index)
         self._rates[index] = message.nic_rate_bytes
-        return self._all_measured()
+        return self._all_measured(now)
 
-    def _all_measured(self) -> Outgoing:
+    def _all_measured(self, now: float) -> Outgoing:
         if self._unmeasured:
             return []
         self._know()
-        return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._plan()
+        return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._take_in(now) + self._plan()
 
     # -- declaring ----------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Job:
         out = self._losses.lose(now, sender, error)
         if index in self._unmeasured:
             self._unmeasured.remove(index)
-            out = self._all_measured() + out  # what waits for it is planned after the commit
+            out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
     def _frozen(self, now: float, sender: bytes, message: m.Frozen) -> Outgoing:

@@ -111,6 +111,8 @@ class Joinings:
                 continue
             wanted = {*self._roster.workers, *([index] if coming.is_welcomed else [])}
             missing = wanted - (coming.linked if coming.is_welcomed else coming.expected)
+            if not missing:
+                continue  # it is taken in once the change or the measurement under way has ended
             names = "; ".join(map(self._roster.describe_node, sorted(missing)))
             found.append((self._roster.senders[index], StallError(
                 f"{self._roster.describe_node(index)} came to the running job, and within start_timeout_s = "
