@@ -21,7 +21,7 @@ class Control:
     """What a node's control loop is to its peers; `ends`: how `fail` was called; `word`: what is there to be read."""
 
     name = "node 0"
-    ending = False
+    ending = is_without_scheduler = False
 
     def __init__(self) -> None:
         self.vertex = SimpleNamespace(
@@ -137,7 +137,8 @@ def test_a_word_that_is_there_but_was_not_read_counts(side, grace):
 def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
     here = side()
     given_up = []
-    here.peers._peering = SimpleNamespace(forget=lambda index: None, give_up=lambda *call: given_up.append(call))
+    here.peers._peering = SimpleNamespace(
+        farewells=set(), forget=lambda index: None, give_up=lambda *call: given_up.append(call))
     if is_lost_first:
         here.lose()
     here.peers.not_coming(NotComing(node=1))
