@@ -9,7 +9,7 @@ from collections import deque
 from random import Random
 
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.ledger import Ledger
@@ -67,6 +67,7 @@ class Orphans(World):
             self.nodes[index].alive = False
         self.up[index] = deque(self.ledger(index).account() if self.nodes[index].alive else ())
 
+    @precondition(lambda self: not self.table.job.over)  # nobody dials after its end
     @rule()
     def lose_the_scheduler(self):
         self.table.job = Tenure(self.table.job._settings, self.table.now)
