@@ -72,7 +72,7 @@ class Member:
         self._formed: Formed | Refused | Over | None = None
         self._values: dict[str, str] = {}
         self._void: dict[int, str] = {}
-        self._newcomers = 0
+        self._newcomers = 0, 0  # (job, how many wait for it to let them in): what is read late is not of the next one
         atexit.register(self.close)  # before those of sessions, so that it runs after them
 
     def join(self) -> None:
@@ -104,7 +104,8 @@ class Member:
     def newcomers(self) -> int:
         """Return how many workers are known to wait for this rank's job to let them in."""
         self._listen(0.0)
-        return self._newcomers
+        job, count = self._newcomers
+        return count if job == self.job else 0
 
     def done(self) -> None:
         """Tell the muster that the training has ended on all ranks."""
@@ -119,7 +120,7 @@ class Member:
             atexit.unregister(self.close)
 
     def _await_job(self) -> Formed:
-        self._formed, self._newcomers = None, 0
+        self._formed = None
         self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state))
         begin_s = time.monotonic()
         while self._formed is None:
@@ -156,8 +157,8 @@ class Member:
                     self._values[message.key] = message.value
                 case Void():
                     self._void = {message.job: message.reason}
-                case Newcomers() if message.job == self.job:
-                    self._newcomers = message.count
+                case Newcomers():
+                    self._newcomers = message.job, message.count
 
     # -- the store of a job ----------------------------------------------------------------------------------------
 
