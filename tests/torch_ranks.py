@@ -15,6 +15,7 @@ import datetime
 import inspect
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ class Processes(Job):
         self.is_spoilt = False
         self._pipes = []
         self._attached = False
+        self._port = socket.socket()  # nobody listens there: it has the place of a job's
         self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-torch-")
         self._numbers = itertools.count()
         for rank in range(n):
