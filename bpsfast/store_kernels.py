@@ -9,6 +9,7 @@ The C signature of every kernel (`pyx/store.h`)::
     READ      values = weights
     SET       weights = values
     ADD       weights += values
+    SHARE     weights += values / learning_rate, a number of workers
     NESTEROV  momentum = mu * momentum + values;  weights -= learning_rate * (values + mu * momentum)
 
 NESTEROV is what ``torch.optim.SGD(nesterov=True)`` does, every operation rounded by itself; the two factors are rounded
@@ -27,7 +28,7 @@ from . import kernels
 from .dtypes import lookup
 from .orchestration.errors import UnsupportedError
 
-READ, SET, ADD, NESTEROV = range(4)
+READ, SET, ADD, NESTEROV, SHARE = range(5)
 
 _lock = threading.Lock()
 #: wire dtype -> numba cfunc: owns the machine code for the life of the process

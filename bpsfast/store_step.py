@@ -13,7 +13,7 @@ from . import element, vector_sum
 from .compression import elements
 from .compression.elements import Elements, name_of, pointer_to
 from .element import F32, I64
-from .store_kernels import ADD, NESTEROV, READ, SET
+from .store_kernels import ADD, NESTEROV, READ, SET, SHARE
 
 
 def compile_kernel(name: str, cache: bool) -> Any:
@@ -45,7 +45,8 @@ def _step(typing, values, weights, momentum, n_elements, what, learning_rate, mu
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         step = _Step(builder, name, args)
-        for number, emit in ((READ, step.read), (SET, step.set), (ADD, step.add), (NESTEROV, step.nesterov)):
+        for number, emit in ((READ, step.read), (SET, step.set), (ADD, step.add), (NESTEROV, step.nesterov),
+                             (SHARE, step.share)):
             with builder.if_then(builder.icmp_signed("==", args[4], I64(number))):
                 step.elements.each(args[3], emit)
         return context.get_dummy_value()
@@ -82,6 +83,12 @@ class _Step:
     def add(self, index: ir.Value, n_lanes: int) -> None:
         """Add to the weights."""
         total = self.b.fadd(self._kept(self.weights, index, n_lanes), self._values(index, n_lanes))
+        self.elements.store(total, self.weights, self.wide, index, n_lanes)
+
+    def share(self, index: ir.Value, n_lanes: int) -> None:
+        """Add one of several equal parts of the values to the weights."""
+        part = self.b.fdiv(self._values(index, n_lanes), self.element.splat(self.rate, n_lanes))
+        total = self.b.fadd(self._kept(self.weights, index, n_lanes), part)
         self.elements.store(total, self.weights, self.wide, index, n_lanes)
 
     def nesterov(self, index: ir.Value, n_lanes: int) -> None:

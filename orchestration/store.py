@@ -28,6 +28,9 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `learning_rate` and `momentum`. `worker`: who pushes together, the whole "job", each "node" for its ranks, or each
     "rank"; different workers do not wait for each other. But no answer is given before every other worker's push
     `staleness` rounds before was applied (-1: whenever that is).
+
+    With `backups` >= 0 workers step together, but wait for all but so many (`pyx/backups.h`): the weights move by the
+    mean of what came first.
     """
 
     rule: Rule = "add"
@@ -35,6 +38,7 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     learning_rate: float = 1.0
     momentum: float = 0.0
     staleness: int = -1
+    backups: int = -1
 
 
 def check(store: StoreSpec) -> None:
@@ -49,6 +53,12 @@ def check(store: StoreSpec) -> None:
                           "first is above 0, the second at least 0 and below 1")
     if store.staleness < -1:
         raise ConfigError(f"a store with staleness={store.staleness}: it is a number of rounds, or -1 for any")
+    if store.backups < -1:
+        raise ConfigError(f"a store with backups={store.backups}: it is a number of workers, or -1 for no common steps")
+    if store.backups >= 0 and (store.rule != "add" or store.worker == "job" or store.staleness >= 0):
+        raise ConfigError(f"a store with backups={store.backups}, rule {store.rule!r}, for each {store.worker}, and "
+                          f"staleness={store.staleness}: backups are nodes or ranks whose changes are averaged "
+                          "('add'), and each answer is the newest version: leave staleness away")
 
 
 def has_momentum(store: StoreSpec) -> bool:

@@ -79,7 +79,7 @@ struct bps_core {
     struct bps_events events;
     struct bps_lag *local_lags; /* by source: ranks of this machine among each other */
     struct bps_lag *owner_lags; /* by source: all inputs of units whose first partition is owned here */
-    uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, allocations;
+    uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, left_out, allocations;
 };
 
 /* End the job: ranks raise what the reason, "Class: text" with its NUL, says. The first one stays. Any thread. */
@@ -309,7 +309,7 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     } else if (what == BPS_COMPLETE) {
         if (part->unit_offset == 0) {
             bps_count_lags(part->inputs + part->n_before, part->n_local, core->local_lags);
-            if (part->owned)
+            if (part->owned && !part->is_backed) /* such workers are late compared with each other: backups.h */
                 bps_count_lags(part->inputs, part->n_inputs, core->owner_lags);
         }
         if (core->fifo)

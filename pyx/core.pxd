@@ -99,7 +99,7 @@ cdef extern from "core.h" nogil:
         bps_events events
         bps_lag *local_lags
         bps_lag *owner_lags
-        uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, allocations
+        uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, left_out, allocations
     void bps_abort(bps_core *, const char *, size_t)
 
 cdef extern from "arrivals.h" nogil:
@@ -112,7 +112,7 @@ cdef extern from "store.h" nogil:
         bps_store_kernel kernel
         void *weights
         double learning_rate, mu
-        int64_t staleness
+        int64_t staleness, backups
         uint32_t n_parts
     bps_weight_store *bps_store_make(uint32_t, void *, uint64_t)
     void bps_store_free(bps_weight_store *)

@@ -174,15 +174,18 @@ cdef class Engine:
 
     @staticmethod
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
-                   uint64_t momentum_nbytes=0, double learning_rate=1.0, double mu=0.0, int64_t staleness=-1):
+                   uint64_t momentum_nbytes=0, double learning_rate=1.0, double mu=0.0, int64_t staleness=-1,
+                   int64_t backups=-1):
         """Return what *n_parts* parts, one of each worker, are to be added with: pushes are applied to a store (`store.h`).
 
         *kernel* is that of `store_kernels`; *weights* and *momentum* (0: pushes are added) are the store's memory,
-        which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`.
+        which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`. *backups* >= 0:
+        workers step together, but for so many (`backups.h`).
         """
         cdef bps_weight_store *store = _store(n_parts, <void *>momentum, momentum_nbytes)
         store.kernel, store.weights = <bps_store_kernel>kernel, <void *>weights
-        store.learning_rate, store.mu, store.staleness = learning_rate, mu, staleness
+        store.learning_rate, store.mu = learning_rate, mu
+        store.staleness, store.backups = staleness, backups
         return <uintptr_t>store
 
     @staticmethod

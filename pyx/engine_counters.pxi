@@ -3,13 +3,14 @@
 
 cdef dict _counters(bps_core *core):
     """See `Engine.counters`."""
-    cdef uint64_t sums, summed, published, published_nbytes, forwarded, stale, allocations
+    cdef uint64_t sums, summed, published, published_nbytes, forwarded, stale, left_out, allocations
     pthread_mutex_lock(&core.lock)
     sums, summed, published, published_nbytes = core.sums, core.bytes_summed, core.published, core.published_nbytes
-    forwarded, stale, allocations = core.forwarded, core.stale, core.allocations
+    forwarded, stale, left_out, allocations = core.forwarded, core.stale, core.left_out, core.allocations
     pthread_mutex_unlock(&core.lock)
     return {"sums": sums, "bytes_summed": summed, "published": published, "published_bytes": published_nbytes,
-            "forwarded": forwarded, "stale": stale, "allocations": allocations + bps_counted(&core.events.grown),
+            "forwarded": forwarded, "stale": stale, "left_out": left_out,
+            "allocations": allocations + bps_counted(&core.events.grown),
             "trace_dropped": max(0, <int64_t>bps_counted(&core.trace.used) - <int64_t>core.trace.capacity)
             if core.trace.records else 0}
 

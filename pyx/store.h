@@ -11,7 +11,7 @@
  * r - staleness was applied. An answer is copied once that is so, so it has all of them: bounded staleness as in
  * stale-synchronous parallel training (Ho et al., NIPS 2013).
  *
- * A store with momentum has one worker, whose rounds are answered at once.
+ * A store with momentum has one worker, whose rounds are answered at once. One with backups: see `backups.h`.
  *
  * The lists are under the engine's lock, the memory under the store's own, which is held around kernels only.
  */
@@ -21,7 +21,7 @@
 #include "core.h"
 
 /* What a kernel does, see `bpsfast/store_kernels.py`. */
-enum { BPS_STORE_READ = 0, BPS_STORE_SET = 1, BPS_STORE_ADD = 2, BPS_STORE_NESTEROV = 3 };
+enum { BPS_STORE_READ = 0, BPS_STORE_SET = 1, BPS_STORE_ADD = 2, BPS_STORE_NESTEROV = 3, BPS_STORE_SHARE = 4 };
 
 typedef void (*bps_store_kernel)(void *values, void *weights, void *momentum, int64_t n_elements, int64_t what,
                                  double learning_rate, double mu);
@@ -32,8 +32,14 @@ struct bps_weight_store {
     void *weights, *momentum; /* not its own; momentum NULL: pushes are added */
     double learning_rate, mu;
     int64_t staleness; /* in rounds; negative: any */
+    int64_t backups;   /* workers that nobody waits for; negative: there are no versions (backups.h), every push counts */
+    uint32_t version, n_taken; /* of the weights; and the pushes that the next one has so far */
+    int is_stepping;           /* the next version is made, or a part is queued to do so */
+    uint64_t begun_ns;         /* when the first push for the next version had come, */
+    uint64_t last_begun_ns;    /* and for the last one */
     int is_set;
     uint32_t n_parts;
+    uint32_t *taken;  /* room for as many, for who makes a version */
     uint32_t parts[]; /* the workers' */
 };
 
@@ -41,9 +47,10 @@ struct bps_weight_store {
 static inline struct bps_weight_store *bps_store_make(uint32_t n_parts, void *momentum, uint64_t momentum_nbytes)
 {
     struct bps_weight_store *store =
-        (struct bps_weight_store *)calloc(1, sizeof *store + n_parts * sizeof store->parts[0]);
+        (struct bps_weight_store *)calloc(1, sizeof *store + 2 * n_parts * sizeof store->parts[0]);
     if (store == NULL)
         return NULL;
+    store->taken = store->parts + n_parts;
     pthread_mutex_init(&store->lock, NULL);
     store->momentum = momentum;
     if (momentum != NULL)
@@ -60,9 +67,18 @@ static inline void bps_store_free(struct bps_weight_store *store)
     free(store);
 }
 
+/* Whether the next version has as many pushes as it is made of. */
+static inline int bps_store_is_quorum(const struct bps_weight_store *store)
+{
+    int64_t wanted = (int64_t)store->n_parts - store->backups;
+    return store->n_taken != 0 && store->n_taken >= (wanted > 1 ? wanted : 1);
+}
+
 /* Whether another worker's part keeps the answer to `round` back. */
 static inline int bps_store_is_behind(const struct bps_weight_store *store, const struct bps_part *other, uint32_t round)
 {
+    if (store->backups >= 0 && store->is_set)
+        return !other->is_taken;
     return store->is_set ? store->staleness >= 0 && (int32_t)(round - other->applied) > store->staleness
                          : other->n_applied == 0;
 }
@@ -71,6 +87,8 @@ static inline int bps_store_is_behind(const struct bps_weight_store *store, cons
 static inline int bps_store_answers(const struct bps_core *core, uint32_t index)
 {
     const struct bps_weight_store *store = core->parts[index].store;
+    if (store->backups >= 0)
+        return store->is_set && !store->is_stepping && (!core->parts[index].is_taken || bps_store_is_quorum(store));
     for (uint32_t i = 0; store->is_set && store->staleness >= 0 && i < store->n_parts; i++)
         if (store->parts[i] != index
             && bps_store_is_behind(store, &core->parts[store->parts[i]], core->parts[index].round + 1))
@@ -78,30 +96,30 @@ static inline int bps_store_answers(const struct bps_core *core, uint32_t index)
     return store->is_set;
 }
 
-/* Queue the answers that may be given now; whether there is any. */
-static inline int bps_store_release(struct bps_core *core, struct bps_weight_store *store)
+/* Queue the answers that may be given now; of those that come with a version, the part that makes it. */
+static inline void bps_store_release(struct bps_core *core, struct bps_weight_store *store)
 {
-    int any = 0;
     for (uint32_t i = 0; i < store->n_parts; i++) {
         uint32_t index = store->parts[i];
         if (core->parts[index].held && bps_store_answers(core, index)) {
             core->parts[index].held = 0;
+            store->is_stepping |= core->parts[index].is_taken;
             bps_heap_push(&core->heap, core->parts, index);
-            any = 1;
         }
     }
-    return any;
 }
 
 /* A part of which nothing is under way goes: nobody waits for its worker any more. The last one takes the store along. */
 static inline void bps_store_leave(struct bps_core *core, uint32_t index)
 {
     struct bps_weight_store *store = core->parts[index].store;
+    uint32_t kept = 0;
     if (store == NULL)
         return;
-    for (uint32_t i = 0; i < store->n_parts; i++)
-        if (store->parts[i] == index)
-            store->parts[i--] = store->parts[--store->n_parts];
+    for (uint32_t i = 0, n = store->n_parts; i < n; i++) /* the others keep their order: sums are made in it */
+        if (store->parts[i] != index)
+            store->parts[kept++] = store->parts[i];
+    store->n_parts = kept;
     core->parts[index].store = NULL;
     if (store->n_parts == 0)
         bps_store_free(store);
@@ -145,8 +163,37 @@ static inline void bps_store_step(struct bps_core *core, int thread, uint32_t in
         store->kernel(values, reads_momentum ? store->momentum : store->weights, NULL, (int64_t)part->n_elements,
                       BPS_STORE_READ, 0.0, 0.0);
         bps_record_add(&core->trace, BPS_ANSWER, thread, index, round, part->nbytes, begin_ns, bps_now_ns());
+        part->seen = store->version;
     }
     pthread_mutex_unlock(&store->lock);
+}
+
+/* Sum the inputs of a complete part into its output, divided by `divisor`; how many there were, or -1 if one is not
+ * mapped: the part is parked. Called with the lock held, and by whom the engine knows to be running; drops it meanwhile. */
+static inline int bps_store_sum(struct bps_core *core, struct bps_worker *worker, uint32_t index, int64_t divisor)
+{
+    struct bps_part *part = &core->parts[index];
+    uint32_t round = part->round + 1;
+    void **in = worker->pointers;
+    int before = bps_collect(core, part, in, 0, part->n_before, part->nbytes, 0);
+    int local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
+    int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, part->nbytes, local);
+    if (total < 0) {
+        bps_park(core, index);
+        return total;
+    }
+    pthread_mutex_unlock(&core->lock);
+    uint64_t begin_ns = bps_now_ns();
+    if (total != 0)
+        part->kernel((void *)part->outputs[round & 1], in, before, local - before, total - local,
+                     (int64_t)part->n_elements, divisor, 0);
+    bps_record_add(&core->trace, BPS_QUEUE, worker->index, index, round, part->nbytes, part->complete_ns, begin_ns);
+    bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, (uint64_t)total * part->nbytes, begin_ns,
+                   bps_now_ns());
+    pthread_mutex_lock(&core->lock);
+    core->sums++;
+    core->bytes_summed += (uint64_t)total * part->nbytes;
+    return total;
 }
 
 /* Sum a complete part with a store, apply the sum, answer: now, or once that is allowed. As `bps_run_part`. */
@@ -155,34 +202,18 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
     struct bps_part *part = &core->parts[index];
     struct bps_weight_store *store = part->store;
     uint32_t round = part->round + 1, *word = NULL;
-    void *output = (void *)part->outputs[round & 1], **in = worker->pointers;
-    int is_applied = part->applied == round, before = 0, local = 0, total = 0;
+    int is_applied = part->applied == round, total = 0;
     int nth = part->n_applied + (!is_applied && part->n_applied < 3);
-    if (!is_applied) {
-        before = bps_collect(core, part, in, 0, part->n_before, part->nbytes, 0);
-        local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
-        total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, part->nbytes, local);
-    }
-    if (total < 0) {
-        bps_park(core, index);
+    int sets = nth == 1 || (nth == 2 && store->momentum != NULL);
+    core->running++;
+    if (!is_applied && (total = bps_store_sum(core, worker, index, sets ? 1 : part->divisor)) < 0) {
+        bps_ran(core, NULL);
         return;
     }
-    int answers = bps_store_answers(core, index), sets = nth == 1 || (nth == 2 && store->momentum != NULL);
-    core->running++;
+    int answers = bps_store_answers(core, index);
     pthread_mutex_unlock(&core->lock);
-    uint64_t begin_ns = bps_now_ns();
-    if (total != 0)
-        part->kernel(output, in, before, local - before, total - local, (int64_t)part->n_elements,
-                     sets ? 1 : part->divisor, 0);
-    if (!is_applied) {
-        bps_record_add(&core->trace, BPS_QUEUE, worker->index, index, round, part->nbytes, part->complete_ns, begin_ns);
-        bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, (uint64_t)total * part->nbytes, begin_ns,
-                       bps_now_ns());
-    }
-    bps_store_step(core, worker->index, index, round, nth, output, total != 0, answers);
+    bps_store_step(core, worker->index, index, round, nth, (void *)part->outputs[round & 1], total != 0, answers);
     pthread_mutex_lock(&core->lock);
-    core->sums += !is_applied;
-    core->bytes_summed += (uint64_t)total * part->nbytes;
     part->applied = round;
     part->n_applied = (uint8_t)nth;
     store->is_set |= total != 0;

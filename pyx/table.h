@@ -24,8 +24,10 @@ static inline int bps_table_put(struct bps_core *core, uint32_t index, struct bp
     pthread_mutex_lock(&core->lock);
     int is_free = core->parts[index].inputs == NULL;
     if (is_free) {
-        if (fresh->store != NULL)
+        if (fresh->store != NULL) {
+            fresh->is_backed = fresh->store->backups >= 0;
             bps_store_join(fresh->store, index);
+        }
         fresh->generation = core->generation + 1;
         core->parts[index] = *fresh;
         bps_store(bps_board_word(core->board, index), fresh->round);

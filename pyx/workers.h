@@ -6,7 +6,7 @@
 
 #include <stdio.h>
 
-#include "store.h"
+#include "backups.h"
 
 /* A compressed part could not be computed for a reason of our own: nobody will ever get it. Ranks here read why on the
  * board; the node is told too, for all others. */
@@ -57,7 +57,11 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
 {
     struct bps_part *part = &core->parts[index];
     if (part->store != NULL) {
-        bps_run_store(core, worker, index);
+        int is_first = part->n_applied == 0 || (part->n_applied == 1 && part->applied == part->round + 1);
+        if (part->is_backed && !is_first)
+            bps_run_backups(core, worker, index);
+        else
+            bps_run_store(core, worker, index);
         return;
     }
     if (part->codec != NULL)

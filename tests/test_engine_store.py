@@ -12,50 +12,9 @@ from bpsfast import store_kernels
 from bpsfast.dtypes import TABLE
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx.engine import Engine
-from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.port import DONE, TIMED_OUT
-from tests.vertex import PART, N, Vertex
-
-MOST = 4  # workers
-
-
-class Owner:
-    """A vertex whose ranks are workers, each with a part of its own (its number), that share a store."""
-
-    def __init__(self, n_threads=2):
-        self.vertex = Vertex(n_ranks=MOST, n_parts=MOST, n_threads=n_threads)
-        self.memory = Segment(2 * PART)
-        self.rounds = []
-
-    def open(self, n, *, momentum=False, **options):
-        v = self.vertex
-        store = Engine.make_store(
-            n, kernel=store_kernels.address("float32"), weights=self.memory.address,
-            momentum=self.memory.address + PART if momentum else 0, momentum_nbytes=PART if momentum else 0, **options)
-        for part in range(n):
-            v.own(part, local=[v.ranks[part]], store=store)
-        v.commit()
-        self.rounds = [0] * n
-
-    def push(self, worker, values=None):
-        self.rounds[worker] += 1
-        if values is not None:
-            self.vertex.input(worker)[worker] = values
-        self.vertex.ports[worker].submit(worker, 1, self.rounds[worker], 0, worker * PART, empty=values is None)
-
-    def answered(self, worker):
-        return self.vertex.ports[worker].done(worker, 1, self.rounds[worker])
-
-    def answer(self, worker, timeout_s=20.0):
-        assert self.vertex.ports[worker].wait(worker, 1, self.rounds[worker], timeout_s) == DONE
-        return self.vertex.output(self.rounds[worker])[worker].copy()
-
-    def push_pull(self, worker, values=None):
-        self.push(worker, values)
-        return self.answer(worker)
-
-    def retire(self, workers):
-        self.vertex.engine.retire(workers)
+from bpsfast.pyx.port import TIMED_OUT
+from tests.store_owner import MOST, Owner
+from tests.vertex import N
 
 
 @pytest.fixture
@@ -225,12 +184,15 @@ def test_kernels(name, n):
     weights, momentum = np.zeros((2, n), wide)
     wanted, moved = np.zeros((2, n), wide)
     rate, mu = wide.type(0.7), wide.type(0.9)
-    for what in itertools.chain(*[(store_kernels.SET, store_kernels.ADD, store_kernels.NESTEROV)] * 3):
+    for what in itertools.chain(*[(store_kernels.SET, store_kernels.ADD, store_kernels.NESTEROV,
+                                    store_kernels.SHARE)] * 3):
         values = rng.standard_normal(n).astype(wire)
         given_, x = values.copy(), values.astype(wide)
         if what == store_kernels.NESTEROV:
             moved = mu * moved + x
             wanted = wanted - rate * (x + mu * moved)
+        elif what == store_kernels.SHARE:
+            wanted = wanted + x / rate
         else:
             wanted = x if what == store_kernels.SET else wanted + x
         step(values.ctypes.data, weights.ctypes.data, momentum.ctypes.data, n, what, 0.7, 0.9)

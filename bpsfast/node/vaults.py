@@ -56,7 +56,8 @@ class Vaults:
         try:
             handle = self._engine.make_store(
                 unit.n_workers, kernel=kernel, weights=place.address, momentum=place.address + half if half else 0,
-                momentum_nbytes=half, learning_rate=spec.learning_rate, mu=spec.momentum, staleness=spec.staleness)
+                momentum_nbytes=half, learning_rate=spec.learning_rate, mu=spec.momentum, staleness=spec.staleness,
+                backups=spec.backups)
         except BaseException:
             self._arena.release(place, nbytes)
             raise
