@@ -118,6 +118,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                            "changes of weights instead of gradients", agree=True)] = False
     async_staleness: Annotated[int, _about("steps that the slowest machine may then be behind the others; -1: any",
                                            "steps", agree=True, ge=-1)] = -1
+    async_backups: Annotated[int, _about("machines that the others do not wait for: those step together, and late "
+                                         "changes are left out; -1: no common steps", agree=True, ge=-1)] = -1
 
     # tuning while the job trains
     autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "

@@ -83,7 +83,7 @@ _MEMBERS = members_of(_AsyncOptimizer, "step", "synchronize", "state_dict", "loa
 
 def AsyncOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]], *,
-    worker: Worker = "node", staleness: int | None = None, root_rank: int = 0,
+    worker: Worker = "node", staleness: int | None = None, backups: int | None = None, root_rank: int = 0,
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that trains asynchronously: no step waits for another worker's.
 
@@ -94,8 +94,9 @@ def AsyncOptimizer(
     ----------
     named_parameters
         (name, parameter) of at least all parameters of the optimizer, in forward order.
-    worker, staleness
-        As `AsyncWeights`: ranks of one node add their changes up, and so take their steps together.
+    worker, staleness, backups
+        As `AsyncWeights`: ranks of one node add their changes up (with *backups*: average them), and so take their
+        steps together.
 
     Raises
     ------
@@ -108,7 +109,7 @@ def AsyncOptimizer(
     wrapped = derive(optimizer, _MEMBERS)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,
-                                    staleness=staleness, root_rank=root_rank)
+                                    staleness=staleness, backups=backups, root_rank=root_rank)
     _take(wrapped._weights, named)
     return wrapped  # type: ignore[no-any-return]
 

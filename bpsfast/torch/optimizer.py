@@ -218,7 +218,8 @@ def DistributedOptimizer(
             raise UnsupportedError("BPSFAST_ASYNC_TRAINING (BYTEPS_ENABLE_ASYNC) goes with neither cross_barrier nor "
                                    "compression: no gradients travel")
         staleness = None if settings.async_staleness < 0 else settings.async_staleness
-        return AsyncOptimizer(optimizer, named, staleness=staleness)
+        backups = None if settings.async_backups < 0 else settings.async_backups
+        return AsyncOptimizer(optimizer, named, staleness=staleness, backups=backups)
     exchanges = bool(named) and (process.size() > 1 or has_momentum(compression, named))
     crosses = exchanges and cross_barrier
     wrapped = wrap(optimizer, _CROSSING if crosses else _STEPPING, backward_passes_per_step)

@@ -14,6 +14,7 @@ import numpy as np
 from ..orchestration.errors import ClosedError, ConfigError, MismatchError
 from ..orchestration.store import StoreSpec, Worker, check
 from . import current as process
+from .session import Session
 from .stored_tensor import StoredTensor
 from .tensor_input import tensor_input
 
@@ -35,6 +36,12 @@ class AsyncWeights:
     staleness
         An answer waits until the changes of all other workers up to so many rounds before are in it; 0: those of the
         same round, and of a faster worker maybe the next one's. None: it never waits.
+    backups
+        Workers step together, but nobody waits for so many of them (Chen et al., 2016): the weights move by the mean of
+        the changes that came first of those that were computed on the newest version, a worker's change being the mean
+        of its ranks'. Who comes later has no part in that step, gets the newest weights, and is counted as late
+        (`stats(job=True)`; the node's counter `engine_left_out`). Chosen for each partition. 0: all are waited for.
+        None: there are no common steps.
     prefix
         Put before each name on the wire, where names are the job's.
 
@@ -49,11 +56,12 @@ class AsyncWeights:
     """
 
     def __init__(self, weights: Mapping[str, Any], *, worker: Worker = "node", staleness: int | None = None,
-                 root_rank: int = 0, prefix: str = "AsyncParam.") -> None:
+                 backups: int | None = None, root_rank: int = 0, prefix: str = "AsyncParam.") -> None:
         if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
             raise ConfigError(f"staleness={staleness!r}: it is a number of rounds, or None for any")
         self._session = process.current()
-        self._spec = StoreSpec(worker=worker, staleness=-1 if staleness is None else staleness)
+        self._spec = StoreSpec(worker=worker, staleness=-1 if staleness is None else staleness,
+                               backups=_checked(backups, worker, self._session))
         check(self._spec)
         self._root = root_rank
         self._prefix = prefix
@@ -63,7 +71,8 @@ class AsyncWeights:
         self._seed(weights)
 
     def _declare(self) -> dict[str, StoredTensor]:
-        return {name: StoredTensor(self._prefix + name, shape, dtype, self._spec, priority=-place)
+        return {name: StoredTensor(self._prefix + name, shape, dtype, self._spec, average=self._spec.backups >= 0,
+                                   priority=-place)
                 for place, (name, (shape, dtype)) in enumerate(self._kinds.items())}
 
     def _seed(self, weights: Mapping[str, Any]) -> None:
@@ -163,6 +172,17 @@ class AsyncWeights:
             shown = ", ".join(list(self._stored)[:8])
             raise MismatchError(f"there are no weights {name!r}; the names are {shown}, ...")
         return self._stored[name]
+
+
+def _checked(backups: int | None, worker: Worker, session: Session) -> int:
+    """Return the backups of a store; raises `ConfigError` if there are not that many workers to spare."""
+    if backups is None:
+        return -1
+    n_workers = session.size if worker == "rank" else session.n_nodes
+    if not isinstance(backups, int) or not 0 <= backups < n_workers:
+        raise ConfigError(f"backups={backups!r}, but there are {n_workers} workers (worker={worker!r}), one of which "
+                          "has to be waited for; or None for no common steps")
+    return backups
 
 
 def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
