@@ -127,6 +127,22 @@ def test_a_commit_leaves_a_version_that_waits_as_it_is(owner):
     assert elements(owner.answer(0), 2) == elements(owner.answer(1), 2) == (6, 6)
 
 
+def test_who_comes_while_a_version_is_about_to_be_made_is_answered_with_it():
+    owner = Owner(n_threads=1)
+    begin(owner, 4, backups=1)
+    push(owner, 2)
+    push(owner, 3)
+    assert owner.vertex.ports[3].wait(3, 1, 2, 0.1) == TIMED_OUT
+    owner.vertex.engine.freeze(5)
+    owner.retire([1])  # two are enough now
+    push(owner, 0)  # more urgent than the part that makes the version
+    owner.vertex.commit()
+    for worker in (2, 3, 0):
+        assert elements(owner.answer(worker), 4) == (0, 0, 6, 6)
+    assert owner.vertex.engine.counters()["left_out"] == 1
+    owner.vertex.close()
+
+
 def test_more_backups_than_workers_is_one_push_a_version(owner):
     begin(owner, 2, backups=7)
     push(owner, 0)
