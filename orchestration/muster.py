@@ -98,7 +98,7 @@ class Muster:
         if has_state:
             self._with_state.add(member)
             self._has_begun = True
-        if self._has_seat(member):
+        if self.has_seat(member):
             self.is_running = False
         if self._began_s is None and not self.is_running:
             self._began_s = now_s
@@ -108,7 +108,7 @@ class Muster:
         self._come.pop(member, None)
         self._with_state.discard(member)
         self._instead = {seat: other for seat, other in self._instead.items() if other != member}
-        if self._has_seat(member):
+        if self.has_seat(member):
             self._lost[member] = how
             self.is_running = False
             self._began_s = now_s
@@ -116,7 +116,7 @@ class Muster:
     def left(self, member: int) -> None:
         """*member*'s process has ended well: nobody waits for it."""
         self._come.pop(member, None)
-        if self._has_seat(member):
+        if self.has_seat(member):
             self._left.add(member)
 
     def done(self) -> None:
@@ -131,6 +131,10 @@ class Muster:
 
     # -- what follows ----------------------------------------------------------------------------------------------
 
+    def has_seat(self, member: int) -> bool:
+        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        return any(seat.member == member for seat in self.seats)
+
     @property
     def waiting(self) -> tuple[int, ...]:
         """Those who have come and have no job."""
@@ -140,7 +144,7 @@ class Muster:
     def newcomers(self) -> tuple[int, ...]:
         """Those who have come, had no seat in the last job, and were not started for one of it; as many as may join."""
         meant = set(self._instead.values())
-        found = [member for member in self.waiting if not self._has_seat(member) and member not in meant]
+        found = [member for member in self.waiting if not self.has_seat(member) and member not in meant]
         return tuple(found[: max(0, self.rules.max_ranks - len(self._places()))])
 
     @property
@@ -215,7 +219,7 @@ class Muster:
 
     def _places(self) -> list[int | None]:
         """Return who takes each seat that is not given up; None: nobody has come who could."""
-        spare = [member for member in self.waiting if not self._has_seat(member)
+        spare = [member for member in self.waiting if not self.has_seat(member)
                  and member not in self._instead.values()]
         places: list[int | None] = []
         for member, _ in self.seats:
@@ -239,9 +243,6 @@ class Muster:
 
     def _survivors(self) -> list[Seat]:
         return [seat for seat in self.seats if seat.member not in self._lost and seat.member not in self._left]
-
-    def _has_seat(self, member: int) -> bool:
-        return any(seat.member == member for seat in self.seats)
 
     def _losses(self) -> str:
         if not self._lost:

@@ -12,6 +12,7 @@ import pytest
 from bpsfast import settings
 from bpsfast.launch import elastic_job
 from bpsfast.launch.job import Shape
+from bpsfast.launch.muster_service import MusterService
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.muster import Rules
 
@@ -136,6 +137,28 @@ def test_a_worker_without_a_key_says_who_starts_workers():
                           timeout=60, check=False, env=environ)
     assert done.returncode == 1
     assert "ConfigError: BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not" in done.stderr
+
+
+@pytest.mark.parametrize(("program", "out"), [
+    ("import bpsfast; bpsfast.init(); print('trains')", ""),
+    ("import bpsfast, bpsfast.torch as bps\nbps.basics._suspended = []\n"
+     "from bpsfast.elastic.member import enlist\nfrom bpsfast.settings import load\nenlist(load({}))\n"
+     "bps.resume(1, 0, 0); print('trains')", ""),
+    ("import bpsfast, bpsfast.elastic as e\ntry: bpsfast.init()\n"
+     "except Exception: print('no error')\nexcept e.TrainingOver as over: print(over)",
+     "the training has ended without this worker, which came too late\n")])
+def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
+    key = "ab" * 16
+    service = MusterService(Rules(max_ranks=1), [0], bytes.fromhex(key), "127.0.0.1")
+    try:
+        service._muster.done()
+        service.start()
+        environ = {**os.environ, "BPSFAST_MUSTER": service.address, "BPSFAST_JOB_KEY": key, "BPSFAST_MEMBER": "1"}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
+                              env=environ)
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
+    finally:
+        service.close()
 
 
 def test_a_muster_that_does_not_answer_is_named():

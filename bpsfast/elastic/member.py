@@ -43,8 +43,17 @@ _LOOK_S = 0.5
 _MOST_TRIES = 3
 
 
-class TrainingOver(Exception):
-    """The muster says that the training has ended: nobody waits for this worker."""
+class TrainingOver(SystemExit):
+    """The training has ended without this worker, which has come too late: nobody waits for it, and nothing failed.
+
+    Where nobody catches it the program ends, with exit code 0, and without a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def __str__(self) -> str:
+        return "the training has ended without this worker, which came too late"
 
 
 class Member:
@@ -132,7 +141,7 @@ class Member:
                                  "key another one?")
         found = self._formed
         if isinstance(found, Over):
-            raise TrainingOver
+            raise TrainingOver()
         if isinstance(found, Refused):
             kind = getattr(errors, found.error, None)
             is_ours = isinstance(kind, type) and issubclass(kind, BpsError)

@@ -40,6 +40,8 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     ------
     PeerLostError, StallError
         No next job can be formed; the text says who is missing, or "no quorum".
+    TrainingOver
+        The training has ended meanwhile, without this worker: a SystemExit, of code 0. Also from `bpsfast.init`.
     """
     @functools.wraps(train)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> _Result:
@@ -81,11 +83,11 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
             return returned[0]
         try:
             member.join()
-        except TrainingOver:
+        except TrainingOver as over:
             if returned:  # another rank knows already that all have come to the end
                 return returned[0]
-            _log.warning("the training has ended without this worker, which came too late")
-            raise SystemExit(0) from None
+            _log.warning("%s", over)
+            raise
         if returned:
             state.restore()
         is_further = True

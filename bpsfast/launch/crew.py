@@ -65,11 +65,12 @@ class Crew:
     def has_ended(self, process: Process) -> bool:
         """Hear that *process* has ended; return whether the job goes on without it.
 
-        It does without one that was killed before the training was over. An error of its own ends the job.
+        It does without one that was killed before the training was over. An error of its own ends the job. Once the
+        training is over nobody asks how a worker ends that had no part in the last job.
         """
         member = member_of(process.command)
         self._running.discard(member)
-        if process.code == 0:
+        if process.code == 0 or self.is_superfluous(process):
             self._service.left(member)
         elif (process.code or 0) < 0 and self._goes_on and not self._service.is_over:
             self._service.ended(member, process.end_in_words())
@@ -77,6 +78,10 @@ class Crew:
             self.give_up(f"{process.command.name} {process.end_in_words()}")
             return False
         return True
+
+    def is_superfluous(self, process: Process) -> bool:
+        """Whether the training has ended without *process*: it came too late, or has yet to come."""
+        return self._service.is_over and not self._service.has_seat(member_of(process.command))
 
     def give_up(self, reason: str) -> None:
         """Let those who wait for a next job hear that there is none."""

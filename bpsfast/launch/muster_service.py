@@ -145,6 +145,10 @@ class MusterService:
         """Whether the training has ended on all ranks."""
         return self._muster.is_over
 
+    def has_seat(self, member: int) -> bool:
+        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        return self._muster.has_seat(member)
+
     def close(self) -> None:
         """End the thread; what was said to workers is sent, for a second at most."""
         self._closing = True
