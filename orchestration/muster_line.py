@@ -9,9 +9,12 @@ import msgspec
 
 from .turn_line import FollowerLine as FollowerLine, Hello as Hello, LeaderLine as LeaderLine
 
-#: What a stored value may have at most, and how many a job's members may store: a member cannot fill the launcher.
-MOST_VALUE_NBYTES = 1 << 16
-MOST_VALUES = 1 << 16
+#: What a job's members may store in all, and one value with its key; keys that are awaited, and their characters: a
+#: member cannot fill the launcher.
+MOST_STORED_NBYTES = 16 << 20
+MOST_VALUE_NBYTES = 1 << 20
+MOST_WANTED = 1 << 12
+MOST_KEY_LENGTH = 256
 
 
 class Come(msgspec.Struct, tag=True, frozen=True):
@@ -106,6 +109,11 @@ class Value(msgspec.Struct, tag=True, frozen=True):
 
 _to_muster = msgspec.msgpack.Decoder(Hello | Come | Done | Put | Want | Add)
 _to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Void | Newcomers | Value | Added)
+
+
+def stored_nbytes(key: str, value: str) -> int:
+    """Return what counts against `MOST_STORED_NBYTES` and `MOST_VALUE_NBYTES`: UTF-8, and what an entry costs."""
+    return len(key.encode()) + len(value.encode()) + 256
 
 
 def listen(key: bytes, host: str) -> LeaderLine:

@@ -8,8 +8,10 @@ import time
 
 import pytest
 
+from bpsfast.elastic.member import Member
 from bpsfast.launch.muster_service import End, MusterService, Replace, Start, Stop, line_key
 from bpsfast.orchestration import muster_line
+from bpsfast.orchestration.errors import CapacityError
 from bpsfast.orchestration.muster import Rules
 from bpsfast.orchestration.muster_line import (
     Add,
@@ -26,7 +28,7 @@ from bpsfast.orchestration.muster_line import (
     Void,
     Want,
 )
-from bpsfast.settings import parse_address
+from bpsfast.settings import load, parse_address
 
 KEY = b"k" * 32
 
@@ -118,6 +120,74 @@ def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
         worker.say(Come, node="a")
     assert third.hears(Formed).rank == 0 and second.hears(Formed) == Formed(2, 1, 2, "wait")
     assert service.orders() == []
+
+
+def test_who_waits_without_a_seat_voids_no_job(muster):
+    service, (first, second), more = muster(2, lost_worker="shrink")
+    third = more(7)
+    third.say(Come, node="b")  # beyond max_ranks: nobody lets it in
+    service.ended(7, "was killed by SIGKILL")
+    first.say(Add, count=1)
+    assert first.hears(Added).count == 0, "what came before has been heard"
+    second.say(Come, node="a")
+    assert first.hears(Void) == Void(1, "worker 1 has left it")
+    assert not any(isinstance(message, Void) for message in first.heard)
+
+
+def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(muster, monkeypatch):
+    monkeypatch.setattr(muster_line, "MOST_WANTED", 2)
+    monkeypatch.setattr(muster_line, "MOST_STORED_NBYTES", muster_line.stored_nbytes("a", "x" * 100) + 20)
+    service, (first, second), more = muster(2)
+    stranger = more(7)
+    stranger.say(Put, job=1, key="a", value="of another")
+    stranger.say(Want, job=1, key="a")
+    stranger.say(Add, count=1)
+    assert stranger.hears(Added).count == 0
+    for key in ("a", "b", "c"):
+        second.say(Want, job=1, key=key)
+    second.say(Add, count=1)
+    assert second.hears(Added).count == 0
+    first.say(Put, job=1, key="a", value="y" * 121)
+    first.say(Put, job=1, key="a", value="é" * 70)
+    first.say(Put, job=1, key="a", value="x" * 100)
+    first.say(Put, job=1, key="b", value="x")
+    first.say(Put, job=1, key="a", value="z" * 121)  # in the place of another
+    first.say(Put, job=1, key="a", value="z")
+    first.say(Add, count=1)
+    assert first.hears(Added).count == 0
+    assert second.hears(Value) == Value(1, "a", "x" * 100)
+    second.say(Want, job=1, key="a")
+    assert second.hears(Value) == Value(1, "a", "z") and not second.heard
+    assert not any(isinstance(message, Value) for message in stranger.heard)
+    assert set(service._wanted) == {"b"} and set(service._store) == {"a"}
+    assert service._stored_nbytes == muster_line.stored_nbytes("a", "z")
+
+
+def test_a_limit_is_an_error_where_it_is_passed(muster):
+    service, _, _ = muster(1, max_ranks=2)
+    member = Member(load({"muster": service.address, "job_key": KEY.hex(), "member": 1}, {}))
+    try:
+        for key, value in (("k", "x" * muster_line.MOST_VALUE_NBYTES), ("k" * 257, "x")):
+            with pytest.raises(CapacityError, match="the muster stores 1048576 bytes under a key of 256"):
+                member.put(1, key, value)
+    finally:
+        member.close()
+
+
+def test_two_who_add_at_once_start_no_more_than_may_be(muster):
+    service, (first, second), _ = muster(2, max_ranks=4, lost_worker="wait")
+    first.say(Add, count=1)
+    assert first.hears(Added) == Added(1, "")
+    second.say(Add, count=5)
+    assert second.hears(Added) == Added(1, "3 workers run, and the job may have 4 (--max-ranks)")
+    service.ended(0, "is gone")
+    second.say(Add, count=1)
+    assert second.hears(Added).count == 0, "one of them will be replaced"
+    for member in (2, 3):
+        service.started(member)
+    service.started(4, instead_of=0)
+    second.say(Add, count=1)
+    assert second.hears(Added) == Added(0, "4 workers run, and the job may have 4 (--max-ranks)")
 
 
 def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):

@@ -18,8 +18,8 @@ from ..boot import network_id
 from ..launch import rendezvous
 from ..launch.muster_service import line_key
 from ..launch.place import given_key
-from ..orchestration import errors, security
-from ..orchestration.errors import BpsError, ConfigError, PeerLostError, StallError
+from ..orchestration import errors, muster_line, security
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
 from ..orchestration.muster_line import (
     Come,
     Done,
@@ -172,7 +172,12 @@ class Member:
     # -- the store of a job ----------------------------------------------------------------------------------------
 
     def put(self, job: int, key: str, value: str) -> None:
-        """Let *key* have *value* in the store of *job*."""
+        """Let *key* have *value* in the store of *job*; raises `CapacityError` for more than the muster stores."""
+        nbytes = muster_line.stored_nbytes(key, value)
+        if nbytes > muster_line.MOST_VALUE_NBYTES or len(key) > muster_line.MOST_KEY_LENGTH:
+            raise CapacityError(f"{key[:muster_line.MOST_KEY_LENGTH]!r} has {nbytes} bytes with its key of {len(key)} "
+                                f"characters; the muster stores {muster_line.MOST_VALUE_NBYTES} bytes under a key of "
+                                f"{muster_line.MOST_KEY_LENGTH}")
         self._line.tell(Put(member=self.number, job=job, key=key, value=value))
 
     def value(self, job: int, key: str, timeout_s: float) -> str:
