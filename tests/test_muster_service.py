@@ -126,6 +126,8 @@ def test_who_waits_without_a_seat_voids_no_job(muster):
     service, (first, second), more = muster(2, lost_worker="shrink")
     third = more(7)
     third.say(Come, node="b")  # beyond max_ranks: nobody lets it in
+    third.say(Add, count=1)
+    assert third.hears(Added).count == 0
     service.ended(7, "was killed by SIGKILL")
     first.say(Add, count=1)
     assert first.hears(Added).count == 0, "what came before has been heard"
