@@ -43,7 +43,9 @@ def test_a_command_says_whose_it_is():
 @pytest.mark.parametrize(("code", "goes_on", "expected", "fact"), [
     (-9, True, True, ("ended", 1, "ended by -9")), (-9, False, False, ("give_up", "worker 1 ended by -9")),
     (1, True, False, ("give_up", "worker 1 ended by 1")), (0, True, True, ("left", 1)),
-    (0, False, True, ("left", 1))])
+    (0, False, True, ("left", 1)), (137, True, True, ("ended", 1, "ended by 137")),
+    (143, True, True, ("ended", 1, "ended by 143")), (137, False, False, ("give_up", "worker 1 ended by 137")),
+    (128, True, False, ("give_up", "worker 1 ended by 128")), (255, True, False, ("give_up", "worker 1 ended by 255"))])
 def test_only_who_is_killed_is_lost(code, goes_on, expected, fact):
     crew, commands, facts = crew_of("ab", goes_on)
     assert crew.has_ended(ended(commands[1], code)) is expected and facts == [fact]

@@ -46,7 +46,7 @@ def sync_after_commits():
     for _ in range(rank % 2):
         state.save()
     state.sync()
-    found = [weights.tolist(), state.step, state._n_commits, state.weights is weights]
+    found = [weights.tolist(), state.step, state.n_commits, state.weights is weights]
     state.weights += 5
     state.restore()  # what came by sync is kept
     return [*found, state.weights.tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from bpsfast.elastic.member import Member
 from bpsfast.launch.muster_service import End, MusterService, Replace, Start, Stop, line_key
 from bpsfast.orchestration import muster_line
-from bpsfast.orchestration.errors import CapacityError
+from bpsfast.orchestration.errors import CapacityError, StallError
 from bpsfast.orchestration.muster import Rules
 from bpsfast.orchestration.muster_line import (
     Add,
@@ -26,6 +27,7 @@ from bpsfast.orchestration.muster_line import (
     Refused,
     Value,
     Void,
+    Wait,
     Want,
 )
 from bpsfast.settings import load, parse_address
@@ -159,7 +161,8 @@ def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(mu
     assert first.hears(Added).count == 0
     assert second.hears(Value) == Value(1, "a", "x" * 100)
     second.say(Want, job=1, key="a")
-    assert second.hears(Value) == Value(1, "a", "z") and not second.heard
+    assert second.hears(Value) == Value(1, "a", "z")
+    assert not any(isinstance(message, Value) for message in second.heard)
     assert not any(isinstance(message, Value) for message in stranger.heard)
     assert set(service._wanted) == {"b"} and set(service._store) == {"a"}
     assert service._stored_nbytes == muster_line.stored_nbytes("a", "z")
@@ -223,6 +226,49 @@ def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(muster):
     assert isinstance(third.hears(Over), Over)
     second.say(Come, node="a")
     assert isinstance(second.hears(Over), Over)
+
+
+def test_who_waits_hears_for_what_again_and_again(muster):
+    service, (first, _), more = muster(2, lost_worker="shrink")
+    third = more(7)
+    third.say(Come, node="b")
+    for _ in range(2):
+        assert third.hears(Wait).awaited.startswith("job 1, of 2 ranks, runs and has let nobody in")
+    first.say(Come, node="a")
+    assert first.hears(Wait).awaited == "worker 1 has not come"
+    for member in (0, 1):
+        service.left(member)
+    assert isinstance(third.hears(Over), Over), "nobody is left who could let it in"
+
+
+def test_jobs_that_fail_without_a_loss_have_an_end(muster):
+    service, workers, _ = muster(2)
+    for number in range(2, 5):
+        for worker in workers:
+            worker.say(Come, node="a", n_commits=0, reason=f"a link of {worker.number} " + "x" * 1000)
+        for worker in workers:
+            assert worker.hears(Formed).job == number
+    for worker in workers:
+        worker.say(Come, node="a", reason="again")
+    assert isinstance(order(service), Stop)
+    for worker in workers:
+        assert worker.hears(Refused) == Refused("StallError", (
+            "4 jobs in a row have failed, the last one number 4, though no worker was lost, and without a commit: "
+            "worker 0: again, worker 1: again"))
+
+
+def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
+    monkeypatch.setattr(muster_line, "WORD_EVERY_S", 0.2)
+    service, _, _ = muster(1, max_ranks=2)
+    member = Member(load({"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
+    try:
+        heard = threading.Event()
+        monkeypatch.setattr(service._muster, "decide", lambda now_s: heard.wait() and None)
+        with pytest.raises(StallError, match=r"worker 1: bpsfast run, at .*, says nothing for 1 s: is it stopped"):
+            member.join()
+    finally:
+        heard.set()
+        member.close()
 
 
 def test_who_comes_after_the_muster_has_failed_hears_why(muster):

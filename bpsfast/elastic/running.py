@@ -60,6 +60,7 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
     is_further = False
     while True:
         returned: list[_Result] = []
+        reason = ""
         try:
             if is_further:
                 state.on_reset()
@@ -82,7 +83,7 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
             member.done()
             return returned[0]
         try:
-            member.join()
+            member.join(state.n_commits, reason)
         except TrainingOver as over:
             if returned:  # another rank knows already that all have come to the end
                 return returned[0]

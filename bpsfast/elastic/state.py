@@ -26,7 +26,8 @@ class State(ABC):
     """
 
     def __init__(self) -> None:
-        self._n_commits = 0  # of the training, of which a worker may have seen the last ones only
+        #: How many there were in the training, of which this worker may have seen the last ones only.
+        self.n_commits = 0
         self._callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -70,12 +71,12 @@ class State(ABC):
         """Give all ranks the state of the one with most commits (the lowest such rank), and keep it. On all ranks."""
         session = current.current()
         commits = np.zeros(session.size, np.int64)
-        commits[session.rank] = self._n_commits
+        commits[session.rank] = self.n_commits
         found = push_pull(commits, name="bpsfast.elastic/commits", average=False)
         root = int(np.argmax(found))
         n_commits = int(found[root])
         self.give(root)
-        self._n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
+        self.n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
         self.keep()
 
     def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
@@ -84,7 +85,7 @@ class State(ABC):
     def save(self) -> None:
         """Keep the state as it is now, as a commit, and let nobody in. Between two steps, on all ranks."""
         self.keep()
-        self._n_commits += 1
+        self.n_commits += 1
 
     @abstractmethod
     def keep(self) -> None:

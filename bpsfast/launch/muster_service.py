@@ -17,11 +17,26 @@ from typing import NamedTuple
 from ..orchestration import muster_line as line_of, security
 from ..orchestration.errors import ProtocolError
 from ..orchestration.muster import Exclude, Fail, Form, Muster, Rules
-from ..orchestration.muster_line import Add, Added, Come, Done, Formed, Newcomers, Over, Put, Refused, Value, Void, Want
+from ..orchestration.muster_line import (
+    Add,
+    Added,
+    Come,
+    Done,
+    Formed,
+    Newcomers,
+    Over,
+    Put,
+    Refused,
+    Value,
+    Void,
+    Wait,
+    Want,
+)
 from .place import format_address
 
 _log = logging.getLogger("bpsfast.muster")
 _LOOK_S = 1.0
+_REASON_LENGTH = 500
 
 
 class Replace(NamedTuple):
@@ -84,6 +99,7 @@ class MusterService:
         self._store: dict[str, str] = {}
         self._stored_nbytes = 0
         self._wanted: dict[str, set[int]] = {}
+        self._next_word_s = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="bpsfast-muster", daemon=True)
 
@@ -134,6 +150,8 @@ class MusterService:
         def enter() -> None:
             self._alive.discard(member)
             self._muster.left(member)
+            if self._muster.is_over:
+                self._say(Over(), self._muster.waiting)
 
         self._tell(enter)
 
@@ -197,6 +215,9 @@ class MusterService:
         for message in messages:
             self._hear(message)
         self._decide()
+        if (now_s := time.monotonic()) >= self._next_word_s and self._muster.waiting:
+            self._next_word_s = now_s + line_of.WORD_EVERY_S
+            self._say(Wait(self._muster.awaited), self._muster.waiting)
 
     def _hear(self, message: object) -> None:
         match message:
@@ -214,7 +235,8 @@ class MusterService:
 
     def _come(self, message: Come) -> None:
         muster, was_running = self._muster, self._muster.is_running
-        muster.came(message.member, message.node, time.monotonic(), message.has_state)
+        muster.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
+                    message.reason[:_REASON_LENGTH])
         if muster.is_over:
             self._say(Over(), [message.member])
         elif muster.failure is not None:
