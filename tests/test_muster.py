@@ -159,19 +159,29 @@ def test_fewer_than_min_ranks_wait_for_more_until_the_deadline():
     assert found.decide(30.0).reason.startswith("no quorum: 2 ranks have come within 10 s, min_ranks is 3")
 
 
-def again(found, number, n=2, **values):
-    """All come, since job *number* has failed; what is said of the next one."""
-    for member in range(n):
-        found.came(member, "0", 1.0, True, **{"reason": f"link {member}", **values})
+def again(found, members=(0, 1), reason="a link"):
+    """All come, since their job has failed, or was left if there is no *reason*; what is said of the next one."""
+    for member in members:
+        found.came(member, "0", 1.0, True, reason=reason and f"{reason} {member}")
     return found.decide(1.0)
 
 
 def test_what_fails_again_and_again_ends_in_words():
     found = muster(n=2, nodes="00")
     for number in range(1, 1 + MOST_FRUITLESS):
-        assert again(found, number) == Form(number + 1, (0, 1))
-    assert again(found, 4) == Fail("StallError", "4 jobs in a row have failed, the last one number 4, though no worker "
-                                                 "was lost, and without a commit: worker 0: link 0, worker 1: link 1")
+        assert again(found) == Form(number + 1, (0, 1))
+    assert again(found) == Fail("StallError", (
+        "4 jobs in a row have failed, the last one number 4, though no worker was lost, and without a commit: "
+        "worker 0: a link 0, worker 1: a link 1"))
+
+
+def test_a_failure_counts_once_and_not_where_somebody_was_lost():
+    found = muster(n=8, nodes="0" * 8)
+    for number in range(1, 7):
+        found.ended(number, "is gone", 1.0)
+        assert isinstance(again(found, (0, *range(number + 1, 8))), Form), number
+    for _ in range(2 * MOST_FRUITLESS):  # suspend and resume
+        assert isinstance(again(found, (0, 7), ""), Form)
 
 
 @pytest.mark.parametrize("what", ["commit", "loss", "newcomer", "resumed"])
