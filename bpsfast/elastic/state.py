@@ -22,8 +22,25 @@ class WorkersJoined(Exception):
 class State(ABC):
     """What is saved, restored, and given to all ranks. The thread that trains only.
 
-    Derive from it, or use `ObjectState` or `bpsfast.elastic.TorchState`.
+    Use `ObjectState` or `bpsfast.elastic.TorchState`, or derive from it, with three methods; `__init__` calls this
+    one's. What a state of Horovod's defines has other names here, since rank 0, whose values `sync` gives there, may
+    be a newcomer here, who has none:
+
+        Horovod     here
+        save        keep      `save` calls it, and counts the commit
+        restore     restore
+        sync        give      `sync` calls it with the rank that has most commits, and calls `keep`
+        reset       reset     if there is something to adapt
+
+    A class that has ``save`` without ``keep``, or ``sync`` without ``give``, is refused with a TypeError.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for theirs, ours in (("save", "keep"), ("sync", "give")):
+            if getattr(cls, theirs) is not getattr(State, theirs) and getattr(cls, ours) is getattr(State, ours):
+                raise TypeError(f"{cls.__name__} defines {theirs}(), as states of Horovod do, and not {ours}(): define "
+                                f"{ours}() instead, which State.{theirs}() calls (see bpsfast.elastic.State)")
 
     def __init__(self) -> None:
         #: How many there were in the training, of which this worker may have seen the last ones only.
@@ -65,7 +82,9 @@ class State(ABC):
         if push_pull(heard, name="bpsfast.elastic/newcomers", average=False)[0]:
             raise WorkersJoined("workers wait to join: all ranks leave this job at the present step for one with them")
 
-    check_host_updates = check
+    def check_host_updates(self) -> None:
+        """Horovod's name of `check`."""
+        self.check()
 
     def sync(self) -> None:
         """Give all ranks the state of the one with most commits (the lowest such rank), and keep it. On all ranks."""

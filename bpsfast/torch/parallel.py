@@ -199,7 +199,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Give rank 0's buffers to all ranks; return what the module makes of the arguments."""
         if self._lost:
             raise ClosedError(f"this module belongs to no job: a worker was lost while it was made ({self._lost}). "
-                              "Give it to the TorchState of the training, which joins it to the next job, or call rejoin()")
+                              "Give it to the training's TorchState, which joins it to the next job, or call rejoin()")
         exchange = self._exchange
         if exchange is None:
             return self.module(*inputs, **kwargs)
