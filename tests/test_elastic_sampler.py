@@ -67,9 +67,10 @@ def test_epochs_are_shuffled_alike_on_all_ranks_and_one_by_one(in_job):
         for sampler in (first, second):
             sampler.set_epoch(epoch)
             assert sampler.epoch == epoch and sampler.processed_indices == []
+            sampler.record_batch(0, 2)
         orders.append([first._order, second._order])
     assert orders[0][0] == orders[0][1] != orders[1][0]
-    assert second.state_dict() == {"epoch": 1, "n_processed": 0}
+    assert second.state_dict() == {"epoch": 1, "n_processed": 4}
     plain = ElasticSampler(range(4), shuffle=False)
     assert plain._order == [0, 1, 2, 3]
 
