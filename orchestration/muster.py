@@ -12,6 +12,9 @@ is what a member has in a job, and its place in the list is its rank.
 *Majority* is of the last job's voters: its nodes with ranks, and the muster itself. The muster is one process, which
 all must reach, so two halves of a job can never both go on; a majority is asked for since a job that has lost most
 of itself should not silently train on. Under every policy somebody must be left who has the state.
+
+Jobs may end though nobody is lost: a link fails, a limit is too low. What fails so again and again, with no commit in
+between, will not go away by another job: after `MOST_FRUITLESS` of them there is none.
 """
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 LostWorker = Literal["abort", "shrink", "wait"]
+#: So many jobs in a row may have failed without a lost member and without a commit.
+MOST_FRUITLESS = 3
 _MOST_NAMES = 8
 
 
@@ -88,17 +93,28 @@ class Muster:
         self._began_s: float | None = None
         self._with_state: set[int] = set()  # of those who live
         self._has_begun = False  # somebody has had a state that must not be lost
+        self._n_commits = 0  # of the training, as far as those who have come have said
+        self._n_commits_before = 0  # when the last job was formed
+        self._failed: dict[int, str] = {}  # of the seats: why the last job has failed, as they say
+        self._n_fruitless = 0  # jobs in a row
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def came(self, member: int, node: str, now_s: float, has_state: bool = False) -> None:
-        """*member* has come from *node*, and waits for the next job. *has_state*: it has what the training has come to.
+    def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
+             reason: str = "") -> None:
+        """*member* has come from *node*, and waits for the next job.
+
+        *has_state*: it has what the training has come to, which are *n_commits* commits. *reason*: why its last job
+        has failed, if it has.
         """
         self._come[member] = node
+        self._n_commits = max(self._n_commits, n_commits)
+        if reason and self.has_seat(member):
+            self._failed[member] = reason
         if has_state:
             self._with_state.add(member)
             self._has_begun = True
-        if self._has_seat(member):
+        if self.has_seat(member):
             self.is_running = False
         if self._began_s is None and not self.is_running:
             self._began_s = now_s
@@ -108,16 +124,17 @@ class Muster:
         self._come.pop(member, None)
         self._with_state.discard(member)
         self._instead = {seat: other for seat, other in self._instead.items() if other != member}
-        if self._has_seat(member):
+        if self.has_seat(member):
             self._lost[member] = how
             self.is_running = False
             self._began_s = now_s
 
     def left(self, member: int) -> None:
-        """*member*'s process has ended well: nobody waits for it."""
+        """*member*'s process has ended well: nobody waits for it. If all have, there is nothing left to be joined."""
         self._come.pop(member, None)
-        if self._has_seat(member):
+        if self.has_seat(member):
             self._left.add(member)
+            self.is_over = self.is_over or all(seat.member in self._left for seat in self.seats)
 
     def done(self) -> None:
         """The training has ended, on all ranks together: there is no next job, and nobody is missed any more."""
@@ -131,16 +148,31 @@ class Muster:
 
     # -- what follows ----------------------------------------------------------------------------------------------
 
+    def has_seat(self, member: int) -> bool:
+        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        return any(seat.member == member for seat in self.seats)
+
     @property
     def waiting(self) -> tuple[int, ...]:
         """Those who have come and have no job."""
         return tuple(sorted(self._come))
 
     @property
+    def awaited(self) -> str:
+        """What those who wait, wait for: whose coming, or that a job lets them in."""
+        if self.is_running:
+            return f"job {self.number}, of {len(self.seats)} ranks, runs and has let nobody in (State.commit or check)"
+        places = self._places()
+        absent = [seat.member for seat in self._survivors() if seat.member not in self._come]
+        if absent or None in places:
+            return self._who_is_missing(absent, places.count(None))
+        return f"{len(places) + len(self._joining())} ranks have come, and min_ranks is {self.rules.min_ranks}"
+
+    @property
     def newcomers(self) -> tuple[int, ...]:
         """Those who have come, had no seat in the last job, and were not started for one of it; as many as may join."""
         meant = set(self._instead.values())
-        found = [member for member in self.waiting if not self._has_seat(member) and member not in meant]
+        found = [member for member in self.waiting if not self.has_seat(member) and member not in meant]
         return tuple(found[: max(0, self.rules.max_ranks - len(self._places()))])
 
     @property
@@ -199,14 +231,27 @@ class Muster:
                 return None
             if absent and self.rules.lost_worker == "shrink" and self.number:
                 return Exclude(absent)
-            return Fail("StallError", self._who_is_missing(absent, open_seats))
+            return Fail("StallError", f"the muster was not complete within {self.rules.within_s:g} s: "
+                                      f"{self._who_is_missing(absent, open_seats)}")
         order = tuple(member for member in places if member is not None) + self._joining()
         if len(order) < max(1, self.rules.min_ranks):
             return Fail("StallError", f"no quorum: {len(order)} ranks have come within {self.rules.within_s:g} s, "
                                       f"min_ranks is {self.rules.min_ranks} ({self._losses()})") if is_due else None
+        if self._n_fruitless + self._was_fruitless(order) > MOST_FRUITLESS:
+            return Fail("StallError", f"{self._n_fruitless + 1} jobs in a row have failed, the last one number "
+                                      f"{self.number}, though no worker was lost, and without a commit: " + _listed(
+                f"worker {member}: {why}" for member, why in sorted(self._failed.items())))
         return Form(self.number + 1, order)
 
+    def _was_fruitless(self, order: Sequence[int]) -> bool:
+        """Whether the last job has failed, and the next one, of *order*, would be no better by what is known."""
+        return (bool(self._failed) and not self._lost and all(self.has_seat(member) for member in order)
+                and self._n_commits <= self._n_commits_before)
+
     def _enter(self, form: Form) -> None:
+        self._n_fruitless = self._n_fruitless + 1 if self._was_fruitless(form.members) else 0
+        self._n_commits_before = self._n_commits
+        self._failed.clear()
         self.number, self.is_running, self._began_s = form.number, True, None
         self.seats = tuple(Seat(member, self._come.pop(member)) for member in form.members)
         self._lost.clear()
@@ -215,7 +260,7 @@ class Muster:
 
     def _places(self) -> list[int | None]:
         """Return who takes each seat that is not given up; None: nobody has come who could."""
-        spare = [member for member in self.waiting if not self._has_seat(member)
+        spare = [member for member in self.waiting if not self.has_seat(member)
                  and member not in self._instead.values()]
         places: list[int | None] = []
         for member, _ in self.seats:
@@ -240,9 +285,6 @@ class Muster:
     def _survivors(self) -> list[Seat]:
         return [seat for seat in self.seats if seat.member not in self._lost and seat.member not in self._left]
 
-    def _has_seat(self, member: int) -> bool:
-        return any(seat.member == member for seat in self.seats)
-
     def _losses(self) -> str:
         if not self._lost:
             return "none is lost"
@@ -256,7 +298,7 @@ class Muster:
         if open_seats:
             said.append(f"{open_seats} of {len(self.seats)} seats are not taken again ({self._losses()}; "
                         f"{self.n_replaced} replacements were started, {self.rules.max_replaced} may be)")
-        return f"the muster was not complete within {self.rules.within_s:g} s: {'; '.join(said)}"
+        return "; ".join(said)
 
 
 def _listed(texts: Iterable[str]) -> str:

@@ -9,20 +9,28 @@ import msgspec
 
 from .turn_line import FollowerLine as FollowerLine, Hello as Hello, LeaderLine as LeaderLine
 
-#: What a stored value may have at most, and how many a job's members may store: a member cannot fill the launcher.
-MOST_VALUE_NBYTES = 1 << 16
-MOST_VALUES = 1 << 16
+#: What a job's members may store in all, and one value with its key; keys that are awaited, and their characters: a
+#: member cannot fill the launcher.
+MOST_STORED_NBYTES = 16 << 20
+MOST_VALUE_NBYTES = 1 << 20
+MOST_WANTED = 1 << 12
+MOST_KEY_LENGTH = 256
+#: How often those who wait hear that the muster is there.
+WORD_EVERY_S = 2.0
 
 
 class Come(msgspec.Struct, tag=True, frozen=True):
     """A worker: it is in no job (any more), and waits for the next one. `node`: ranks with the same share a node.
 
-    `has_state`: it has what the training has come to, of a job before.
+    `has_state`: it has what the training has come to, of a job before: `n_commits` commits. `reason`: why that job has
+    failed, "" if it has not.
     """
 
     member: int
     node: str
     has_state: bool = False
+    n_commits: int = 0
+    reason: str = ""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -82,6 +90,12 @@ class Over(msgspec.Struct, tag=True, frozen=True):
     """The muster: the training has ended."""
 
 
+class Wait(msgspec.Struct, tag=True, frozen=True):
+    """The muster, every `WORD_EVERY_S`, to all who have come: it is there, and this is what is awaited."""
+
+    awaited: str
+
+
 class Void(msgspec.Struct, tag=True, frozen=True):
     """The muster: *job* has lost a member; who is still joining it shall not wait for it."""
 
@@ -105,7 +119,12 @@ class Value(msgspec.Struct, tag=True, frozen=True):
 
 
 _to_muster = msgspec.msgpack.Decoder(Hello | Come | Done | Put | Want | Add)
-_to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Void | Newcomers | Value | Added)
+_to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Wait | Void | Newcomers | Value | Added)
+
+
+def stored_nbytes(key: str, value: str) -> int:
+    """Return what counts against `MOST_STORED_NBYTES` and `MOST_VALUE_NBYTES`: UTF-8, and what an entry costs."""
+    return len(key.encode()) + len(value.encode()) + 256
 
 
 def listen(key: bytes, host: str) -> LeaderLine:

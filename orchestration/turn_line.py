@@ -84,6 +84,7 @@ class LeaderLine:
 
     def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
         self._decoder = decoder
+        self._wrong: ProtocolError | None = None  # what `recv_nowait` has yet to raise
         self._names: dict[int, bytes] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -109,11 +110,14 @@ class LeaderLine:
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
-        _wait((self._socket, self._doorkeeper.monitor), wake_fd, timeout_s)
+        _wait((self._socket, self._doorkeeper.monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
 
     def recv_nowait(self) -> list[Any]:
-        """Return everything that has arrived. Raises `ProtocolError`."""
+        """Return everything that has arrived. Raises `ProtocolError`, after what came before that was returned."""
         received: list[Any] = []
+        if self._wrong is not None:
+            wrong, self._wrong = self._wrong, None
+            raise wrong
         while True:
             try:
                 name, data = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -121,7 +125,13 @@ class LeaderLine:
                 self._doorkeeper.look()
                 return received
             self._doorkeeper.knows(data)
-            message = _decode(self._decoder, data.bytes)
+            try:
+                message = _decode(self._decoder, data.bytes)
+            except ProtocolError as exc:
+                if not received:
+                    raise
+                self._wrong = exc
+                return received
             if isinstance(message, Hello):
                 self._names[message.rank] = name.bytes
             received.append(message)
@@ -166,6 +176,7 @@ class FollowerLine:
                  leader: str = "rank 0") -> None:
         self._decoder = decoder
         self._leader = leader
+        self._wrong: ProtocolError | None = None  # what `recv_nowait` has yet to raise
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._secure = self._lost = False
         self._context = zmq.Context()
@@ -189,7 +200,7 @@ class FollowerLine:
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
         """Sleep until something can be read, *wake_fd* can, or the time is over."""
-        _wait((self._socket, self._monitor), wake_fd, timeout_s)
+        _wait((self._socket, self._monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
 
     def recv_nowait(self) -> list[Any]:
         """Return everything that has arrived.
@@ -199,8 +210,11 @@ class FollowerLine:
         PeerLostError
             If the connection to the leader is gone and all it said has been returned.
         ProtocolError
-            If it says what is no message.
+            If it says what is no message, after what came before that was returned.
         """
+        if self._wrong is not None:
+            wrong, self._wrong = self._wrong, None
+            raise wrong
         lost = self._is_lost()  # before the last words are read, so that none is missed
         received: list[Any] = []
         while True:
@@ -208,6 +222,11 @@ class FollowerLine:
                 received.append(_decode(self._decoder, self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
+            except ProtocolError as exc:
+                if not received:
+                    raise
+                self._wrong = exc
+                return received
         if lost and not received:
             raise PeerLostError(f"{self._leader}'s process is gone: its connection to {self.address} broke without a "
                                 "last word")

@@ -1,5 +1,5 @@
 """A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP MOMENT (it kills itself there, before or
-after backward).
+after backward; or instead of making the model).
 
 KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
 """
@@ -29,6 +29,8 @@ def main() -> None:
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if kind == "ddp":
+        if moment == "making" and str(number) == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
         model = bps.DistributedDataParallel(model)
     else:
         optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters(), cross_barrier=kind == "cross")

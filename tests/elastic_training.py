@@ -3,8 +3,10 @@
     python -m tests.elastic_training FOLDER STEPS [DEED]...
 
 The deed ``MEMBER@STEP+SECONDS`` kills worker MEMBER so long after it has begun STEP, ``MEMBER%RESTORE+SECONDS`` so long
-after it has gone back to a commit for the RESTORE-th time; ``MEMBER&OTHER@STEP`` lets it kill OTHER and itself at STEP,
-``MEMBER!STEP`` raise a ValueError. ``+STEP`` lets worker 0 write the file *add* there; two ranks then wait for more.
+after it has gone back to a commit for the RESTORE-th time, ``MEMBER~SECONDS`` so long after it has begun to join its
+first job; ``MEMBER&OTHER@STEP`` lets it kill OTHER and itself at STEP, ``MEMBER!STEP`` raise a ValueError. ``own`` has
+a state of a class of the program's own. ``+STEP`` lets worker 0 write the file *add* there; two ranks then wait for
+more.
 """
 from __future__ import annotations
 
@@ -83,21 +85,54 @@ class Counted(elastic.ObjectState):
             kill_later(self._deeds.at_restore[self._n_restored])
 
 
+class Own(elastic.State):
+    """A state as users write them, which counts as well."""
+
+    def __init__(self, deeds: Deeds, weights: np.ndarray, step: int) -> None:
+        super().__init__()
+        self._deeds, self._n_restored = deeds, 0
+        self.weights, self.step = weights, step
+        self.keep()
+
+    def keep(self) -> None:
+        """See `State`."""
+        self._kept = self.weights.copy(), self.step
+
+    def restore(self) -> None:
+        """See `State`."""
+        self.weights[...], self.step = self._kept
+        self._n_restored += 1
+        if self._n_restored in self._deeds.at_restore:
+            kill_later(self._deeds.at_restore[self._n_restored])
+
+    def give(self, root: int) -> None:
+        """See `State`."""
+        mine = np.append(self.weights.astype(np.float64), self.step) * (bpsfast.rank() == root)
+        found = bpsfast.push_pull(mine, name="state", average=False)
+        self.weights[...], self.step = found[:-1], int(found[-1])
+
+
 def main() -> None:
     folder, n_steps, *words = sys.argv[1:]
+    has_own = "own" in words
+    words = [word for word in words if word != "own"]
+    for word in words:
+        who, is_early, seconds = word.partition("~")
+        if is_early and who == os.environ.get("BPSFAST_MEMBER"):
+            kill_later(float(seconds))
     bpsfast.init()
     member = enlisted()
     number = member.number if member is not None else bpsfast.rank()
     deeds = Deeds(words, number)
     (Path(folder) / f"pid{number}").write_text(str(os.getpid()))
-    state = Counted(deeds, weights=np.zeros(SIZE, np.float32), step=0)
+    state = (Own if has_own else Counted)(deeds, weights=np.zeros(SIZE, np.float32), step=0)
     weights = state.weights
     sizes = [bpsfast.size()]
     state.register_reset_callbacks([lambda: sizes.append(bpsfast.size())])
     log = open(Path(folder) / f"worker{number}", "a", buffering=1, encoding="utf-8")
 
     @elastic.run
-    def train(state: Counted) -> int:
+    def train(state: Counted | Own) -> int:
         job = member.job if member is not None else 0
         print(json.dumps({"job": job, "rank": bpsfast.rank(), "node": current.current().node,
                           "size": bpsfast.size()}), file=log)

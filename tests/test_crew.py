@@ -14,7 +14,10 @@ class Heard:
     """Keeps what a `MusterService` is told."""
 
     def __init__(self):
-        self.facts, self.is_over = [], False
+        self.facts, self.is_over, self.seats = [], False, {0, 1}
+
+    def has_seat(self, member):
+        return member in self.seats
 
     def __getattr__(self, name):
         return lambda *arguments: self.facts.append((name, *arguments))
@@ -40,7 +43,9 @@ def test_a_command_says_whose_it_is():
 @pytest.mark.parametrize(("code", "goes_on", "expected", "fact"), [
     (-9, True, True, ("ended", 1, "ended by -9")), (-9, False, False, ("give_up", "worker 1 ended by -9")),
     (1, True, False, ("give_up", "worker 1 ended by 1")), (0, True, True, ("left", 1)),
-    (0, False, True, ("left", 1))])
+    (0, False, True, ("left", 1)), (137, True, True, ("ended", 1, "ended by 137")),
+    (143, True, True, ("ended", 1, "ended by 143")), (137, False, False, ("give_up", "worker 1 ended by 137")),
+    (128, True, False, ("give_up", "worker 1 ended by 128")), (255, True, False, ("give_up", "worker 1 ended by 255"))])
 def test_only_who_is_killed_is_lost(code, goes_on, expected, fact):
     crew, commands, facts = crew_of("ab", goes_on)
     assert crew.has_ended(ended(commands[1], code)) is expected and facts == [fact]
@@ -50,6 +55,24 @@ def test_who_is_killed_after_the_training_has_failed():
     crew, commands, facts = crew_of("ab")
     crew._service.is_over = True
     assert not crew.has_ended(ended(commands[1], -9)) and facts == [("give_up", "worker 1 ended by -9")]
+
+
+@pytest.mark.parametrize("code", [-9, -15, 1])
+def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
+    crew, _, facts = crew_of("ab")
+    (command,) = crew.commands(Start(1))
+    late = ended(command, code)
+    assert not crew.is_superfluous(late)
+    crew._service.is_over = True
+    assert crew.is_superfluous(late) and not crew.is_superfluous(ended(worker(0, command, {}), code))
+    assert crew.has_ended(late) and facts[-1] == ("left", 2)
+
+
+@pytest.mark.parametrize(("code", "fact"), [(-9, "ended"), (1, "give_up")])
+def test_who_has_yet_to_come_is_as_any_other_before_the_end(code, fact):
+    crew, _, facts = crew_of("ab")
+    (command,) = crew.commands(Start(1))
+    assert crew.has_ended(ended(command, code)) is (code < 0) and facts[-1][0] == fact
 
 
 def test_a_lost_workers_node_gets_another_one():

@@ -153,6 +153,53 @@ def test_a_replacement_and_a_survivor_are_lost_too(elastic):
 
 
 @pytest.mark.timeout(200)
+def test_another_one_is_lost_while_the_first_is_replaced(elastic):
+    ran = elastic.run("-n", "3", "--nodes", "2", "--lost-worker", "wait", deeds=("1@6+0.002", "0%1+0.2"))
+    check_all(ran, {2, 3, 4})
+    undisturbed = sum((averaged([0, 0, 1], step) for step in range(1, _STEPS)), averaged([0, 0, 1], 0))
+    assert ran.weights[2].tobytes() == undisturbed.tobytes()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+def test_a_state_of_the_programs_own_goes_with_the_training(elastic, policy):
+    ran = elastic.run("-n", "3", "--nodes", "2", "--lost-worker", policy, deeds=("own", "0@9+0.001"))
+    check_all(ran, {1, 2} if policy == "shrink" else {1, 2, 3})
+
+
+@pytest.mark.timeout(200)
+def test_fewer_than_min_ranks_is_an_error_on_each_of_them(elastic):
+    ran = elastic.run("-n", "3", "--nodes", "1", "--lost-worker", "shrink", "--min-ranks", "3", "--within", "3",
+                      deeds=("1@9+0",))
+    assert ran.code == 1 and not ran.weights
+    text = "no quorum: 2 ranks have come within 3 s, min_ranks is 3 (rank 1 (worker 1) was killed by SIGKILL)"
+    assert f"no further job: {text}" in ran.err
+    for member in (0, 2):
+        assert any(f"worker {member}" in line and line.rstrip().endswith(f"StallError: {text}")
+                   for line in ran.err.splitlines()), ran.err
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_one_of_two_newcomers_is_lost_before_it_has_joined(elastic, seconds):
+    control = elastic.folder / "control"
+    process = elastic.start("-n", "2", "--nodes", "2", "--max-ranks", "4", "--control", str(control),
+                            "--lost-worker", "shrink", deeds=("+7", f"2~{seconds}"))
+    deadline = time.monotonic() + 60.0
+    while not (elastic.folder / "add").exists():
+        assert time.monotonic() < deadline and process.poll() is None, "step 7 was not begun"
+        time.sleep(0.02)
+    command = [sys.executable, "-m", "bpsfast", "add", "-n", "2", str(control)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [each.communicate(timeout=60) for each in both]
+    assert sorted(out for out, _ in said) == ["0 workers are started\n", "2 workers are started\n"], said
+    ran = elastic.ended(process)
+    check_all(ran, {0, 1, 3})
+    assert "worker 2 was killed by SIGKILL: the job goes on without it" in ran.err
+    assert ran.said[0][-1]["sizes"][-1] == 3
+
+
+@pytest.mark.timeout(200)
 def test_a_worker_is_added_at_a_step(elastic):
     control = elastic.folder / "control"
     process = elastic.start("-n", "2", "--nodes", "2", "--max-ranks", "3", "--control", str(control), deeds=("+7",))

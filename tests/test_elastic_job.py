@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from bpsfast import settings
 from bpsfast.launch import elastic_job
 from bpsfast.launch.job import Shape
+from bpsfast.launch.muster_service import MusterService
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.muster import Rules
 
@@ -64,12 +67,98 @@ def test_add_says_when_nobody_answers(tmp_path):
     assert not path.exists()
 
 
+CONTROL = elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)
+
+
+def refused(path, text):
+    with pytest.raises(ConfigError, match=text), elastic_job._shown(path, CONTROL):
+        raise AssertionError("it was taken for ours")
+    assert not list(path.parent.glob(f"{path.name}.*")), "what was begun is gone"
+
+
+@pytest.mark.parametrize("content", [b"my thesis", b"{}", b"", b"\xff",
+                                     b'{"muster": "127.0.0.1:1", "job_key": "", "x": 1}'])
+def test_a_file_of_somebody_else_is_neither_overwritten_nor_removed(tmp_path, content):
+    path = tmp_path / "thesis"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    refused(path, "there is such a file, and it was not made by")
+    assert path.read_bytes() == content
+
+
+def test_a_link_a_folder_and_a_file_that_others_may_read_are_not_ours(tmp_path):
+    ours = tmp_path / "ours"
+    ours.write_bytes(msgspec.json.encode(CONTROL))
+    link, folder = tmp_path / "link", tmp_path / "folder"
+    link.symlink_to(ours)
+    folder.mkdir()
+    for path in (ours, link, folder):
+        refused(path, "was not made by")
+    assert ours.exists() and link.is_symlink() and folder.is_dir()
+
+
+def test_what_a_killed_launcher_has_left_is_replaced_unless_its_job_runs(tmp_path):
+    path = tmp_path / "control"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = elastic_job.Control(muster=f"127.0.0.1:{listener.getsockname()[1]}", job_key="cd" * 16)
+        path.write_bytes(msgspec.json.encode(running))
+        path.chmod(0o600)
+        refused(path, "its job runs, and listens at 127")
+    with elastic_job._shown(path, CONTROL):
+        assert msgspec.json.decode(path.read_bytes(), type=elastic_job.Control) == CONTROL
+    assert not path.exists()
+
+
+def test_only_the_file_that_was_made_is_removed(tmp_path):
+    path = tmp_path / "control"
+    with elastic_job._shown(path, CONTROL):
+        path.unlink()
+        path.write_text("another one's")
+    assert path.read_text() == "another one's"
+    with elastic_job._shown(tmp_path / "gone", CONTROL):
+        (tmp_path / "gone").unlink()
+    refused(tmp_path / "none" / "control", "no file can be made there")
+
+
+def test_the_key_of_a_file_is_the_jobs(tmp_path):
+    (tmp_path / "key").write_text("ef" * 32)
+    program = f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(os.environ['BPSFAST_JOB_KEY'])"
+    environ = {**os.environ, "BPSFAST_JOB_KEY_FILE": str(tmp_path / "key")}
+    for options in (("--elastic",), ()):
+        done = subprocess.run([sys.executable, "-m", "bpsfast", "run", *options, "--", sys.executable, "-c", program],
+                              capture_output=True, text=True, timeout=60, check=False, env=environ)
+        assert (tmp_path / "seen").read_text() == "ef" * 32, done.stderr
+        (tmp_path / "seen").unlink()
+
+
 def test_a_worker_without_a_key_says_who_starts_workers():
     environ = {**os.environ, "BPSFAST_MUSTER": "127.0.0.1:1"}
     done = subprocess.run([sys.executable, "-c", "import bpsfast; bpsfast.init()"], capture_output=True, text=True,
                           timeout=60, check=False, env=environ)
     assert done.returncode == 1
     assert "ConfigError: BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not" in done.stderr
+
+
+@pytest.mark.parametrize(("program", "out"), [
+    ("import bpsfast; bpsfast.init(); print('trains')", ""),
+    ("import bpsfast, bpsfast.torch as bps\nbps.basics._suspended = []\n"
+     "from bpsfast.elastic.member import enlist\nfrom bpsfast.settings import load\nenlist(load({}))\n"
+     "bps.resume(1, 0, 0); print('trains')", ""),
+    ("import bpsfast, bpsfast.elastic as e\ntry: bpsfast.init()\n"
+     "except Exception: print('no error')\nexcept e.TrainingOver as over: print(over)",
+     "the training has ended without this worker, which came too late\n")])
+def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
+    key = "ab" * 16
+    service = MusterService(Rules(max_ranks=1), [0], bytes.fromhex(key), "127.0.0.1")
+    try:
+        service._muster.done()
+        service.start()
+        environ = {**os.environ, "BPSFAST_MUSTER": service.address, "BPSFAST_JOB_KEY": key, "BPSFAST_MEMBER": "1"}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
+                              env=environ)
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
+    finally:
+        service.close()
 
 
 def test_a_muster_that_does_not_answer_is_named():

@@ -1,6 +1,8 @@
 """A sampler for any number of ranks: what was used is used once, whatever the number of ranks becomes."""
 from __future__ import annotations
 
+import copy
+import tracemalloc
 import types
 
 import pytest
@@ -53,7 +55,8 @@ def test_nothing_is_used_twice_or_left_out(n, seed, jobs):
             states = [sampler.state_dict() for sampler in ranks]
             assert all(each == states[0] for each in states)
             state = states[0]
-            assert sorted(set(used)) == state["processed_indices"]
+            assert state["n_processed"] == len(set(used))
+            assert all(sorted(set(used)) == sampler.processed_indices for sampler in ranks)
         assert set(used) == set(range(n)) and len(used) - n < max(size for size, _, _ in jobs), "only to fill up"
 
 
@@ -64,7 +67,23 @@ def test_epochs_are_shuffled_alike_on_all_ranks_and_one_by_one(in_job):
         for sampler in (first, second):
             sampler.set_epoch(epoch)
             assert sampler.epoch == epoch and sampler.processed_indices == []
+            sampler.record_batch(0, 2)
         orders.append([first._order, second._order])
     assert orders[0][0] == orders[0][1] != orders[1][0]
+    assert second.state_dict() == {"epoch": 1, "n_processed": 4}
     plain = ElasticSampler(range(4), shuffle=False)
     assert plain._order == [0, 1, 2, 3]
+
+
+def test_a_step_costs_nothing_however_long_the_epoch_is(in_job):
+    sampler, = ranks_of(200_000, 1, in_job)
+    sampler.record_batch(90, 1000)
+    tracemalloc.start()
+    try:
+        for batch in range(91, 150):
+            sampler.record_batch(batch, 1000)
+            kept = copy.deepcopy(sampler.state_dict())
+        assert tracemalloc.get_traced_memory()[1] < 20_000
+    finally:
+        tracemalloc.stop()
+    assert kept == {"epoch": 0, "n_processed": 150_000} and len(sampler.processed_indices) == 150_000

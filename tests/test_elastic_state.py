@@ -46,7 +46,7 @@ def sync_after_commits():
     for _ in range(rank % 2):
         state.save()
     state.sync()
-    found = [weights.tolist(), state.step, state._n_commits, state.weights is weights]
+    found = [weights.tolist(), state.step, state.n_commits, state.weights is weights]
     state.weights += 5
     state.restore()  # what came by sync is kept
     return [*found, state.weights.tolist()]
@@ -85,9 +85,32 @@ def test_a_loss_is_seen_through_what_was_raised_from_it():
     assert loss_in(masked) is None and loss_in(StallError("w")) is None
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("save", "keep"), ("sync", "give")])
+def test_a_state_as_horovod_has_it_is_refused_in_words(theirs, ours):
+    def nothing(self, *_):
+        """Do nothing."""
+
+    with pytest.raises(TypeError, match=rf"Mine defines {theirs}\(\), .* and not {ours}\(\)"):
+        type("Mine", (elastic.State,), {theirs: nothing})
+    found = type("Mine", (elastic.State,), {theirs: nothing, "keep": nothing, "give": nothing, "restore": nothing})
+    found().commit()
+    type("Other", (elastic.ObjectState,), {theirs: nothing})  # it has the other
+
+
+def test_horovods_name_of_check_is_that_of_the_class():
+    class Mine(elastic.ObjectState):
+        """Counts."""
+
+        def check(self):
+            self.n_checks += 1
+
+    state = Mine(n_checks=0)
+    state.check_host_updates()
+    assert state.n_checks == 1
+
+
 def test_names_of_horovod():
     assert elastic.HostsUpdatedInterrupt is elastic.WorkersJoined
-    assert elastic.State.check_host_updates is elastic.State.check
     assert not issubclass(elastic.WorkersJoined, bpsfast.BpsError)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         elastic.nothing  # noqa: B018

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.muster import Exclude, Fail, Form, Muster, Rules
+from bpsfast.orchestration.muster import MOST_FRUITLESS, Exclude, Fail, Form, Muster, Rules
 
 
 def muster(policy="shrink", n=3, nodes=None, **values):
@@ -157,6 +157,69 @@ def test_fewer_than_min_ranks_wait_for_more_until_the_deadline():
     for member in (2, 7):
         found.came(member, "0", 20.0)
     assert found.decide(30.0).reason.startswith("no quorum: 2 ranks have come within 10 s, min_ranks is 3")
+
+
+def again(found, members=(0, 1), reason="a link"):
+    """All come, since their job has failed, or was left if there is no *reason*; what is said of the next one."""
+    for member in members:
+        found.came(member, "0", 1.0, True, reason=reason and f"{reason} {member}")
+    return found.decide(1.0)
+
+
+def test_what_fails_again_and_again_ends_in_words():
+    found = muster(n=2, nodes="00")
+    for number in range(1, 1 + MOST_FRUITLESS):
+        assert again(found) == Form(number + 1, (0, 1))
+    assert again(found) == Fail("StallError", (
+        "4 jobs in a row have failed, the last one number 4, though no worker was lost, and without a commit: "
+        "worker 0: a link 0, worker 1: a link 1"))
+
+
+def test_a_failure_counts_once_and_not_where_somebody_was_lost():
+    found = muster(n=8, nodes="0" * 8)
+    for number in range(1, 7):
+        found.ended(number, "is gone", 1.0)
+        assert isinstance(again(found, (0, *range(number + 1, 8))), Form), number
+    for _ in range(2 * MOST_FRUITLESS):  # suspend and resume
+        assert isinstance(again(found, (0, 7), ""), Form)
+
+
+@pytest.mark.parametrize("what", ["commit", "loss", "newcomer", "resumed"])
+def test_jobs_of_which_something_came_may_go_on_and_on(what):
+    found = muster("wait", n=2, nodes="00", max_ranks=99, max_replaced=99)
+    fresh = 2
+    for number in range(1, 4 * MOST_FRUITLESS):
+        members = [seat.member for seat in found.seats]
+        if what == "loss":
+            found.ended(members.pop(), "is gone", 1.0)
+            found.replaced(found.to_replace[0], fresh, 1.0)
+        if what in ("loss", "newcomer"):
+            members.append(fresh)
+            fresh += 1
+        for member in members:
+            found.came(member, "0", 1.0, True, n_commits=number if what == "commit" else 1,
+                       reason="" if what == "resumed" else "a link")
+        assert isinstance(found.decide(1.0), Form), number
+
+
+def test_when_all_have_left_well_it_is_over():
+    found = muster(n=2, max_ranks=3)
+    found.came(7, "0", 1.0)
+    found.left(0)
+    assert not found.is_over
+    found.left(1)
+    assert found.is_over and found.waiting == (7,)
+
+
+def test_what_is_awaited_is_named():
+    found = muster("wait", n=2, nodes="00", min_ranks=2, max_ranks=3)
+    assert found.awaited == "job 1, of 2 ranks, runs and has let nobody in (State.commit or check)"
+    found.ended(0, "is gone", 1.0)
+    assert found.awaited.startswith("worker 1 has not come; 1 of 2 seats are not taken again (rank 0 (worker 0) is")
+    found = muster("shrink", n=2, nodes="00", min_ranks=2)
+    found.ended(0, "is gone", 1.0)
+    found.came(1, "0", 1.0)
+    assert found.awaited == "1 ranks have come, and min_ranks is 2"
 
 
 def test_who_has_left_well_is_not_waited_for_and_after_the_end_nobody_is():

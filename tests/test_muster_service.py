@@ -4,12 +4,15 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
 
 import pytest
 
+from bpsfast.elastic.member import Member
 from bpsfast.launch.muster_service import End, MusterService, Replace, Start, Stop, line_key
 from bpsfast.orchestration import muster_line
+from bpsfast.orchestration.errors import CapacityError, StallError
 from bpsfast.orchestration.muster import Rules
 from bpsfast.orchestration.muster_line import (
     Add,
@@ -24,9 +27,10 @@ from bpsfast.orchestration.muster_line import (
     Refused,
     Value,
     Void,
+    Wait,
     Want,
 )
-from bpsfast.settings import parse_address
+from bpsfast.settings import load, parse_address
 
 KEY = b"k" * 32
 
@@ -120,6 +124,77 @@ def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
     assert service.orders() == []
 
 
+def test_who_waits_without_a_seat_voids_no_job(muster):
+    service, (first, second), more = muster(2, lost_worker="shrink")
+    third = more(7)
+    third.say(Come, node="b")  # beyond max_ranks: nobody lets it in
+    third.say(Add, count=1)
+    assert third.hears(Added).count == 0
+    service.ended(7, "was killed by SIGKILL")
+    first.say(Add, count=1)
+    assert first.hears(Added).count == 0, "what came before has been heard"
+    second.say(Come, node="a")
+    assert first.hears(Void) == Void(1, "worker 1 has left it")
+    assert not any(isinstance(message, Void) for message in first.heard)
+
+
+def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(muster, monkeypatch):
+    monkeypatch.setattr(muster_line, "MOST_WANTED", 2)
+    monkeypatch.setattr(muster_line, "MOST_STORED_NBYTES", muster_line.stored_nbytes("a", "x" * 100) + 20)
+    service, (first, second), more = muster(2)
+    stranger = more(7)
+    stranger.say(Put, job=1, key="a", value="of another")
+    stranger.say(Want, job=1, key="a")
+    stranger.say(Add, count=1)
+    assert stranger.hears(Added).count == 0
+    for key in ("a", "b", "c"):
+        second.say(Want, job=1, key=key)
+    second.say(Add, count=1)
+    assert second.hears(Added).count == 0
+    first.say(Put, job=1, key="a", value="y" * 121)
+    first.say(Put, job=1, key="a", value="é" * 70)
+    first.say(Put, job=1, key="a", value="x" * 100)
+    first.say(Put, job=1, key="b", value="x")
+    first.say(Put, job=1, key="a", value="z" * 121)  # in the place of another
+    first.say(Put, job=1, key="a", value="z")
+    first.say(Add, count=1)
+    assert first.hears(Added).count == 0
+    assert second.hears(Value) == Value(1, "a", "x" * 100)
+    second.say(Want, job=1, key="a")
+    assert second.hears(Value) == Value(1, "a", "z")
+    assert not any(isinstance(message, Value) for message in second.heard)
+    assert not any(isinstance(message, Value) for message in stranger.heard)
+    assert set(service._wanted) == {"b"} and set(service._store) == {"a"}
+    assert service._stored_nbytes == muster_line.stored_nbytes("a", "z")
+
+
+def test_a_limit_is_an_error_where_it_is_passed(muster):
+    service, _, _ = muster(1, max_ranks=2)
+    member = Member(load({"muster": service.address, "job_key": KEY.hex(), "member": 1}, {}))
+    try:
+        for key, value in (("k", "x" * muster_line.MOST_VALUE_NBYTES), ("k" * 257, "x")):
+            with pytest.raises(CapacityError, match="the muster stores 1048576 bytes under a key of 256"):
+                member.put(1, key, value)
+    finally:
+        member.close()
+
+
+def test_two_who_add_at_once_start_no_more_than_may_be(muster):
+    service, (first, second), _ = muster(2, max_ranks=4, lost_worker="wait")
+    first.say(Add, count=1)
+    assert first.hears(Added) == Added(1, "")
+    second.say(Add, count=5)
+    assert second.hears(Added) == Added(1, "3 workers run, and the job may have 4 (--max-ranks)")
+    service.ended(0, "is gone")
+    second.say(Add, count=1)
+    assert second.hears(Added).count == 0, "one of them will be replaced"
+    for member in (2, 3):
+        service.started(member)
+    service.started(4, instead_of=0)
+    second.say(Add, count=1)
+    assert second.hears(Added) == Added(0, "4 workers run, and the job may have 4 (--max-ranks)")
+
+
 def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):
     _, (first, second), _ = muster(2)
     second.say(Want, job=1, key="a")
@@ -151,6 +226,49 @@ def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(muster):
     assert isinstance(third.hears(Over), Over)
     second.say(Come, node="a")
     assert isinstance(second.hears(Over), Over)
+
+
+def test_who_waits_hears_for_what_again_and_again(muster):
+    service, (first, _), more = muster(2, lost_worker="shrink")
+    third = more(7)
+    third.say(Come, node="b")
+    for _ in range(2):
+        assert third.hears(Wait).awaited.startswith("job 1, of 2 ranks, runs and has let nobody in")
+    first.say(Come, node="a")
+    assert first.hears(Wait).awaited == "worker 1 has not come"
+    for member in (0, 1):
+        service.left(member)
+    assert isinstance(third.hears(Over), Over), "nobody is left who could let it in"
+
+
+def test_jobs_that_fail_without_a_loss_have_an_end(muster):
+    service, workers, _ = muster(2)
+    for number in range(2, 5):
+        for worker in workers:
+            worker.say(Come, node="a", n_commits=0, reason=f"a link of {worker.number} " + "x" * 1000)
+        for worker in workers:
+            assert worker.hears(Formed).job == number
+    for worker in workers:
+        worker.say(Come, node="a", reason="again")
+    assert isinstance(order(service), Stop)
+    for worker in workers:
+        assert worker.hears(Refused) == Refused("StallError", (
+            "4 jobs in a row have failed, the last one number 4, though no worker was lost, and without a commit: "
+            "worker 0: again, worker 1: again"))
+
+
+def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
+    monkeypatch.setattr(muster_line, "WORD_EVERY_S", 0.2)
+    service, _, _ = muster(1, max_ranks=2)
+    member = Member(load({"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
+    try:
+        heard = threading.Event()
+        monkeypatch.setattr(service._muster, "decide", lambda now_s: heard.wait() and None)
+        with pytest.raises(StallError, match=r"worker 1: bpsfast run, at .*, says nothing for 1 s: is it stopped"):
+            member.join()
+    finally:
+        heard.set()
+        member.close()
 
 
 def test_who_comes_after_the_muster_has_failed_hears_why(muster):

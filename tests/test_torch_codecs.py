@@ -104,11 +104,15 @@ def test_steps_that_cross_the_barrier_have_the_same_weights(nodes):
         assert [x.tobytes() for x in a] == [x.tobytes() for x in b]
 
 
-def by_the_module(label):
+def by_the_module(label, rejoins):
     model = Net()
+    if rejoins:  # a module like the other one would get its memory
+        model.more = torch.nn.Parameter(torch.zeros(3))
     ddp, found = bps.DistributedDataParallel(model, compression={"big": TOP}), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATES[0])
     ddp.follow_learning_rates(optimizer)
+    if rejoins:  # as in the next job of an elastic program
+        ddp.rejoin()
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
@@ -117,8 +121,9 @@ def by_the_module(label):
     return found, current.current().tensors.unit(ddp._exchange.prefix + "big").stride
 
 
-def test_module_with_the_learning_rates_of_an_optimizer(nodes):
-    for found, stride in nodes.run(by_the_module, "module"):
+@pytest.mark.parametrize("rejoins", [False, True])
+def test_module_with_the_learning_rates_of_an_optimizer(nodes, rejoins):
+    for found, stride in nodes.run(by_the_module, "module", rejoins):
         for step, want in enumerate(replayed(TOP, stride, 0)):
             assert found[step].tobytes() == want.tobytes(), f"step {step}"
 

@@ -45,6 +45,20 @@ def test_a_replaced_worker_changes_no_bit(tmp_path, undisturbed, kind, victim):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("policy", "victim"), [("wait", 0), ("wait", 2), ("shrink", 1)])
+def test_who_is_lost_while_the_others_make_a_module_is_as_any_other(tmp_path, undisturbed, policy, victim):
+    found = trained(tmp_path / "making", policy, "ddp", str(victim), moment="making")
+    assert set(found) == ({0, 1, 2, 3} if policy == "wait" else {0, 1, 2}) - {victim}
+    first = found[2 if victim != 2 else 0]
+    assert all(each == first for each in found.values())
+    assert first["size"] == (3 if policy == "wait" else 2)
+    if victim == 2:
+        assert first == undisturbed
+    elif policy == "wait":  # rank 0, whose model all get, is another worker
+        assert first["used"] == undisturbed["used"]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "moment"), [("opt", "after"), ("ddp", "after"), ("opt", "before"),
                                               ("cross", "before"), ("ddp", "before")])
 def test_a_smaller_job_uses_every_sample_of_an_epoch(tmp_path, undisturbed, kind, moment):

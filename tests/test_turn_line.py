@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 
+import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
@@ -69,6 +70,29 @@ def test_a_leader_that_is_gone_is_news_after_its_last_words(lines):
     for name, follower in zip(("rank 0", "rank 3"), followers):
         with pytest.raises(PeerLostError, match=f"{name}'s process is gone"):
             receive(follower, 2)
+
+
+class Unheard(msgspec.Struct, tag=True, frozen=True):
+    """No message of these lines."""
+
+
+def test_one_word_that_is_none_takes_no_other_with_it(lines):
+    leader, followers = lines
+    greet(leader, followers)
+    for line, words in ((followers[0], (Begun(1, 1), Unheard(), Unheard(), Left(1))),
+                        (leader, (Turns((ENTRY,)), Unheard(), Unheard(), Left(0)))):
+        for word in words:
+            line.tell(word)
+    for line, first, last in ((leader, Begun(1, 1), Left(1)), (followers[0], Turns((ENTRY,)), Left(0))):
+        heard, n_wrong, until, wake = [], 0, time.monotonic() + LIMIT_S, os.eventfd(0)
+        while last not in heard and time.monotonic() < until:
+            line.wait(wake, 0.5)
+            try:
+                heard += line.recv_nowait()
+            except ProtocolError:
+                n_wrong += 1
+        os.close(wake)
+        assert (heard, n_wrong) == ([first, last], 2)
 
 
 def test_a_follower_that_is_gone_is_noticed_at_the_next_word_and_its_last_ones_are_heard(lines):

@@ -26,13 +26,15 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from .member import TrainingOver
 from .running import WorkersJoined, run
 from .state import ObjectState, State
 
 #: Horovod's name for it.
 HostsUpdatedInterrupt = WorkersJoined
 
-__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "WorkersJoined", "run"]
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "TrainingOver",
+           "WorkersJoined", "run"]
 
 
 def __getattr__(name: str) -> object:

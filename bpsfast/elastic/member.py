@@ -18,8 +18,8 @@ from ..boot import network_id
 from ..launch import rendezvous
 from ..launch.muster_service import line_key
 from ..launch.place import given_key
-from ..orchestration import errors, security
-from ..orchestration.errors import BpsError, ConfigError, PeerLostError, StallError
+from ..orchestration import errors, muster_line, security
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
 from ..orchestration.muster_line import (
     Come,
     Done,
@@ -31,6 +31,7 @@ from ..orchestration.muster_line import (
     Refused,
     Value,
     Void,
+    Wait,
     Want,
     connect,
 )
@@ -41,10 +42,21 @@ _log = logging.getLogger("bpsfast.elastic")
 _LOOK_S = 0.5
 #: A job that cannot come together although nobody was lost is tried so often.
 _MOST_TRIES = 3
+#: So many words of the muster may be missed.
+_SILENT_WORDS = 5
 
 
-class TrainingOver(Exception):
-    """The muster says that the training has ended: nobody waits for this worker."""
+class TrainingOver(SystemExit):
+    """The training has ended without this worker, which has come too late: nobody waits for it, and nothing failed.
+
+    Where nobody catches it the program ends, with exit code 0, and without a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def __str__(self) -> str:
+        return "the training has ended without this worker, which came too late"
 
 
 class Member:
@@ -72,34 +84,43 @@ class Member:
         self._formed: Formed | Refused | Over | None = None
         self._values: dict[str, str] = {}
         self._void: dict[int, str] = {}
+        self._heard_s = 0.0
+        self._awaited = "nothing is known"
         self._newcomers = 0, 0  # (job, how many wait for it to let them in): what is read late is not of the next one
         atexit.register(self.close)  # before those of sessions, so that it runs after them
 
-    def join(self) -> None:
+    def join(self, n_commits: int = 0, reason: str = "") -> None:
         """Wait for the next job and join it. The last one must have been left.
+
+        Parameters
+        ----------
+        n_commits, reason
+            What the training has come to here, and why the last job has failed, if it has: the muster gives up when
+            jobs fail again and again and nothing comes of them.
 
         Raises
         ------
         PeerLostError, StallError
             There is no next job: too many were lost ("no quorum"), or somebody has not come in time; or the launcher is
-            gone. Or the job could not come together although all had come, several times.
+            gone, or silent. Or the job could not come together although all had come, several times.
         TrainingOver
             The training has ended meanwhile.
         """
         tries = 0
         while True:
-            formed = self._await_job()
+            formed = self._await_job(n_commits, reason)
             try:
                 place = rendezvous.place(_Store(self, formed.job), formed.rank, formed.size, self._settings,
                                          self._settings.start_timeout_s)
                 current.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
                 return
             except (PeerLostError, StallError) as exc:
-                reason = self._why_void()
-                tries += reason is None
+                void = self._why_void()
+                tries += void is None
                 if tries == _MOST_TRIES:
                     raise
-                _log.info("job %d did not come together, another one is awaited: %s", formed.job, reason or exc)
+                reason = f"it did not come together: {void or exc}"
+                _log.info("job %d: %s; another one is awaited", formed.job, reason)
 
     def newcomers(self) -> int:
         """Return how many workers are known to wait for this rank's job to let them in."""
@@ -119,20 +140,27 @@ class Member:
             self._quiet_fd = -1
             atexit.unregister(self.close)
 
-    def _await_job(self) -> Formed:
+    def _await_job(self, n_commits: int, reason: str) -> Formed:
+        """Wait as long as the muster says what for: it has deadlines for all but a job that lets nobody in."""
         self._formed = None
-        self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state))
-        begin_s = time.monotonic()
+        self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state, n_commits=n_commits,
+                             reason=reason))
+        settings = self._settings
+        begin_s = self._heard_s = time.monotonic()
+        warn_s = begin_s + settings.stall_warn_s
         while self._formed is None:
             self._listen(_LOOK_S)
-            waited_s = time.monotonic() - begin_s
-            if not self._line.is_connected and waited_s > self._settings.start_timeout_s:
-                raise StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run "
-                                 f"should listen (BPSFAST_MUSTER), for {waited_s:.0f} s: has it ended, or is the job "
-                                 "key another one?")
+            now_s = time.monotonic()
+            if now_s - self._heard_s > max(settings.start_timeout_s, _SILENT_WORDS * muster_line.WORD_EVERY_S
+                                           if self._line.is_connected else 0.0):
+                raise self._silence(now_s - self._heard_s)
+            if 0.0 < settings.stall_warn_s and now_s >= warn_s:
+                warn_s += settings.stall_warn_s
+                _log.warning("worker %d waits for its next job for %.0f s: %s", self.number, now_s - begin_s,
+                             self._awaited)
         found = self._formed
         if isinstance(found, Over):
-            raise TrainingOver
+            raise TrainingOver()
         if isinstance(found, Refused):
             kind = getattr(errors, found.error, None)
             is_ours = isinstance(kind, type) and issubclass(kind, BpsError)
@@ -140,6 +168,14 @@ class Member:
         self.job, self.lost_worker = found.job, found.lost_worker
         self._values = {}
         return found
+
+    def _silence(self, silent_s: float) -> StallError:
+        if self._line.is_connected:
+            return StallError(f"worker {self.number}: bpsfast run, at {self._line.address}, says nothing for "
+                              f"{silent_s:.0f} s: is it stopped? The last was: {self._awaited}")
+        return StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run should "
+                          f"listen (BPSFAST_MUSTER), for {silent_s:.0f} s: has it ended, or is the job key another "
+                          "one?")
 
     def _why_void(self) -> str | None:
         """Return why the job that is being joined will not come together, None if nothing is known."""
@@ -150,7 +186,10 @@ class Member:
         if timeout_s > 0.0:
             self._line.wait(self._quiet_fd, timeout_s)
         for message in self._line.recv_nowait():
+            self._heard_s = time.monotonic()
             match message:
+                case Wait():
+                    self._awaited = message.awaited
                 case Formed() | Refused() | Over():
                     self._formed = message
                 case Value() if message.job == self.job:
@@ -163,7 +202,12 @@ class Member:
     # -- the store of a job ----------------------------------------------------------------------------------------
 
     def put(self, job: int, key: str, value: str) -> None:
-        """Let *key* have *value* in the store of *job*."""
+        """Let *key* have *value* in the store of *job*; raises `CapacityError` for more than the muster stores."""
+        nbytes = muster_line.stored_nbytes(key, value)
+        if nbytes > muster_line.MOST_VALUE_NBYTES or len(key) > muster_line.MOST_KEY_LENGTH:
+            raise CapacityError(f"{key[:muster_line.MOST_KEY_LENGTH]!r} has {nbytes} bytes with its key of {len(key)} "
+                                f"characters; the muster stores {muster_line.MOST_VALUE_NBYTES} bytes under a key of "
+                                f"{muster_line.MOST_KEY_LENGTH}")
         self._line.tell(Put(member=self.number, job=job, key=key, value=value))
 
     def value(self, job: int, key: str, timeout_s: float) -> str:

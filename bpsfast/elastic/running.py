@@ -40,6 +40,8 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     ------
     PeerLostError, StallError
         No next job can be formed; the text says who is missing, or "no quorum".
+    TrainingOver
+        The training has ended meanwhile, without this worker: a SystemExit, of code 0. Also from `bpsfast.init`.
     """
     @functools.wraps(train)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> _Result:
@@ -58,6 +60,7 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
     is_further = False
     while True:
         returned: list[_Result] = []
+        reason = ""
         try:
             if is_further:
                 state.on_reset()
@@ -80,12 +83,12 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
             member.done()
             return returned[0]
         try:
-            member.join()
-        except TrainingOver:
+            member.join(state.n_commits, reason)
+        except TrainingOver as over:
             if returned:  # another rank knows already that all have come to the end
                 return returned[0]
-            _log.warning("the training has ended without this worker, which came too late")
-            raise SystemExit(0) from None
+            _log.warning("%s", over)
+            raise
         if returned:
             state.restore()
         is_further = True

@@ -22,11 +22,29 @@ class WorkersJoined(Exception):
 class State(ABC):
     """What is saved, restored, and given to all ranks. The thread that trains only.
 
-    Derive from it, or use `ObjectState` or `bpsfast.elastic.TorchState`.
+    Use `ObjectState` or `bpsfast.elastic.TorchState`, or derive from it, with three methods; `__init__` calls this
+    one's. What a state of Horovod's defines has other names here, since rank 0, whose values `sync` gives there, may
+    be a newcomer here, who has none:
+
+        Horovod     here
+        save        keep      `save` calls it, and counts the commit
+        restore     restore
+        sync        give      `sync` calls it with the rank that has most commits, and calls `keep`
+        reset       reset     if there is something to adapt
+
+    A class that has ``save`` without ``keep``, or ``sync`` without ``give``, is refused with a TypeError.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for theirs, ours in (("save", "keep"), ("sync", "give")):
+            if getattr(cls, theirs) is not getattr(State, theirs) and getattr(cls, ours) is getattr(State, ours):
+                raise TypeError(f"{cls.__name__} defines {theirs}(), as states of Horovod do, and not {ours}(): define "
+                                f"{ours}() instead, which State.{theirs}() calls (see bpsfast.elastic.State)")
+
     def __init__(self) -> None:
-        self._n_commits = 0  # of the training, of which a worker may have seen the last ones only
+        #: How many there were in the training, of which this worker may have seen the last ones only.
+        self.n_commits = 0
         self._callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -64,18 +82,20 @@ class State(ABC):
         if push_pull(heard, name="bpsfast.elastic/newcomers", average=False)[0]:
             raise WorkersJoined("workers wait to join: all ranks leave this job at the present step for one with them")
 
-    check_host_updates = check
+    def check_host_updates(self) -> None:
+        """Horovod's name of `check`."""
+        self.check()
 
     def sync(self) -> None:
         """Give all ranks the state of the one with most commits (the lowest such rank), and keep it. On all ranks."""
         session = current.current()
         commits = np.zeros(session.size, np.int64)
-        commits[session.rank] = self._n_commits
+        commits[session.rank] = self.n_commits
         found = push_pull(commits, name="bpsfast.elastic/commits", average=False)
         root = int(np.argmax(found))
         n_commits = int(found[root])
         self.give(root)
-        self._n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
+        self.n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
         self.keep()
 
     def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
@@ -84,7 +104,7 @@ class State(ABC):
     def save(self) -> None:
         """Keep the state as it is now, as a commit, and let nobody in. Between two steps, on all ranks."""
         self.keep()
-        self._n_commits += 1
+        self.n_commits += 1
 
     @abstractmethod
     def keep(self) -> None:

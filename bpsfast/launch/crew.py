@@ -1,6 +1,7 @@
 """The workers of an elastic job as its supervisor has them: whom it can do without, and who is started for whom."""
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -65,18 +66,24 @@ class Crew:
     def has_ended(self, process: Process) -> bool:
         """Hear that *process* has ended; return whether the job goes on without it.
 
-        It does without one that was killed before the training was over. An error of its own ends the job.
+        It does without one that was killed before the training was over, or whose shell or wrapper says so by exit code
+        128 + signal. An error of its own ends the job. Once the training is over nobody asks how a worker ends that had
+        no part in the last job.
         """
         member = member_of(process.command)
         self._running.discard(member)
-        if process.code == 0:
+        if process.code == 0 or self.is_superfluous(process):
             self._service.left(member)
-        elif (process.code or 0) < 0 and self._goes_on and not self._service.is_over:
+        elif _was_killed(process.code) and self._goes_on and not self._service.is_over:
             self._service.ended(member, process.end_in_words())
         else:
             self.give_up(f"{process.command.name} {process.end_in_words()}")
             return False
         return True
+
+    def is_superfluous(self, process: Process) -> bool:
+        """Whether the training has ended without *process*: it came too late, or has yet to come."""
+        return self._service.is_over and not self._service.has_seat(member_of(process.command))
 
     def give_up(self, reason: str) -> None:
         """Let those who wait for a next job hear that there is none."""
@@ -95,3 +102,7 @@ class Crew:
             by_node.setdefault(command.environ.get(_NODE, ""), command)
         count = Counter(self._commands[member].environ.get(_NODE, "") for member in self._running)
         return by_node[min(by_node, key=lambda node: count[node])]
+
+
+def _was_killed(code: int | None) -> bool:
+    return code is not None and (code < 0 or code - 128 in signal.valid_signals())

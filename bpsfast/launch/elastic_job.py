@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +27,13 @@ from .daemons import clean_environment
 from .job import Shape, check_program
 from .muster_service import MusterService, line_key
 from .output import Output
+from .place import given_key
 from .supervisor import Limits, Supervisor
 
 _LOOPBACK = "127.0.0.1"
 
 
-class Control(msgspec.Struct, frozen=True):
+class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `add` needs to reach a running job; the file that holds it is its owner's alone."""
 
     muster: str
@@ -72,7 +75,7 @@ def run(shape: Shape, program: Sequence[str], settings: Settings, rules: Rules, 
     if not 1 <= rules.min_ranks <= n_ranks <= rules.max_ranks:
         raise ConfigError(f"--min-ranks {rules.min_ranks}, -n {n_ranks}, --max-ranks {rules.max_ranks}: must be in "
                           "this order, and at least 1")
-    key = settings.job_key or secrets.token_hex(32)
+    key = given_key(settings) or secrets.token_hex(32)
     service = MusterService(rules, range(n_ranks), security.job_key(key, ""), _LOOPBACK)
     try:
         workers = plan(shape, program, settings, os.environ if environ is None else environ, service.address, key)
@@ -121,20 +124,64 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
 
 @contextlib.contextmanager
 def _shown(path: Path | None, control: Control) -> Iterator[None]:
-    """Let *path* hold *control* meanwhile, for nobody but this user."""
+    """Let *path* hold *control* meanwhile, for nobody but this user. What was there before is left alone.
+
+    Raises
+    ------
+    ConfigError
+        If there is such a file and it is not what an ended job of this user has left, or none can be made there.
+    """
     if path is None:
         yield
         return
-    new = path.with_name(path.name + ".new")
-    with contextlib.suppress(FileNotFoundError):
-        new.unlink()
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.encode(control))
-        os.replace(new, path)
-        yield
-    finally:
-        for each in (new, path):
+    with _made(path, msgspec.json.encode(control)) as fd:
+        try:
+            yield
+        finally:
             with contextlib.suppress(FileNotFoundError):
-                each.unlink()
+                if os.path.samestat(path.lstat(), os.fstat(fd)):
+                    path.unlink()
+
+
+@contextlib.contextmanager
+def _made(path: Path, data: bytes) -> Iterator[int]:
+    """Make a file of *data*, whole at once; the descriptor keeps its number from becoming another file's."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with contextlib.ExitStack() as stack:
+        try:
+            _make_room(path)
+            file = stack.enter_context(os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"))
+            try:
+                file.write(data)
+                file.flush()
+                os.link(new, path)  # never in the place of another file
+            finally:
+                new.unlink()
+        except OSError as exc:
+            raise ConfigError(f"--control {path}: no file can be made there: {exc}") from exc
+        yield file.fileno()
+
+
+def _make_room(path: Path) -> None:
+    """Remove the file that a launcher has left at *path* which was killed; `ConfigError` if it is another one."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    problem = "it was not made by `bpsfast run --elastic --control`"
+    if stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600 and found.st_uid == os.getuid():
+        with contextlib.suppress(*UNREADABLE):
+            left = msgspec.json.decode(path.read_bytes(), type=Control)
+            if not _is_listening(left.muster):
+                path.unlink()
+                return
+            problem = f"its job runs, and listens at {left.muster}"
+    raise ConfigError(f"--control {path}: there is such a file, and {problem}: name another one, or remove it")
+
+
+def _is_listening(address: str) -> bool:
+    try:
+        socket.create_connection(parse_address(address, "the control file"), timeout=1.0).close()
+    except (OSError, ConfigError):
+        return False
+    return True

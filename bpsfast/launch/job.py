@@ -102,7 +102,7 @@ def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool
     """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only."""
     check_program(program)
     environ = os.environ if environ is None else environ
-    key = settings.job_key or secrets.token_hex(32)
+    key = roles.given_key(settings) or secrets.token_hex(32)
     if netns:
         with Cluster(shape.machines, rates=rate) as cluster:
             commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster)
@@ -118,7 +118,7 @@ def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Call
     The first line is for every terminal: it holds the one key of the job.
     """
     check_program(program)
-    key = settings.job_key or secrets.token_hex(32)
+    key = roles.given_key(settings) or secrets.token_hex(32)
     with reserve_port(_LOOPBACK) as reserved:
         commands = plan(shape, program, settings, {}, reserved.getsockname(), key)
     show(f"export {_KEY}={key}")

@@ -17,11 +17,26 @@ from typing import NamedTuple
 from ..orchestration import muster_line as line_of, security
 from ..orchestration.errors import ProtocolError
 from ..orchestration.muster import Exclude, Fail, Form, Muster, Rules
-from ..orchestration.muster_line import Add, Added, Come, Done, Formed, Newcomers, Over, Put, Refused, Value, Void, Want
+from ..orchestration.muster_line import (
+    Add,
+    Added,
+    Come,
+    Done,
+    Formed,
+    Newcomers,
+    Over,
+    Put,
+    Refused,
+    Value,
+    Void,
+    Wait,
+    Want,
+)
 from .place import format_address
 
 _log = logging.getLogger("bpsfast.muster")
 _LOOK_S = 1.0
+_REASON_LENGTH = 500
 
 
 class Replace(NamedTuple):
@@ -80,8 +95,11 @@ class MusterService:
             each.setblocking(False)
         self._alive = set(members)
         self._asked: set[int] = set()  # to be replaced or ended, and that is not done yet
+        self._n_starting = 0  # more were ordered, and are not started yet
         self._store: dict[str, str] = {}
+        self._stored_nbytes = 0
         self._wanted: dict[str, set[int]] = {}
+        self._next_word_s = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="bpsfast-muster", daemon=True)
 
@@ -108,7 +126,9 @@ class MusterService:
         """Be told that *member* runs; for whom, if for a lost one."""
         def enter() -> None:
             self._alive.add(member)
-            if instead_of is not None:
+            if instead_of is None:
+                self._n_starting -= 1
+            else:
                 self._asked.discard(instead_of)
                 self._muster.replaced(instead_of, member, time.monotonic())
 
@@ -120,7 +140,8 @@ class MusterService:
             self._alive.discard(member)
             self._asked.discard(member)
             self._muster.ended(member, how, time.monotonic())
-            self._void(f"worker {member} {how}")
+            if self._muster.has_seat(member):
+                self._void(f"worker {member} {how}")
 
         self._tell(enter)
 
@@ -129,6 +150,8 @@ class MusterService:
         def enter() -> None:
             self._alive.discard(member)
             self._muster.left(member)
+            if self._muster.is_over:
+                self._say(Over(), self._muster.waiting)
 
         self._tell(enter)
 
@@ -144,6 +167,10 @@ class MusterService:
     def is_over(self) -> bool:
         """Whether the training has ended on all ranks."""
         return self._muster.is_over
+
+    def has_seat(self, member: int) -> bool:
+        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        return self._muster.has_seat(member)
 
     def close(self) -> None:
         """End the thread; what was said to workers is sent, for a second at most."""
@@ -183,11 +210,14 @@ class MusterService:
         try:
             messages = self._line.recv_nowait()
         except ProtocolError as exc:
-            messages = []
+            messages = []  # those before and after it are had by further calls
             _log.warning("%s", exc)
         for message in messages:
             self._hear(message)
         self._decide()
+        if (now_s := time.monotonic()) >= self._next_word_s and self._muster.waiting:
+            self._next_word_s = now_s + line_of.WORD_EVERY_S
+            self._say(Wait(self._muster.awaited), self._muster.waiting)
 
     def _hear(self, message: object) -> None:
         match message:
@@ -198,45 +228,61 @@ class MusterService:
                 self._say(Over(), self._muster.waiting)
             case Put():
                 self._put(message)
-            case Want() if message.job == self._muster.number:
-                if message.key in self._store:
-                    self._say(Value(message.job, message.key, self._store[message.key]), [message.member])
-                else:
-                    self._wanted.setdefault(message.key, set()).add(message.member)
+            case Want():
+                self._want(message)
             case Add():
                 self._add(message)
 
     def _come(self, message: Come) -> None:
         muster, was_running = self._muster, self._muster.is_running
-        muster.came(message.member, message.node, time.monotonic(), message.has_state)
+        muster.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
+                    message.reason[:_REASON_LENGTH])
         if muster.is_over:
             self._say(Over(), [message.member])
         elif muster.failure is not None:
             self._say(Refused(*muster.failure), [message.member])
         elif muster.is_running and muster.newcomers:
             self._say(Newcomers(muster.number, len(muster.newcomers)), [seat.member for seat in muster.seats])
-        elif was_running:
+        elif was_running and not muster.is_running:
             self._void(f"worker {message.member} has left it")
 
     def _put(self, message: Put) -> None:
-        if message.job != self._muster.number:
+        if message.job != self._muster.number or not self._muster.has_seat(message.member):
             return
-        if len(message.value) > line_of.MOST_VALUE_NBYTES or len(self._store) >= line_of.MOST_VALUES:
-            _log.warning("worker %d stores %d bytes beside %d values, which is more than a job needs: ignored",
-                         message.member, len(message.value), len(self._store))
+        nbytes = line_of.stored_nbytes(message.key, message.value)
+        before = self._store.get(message.key)
+        kept_nbytes = self._stored_nbytes - (0 if before is None else line_of.stored_nbytes(message.key, before))
+        if nbytes > line_of.MOST_VALUE_NBYTES or kept_nbytes + nbytes > line_of.MOST_STORED_NBYTES:
+            _log.warning("worker %d stores %d bytes beside %d, which is more than a job needs: ignored",
+                         message.member, nbytes, kept_nbytes)
             return
         self._store[message.key] = message.value
+        self._stored_nbytes = kept_nbytes + nbytes
         self._say(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
+
+    def _want(self, message: Want) -> None:
+        if message.job != self._muster.number or not self._muster.has_seat(message.member):
+            return
+        if message.key in self._store:
+            self._say(Value(message.job, message.key, self._store[message.key]), [message.member])
+        elif len(self._wanted) < line_of.MOST_WANTED and len(message.key) <= line_of.MOST_KEY_LENGTH:
+            self._wanted.setdefault(message.key, set()).add(message.member)
+        else:
+            _log.warning("worker %d wants a value of which nobody has heard, beside %d others: ignored",
+                         message.member, len(self._wanted))
 
     def _add(self, message: Add) -> None:
         most = self._muster.rules.max_ranks
-        count = max(0, min(message.count, most - len(self._alive)))
+        n_replacing = len({*self._muster.to_replace, *(self._asked - self._alive)})
+        n_workers = len(self._alive) + self._n_starting + n_replacing
+        count = max(0, min(message.count, most - n_workers))
         if self._muster.is_over or self._muster.failure is not None:
             count, reason = 0, "the training has ended"
         else:
             reason = "" if count == message.count else (
-                f"{len(self._alive)} workers run, and the job may have {most} (--max-ranks)")
+                f"{n_workers} workers run, and the job may have {most} (--max-ranks)")
         if count:
+            self._n_starting += count
             self._order(Start(count))
         self._say(Added(count, reason), [message.member])
 
@@ -254,6 +300,7 @@ class MusterService:
 
     def _form(self, form: Form) -> None:
         self._store.clear()
+        self._stored_nbytes = 0
         self._wanted.clear()
         for rank, member in enumerate(form.members):
             self._say(Formed(form.number, rank, len(form.members), self._muster.rules.lost_worker), [member])

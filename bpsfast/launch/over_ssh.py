@@ -20,6 +20,7 @@ from .daemons import clean_environment
 from .fleet import Fleet
 from .hosts import Host
 from .output import Output
+from .place import given_key
 from .ssh import Ssh
 from .supervisor import Limits, Supervisor
 
@@ -59,7 +60,7 @@ def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limit
     with Fleet(plan.everywhere, plan.ssh, output) as fleet:
         fleet.connect()
         scheduler = fleet.scheduler_address(plan.scheduler_host)
-        commands = _commands(plan, program, settings, scheduler, settings.job_key or secrets.token_hex(32))
+        commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32))
         places = [fleet.hosts[number_of(command)] for command in commands]
         return Supervisor(commands, limits=limits, output=output, places=places, restarts=restarts).run()
 

@@ -220,8 +220,10 @@ class Supervisor:
         return _can_be_missed(process)
 
     def _has_trained(self) -> bool:
-        """Whether all ranks have ended, well but for those that the job has done without."""
-        ranks = [process for process in self._processes if process.command.kind is Kind.RANK]
+        """Whether all ranks have ended, well but for those that the job has done without; who comes too late is none.
+        """
+        ranks = [process for process in self._processes if process.command.kind is Kind.RANK
+                 and not (self._crew is not None and self._crew.is_superfluous(process))]
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._missed for process in ranks)
 

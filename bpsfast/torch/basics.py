@@ -70,6 +70,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
         If the next job has other numbers; it is left again.
     ClosedError
         Without `suspend`.
+    bpsfast.elastic.TrainingOver
+        As `init`.
     """
     from ..elastic.member import enlisted
 

@@ -57,8 +57,6 @@ class TorchState(State):
         settle_everything()
         super().check()
 
-    check_host_updates = check
-
     def keep(self) -> None:
         """See `State`."""
         self._saved = {name: copy.deepcopy(_state_of(value)) for name, value in self._parts()}

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..elastic.member import enlisted
+from ..orchestration.errors import BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.session import Session
 from .broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
@@ -128,7 +129,11 @@ class DistributedDataParallel(torch.nn.Module):
     MismatchError
         If the ranks' modules differ; the text names the first difference.
     StallError, PeerLostError
-        As `bpsfast.push_pull`; also from forward and backward.
+        As `bpsfast.push_pull`; also from forward and backward. In an elastic program that goes on without lost workers,
+        a loss during the construction is not raised: `bpsfast.elastic.run` will see it, and `TorchState` joins the
+        module to the next job.
+    ClosedError
+        From forward, after such a loss, in a program that has not joined it.
     """
 
     def __init__(self, module: torch.nn.Module, device_ids: Sequence[Any] | None = None, broadcast_buffers: bool = True,
@@ -145,12 +150,21 @@ class DistributedDataParallel(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self._exchange: _ModuleExchange | None = None
         self._compression = compression
-        self.rejoin()
+        self._followed: weakref.ref[torch.optim.Optimizer] | None = None
+        self._lost = ""  # why the job was lost while this was made, until it is joined to another one
+        try:
+            self.rejoin()
+        except PeerLostError as exc:
+            member = enlisted()
+            if member is None or member.lost_worker == "abort":
+                raise
+            self._lost = str(exc)
 
     def rejoin(self) -> None:
         """Average gradients in the job that was joined last, and take rank 0's parameters, as the constructor does.
 
-        On all ranks of that job, in the order in which they make their modules, or had made them.
+        On all ranks of that job, in the order in which they make their modules, or had made them. It follows the
+        learning rates of the same optimizer.
         """
         module, compression = self.module, self._compression
         if self._exchange is not None:
@@ -160,8 +174,18 @@ class DistributedDataParallel(torch.nn.Module):
         named: list[tuple[str, torch.Tensor]] = [
             (name, p) for name, p in module.named_parameters() if p.requires_grad]
         if process.size() == 1 and not has_momentum(compression, named):
+            self._lost = ""
             return
         exchange = _ModuleExchange(named, compression)
+        try:
+            self._join(exchange)
+        except BaseException:
+            exchange.abandon()  # whoever holds the traceback holds it, too
+            raise
+        self._exchange, self._lost = exchange, ""
+        self._follow()
+
+    def _join(self, exchange: _ModuleExchange) -> None:
         mine = _take_number(exchange) if process.rank() == 0 else None
         exchange.number = broadcast_object(mine, 0, "number of a DistributedDataParallel")
         exchange.prefix = _prefix(exchange.number)
@@ -169,11 +193,13 @@ class DistributedDataParallel(torch.nn.Module):
         if before is not None:
             before.sends = False  # it is gone on rank 0, so nobody averages its gradients any more
         _in_use[exchange.number] = exchange
-        broadcast_parameters(module.state_dict(), root_rank=0)
-        self._exchange = exchange
+        broadcast_parameters(self.module.state_dict(), root_rank=0)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Give rank 0's buffers to all ranks; return what the module makes of the arguments."""
+        if self._lost:
+            raise ClosedError(f"this module belongs to no job: a worker was lost while it was made ({self._lost}). "
+                              "Give it to the training's TorchState, which joins it to the next job, or call rejoin()")
         exchange = self._exchange
         if exchange is None:
             return self.module(*inputs, **kwargs)
@@ -207,7 +233,12 @@ class DistributedDataParallel(torch.nn.Module):
 
         Without that, what was not sent of a gradient counts as much in the next step as it did in its own.
         """
-        if self._exchange is not None:
+        self._followed = weakref.ref(optimizer)
+        self._follow()
+
+    def _follow(self) -> None:
+        optimizer = None if self._followed is None else self._followed()
+        if self._exchange is not None and optimizer is not None:
             self._exchange.follow(optimizer)
             warn_of_momentum(optimizer, self._exchange.momenta)
 

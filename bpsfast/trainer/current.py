@@ -33,6 +33,8 @@ def init(**settings: object) -> None:
     ------
     ConfigError, MismatchError, StallError, PeerLostError
         If the job cannot come together; the text names the setting, or who is missing.
+    bpsfast.elastic.TrainingOver
+        A SystemExit: the training of an elastic program has ended before this worker, which was added, has come.
     ClosedError
         After `shutdown`, where the launcher started scheduler and nodes: they have ended with the job.
     """
