@@ -1,7 +1,7 @@
 """Who is in the job: collects joins until all are there, then fixes the node order and the ranks. Pure."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .errors import ConfigError, MismatchError
@@ -144,6 +144,13 @@ class Admission:
     def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
         everybody = list(self.joins.items())
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def place_of(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
+    """Return the one of *nodes* that is the process which has sent *join*, over whatever connection; None: a new one.
+    """
+    here = (join.host, join.pid, join.address)
+    return next((node for node in nodes if (node.host, node.pid, node.address) == here), None)
 
 
 def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:

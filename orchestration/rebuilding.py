@@ -9,12 +9,13 @@ schedulers of one job, on two sides of a cut, one at most decides anything.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from . import messages as m
+from .admission import place_of
 from .credit_queue import rank_parts
 from .errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError, error_of
 from .past import Past
@@ -134,13 +135,12 @@ class Rebuilding:
             return
         coming = {index for each in self._accounts.values() for index in each.rejoin.joining}  # they begin anew
         for sender, join in list(self._joins.items()):
-            for node in self._nodes():
-                same = (node.host, node.pid, node.address) == (join.host, join.pid, join.address)
-                if same and node.index not in coming:
-                    del self._joins[sender]
-                    self._accounts[sender] = _Account(
-                        m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
-                                 index=node.index, nodes=self._nodes()), is_complete=True, join=join)
+            node = place_of(join, self._nodes())
+            if node is not None and node.index not in coming:
+                del self._joins[sender]
+                self._accounts[sender] = _Account(
+                    m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
+                             index=node.index, nodes=self._nodes()), is_complete=True, join=join)
 
     # -- what follows -------------------------------------------------------------------------------------
 
@@ -172,6 +172,23 @@ class Rebuilding:
         return list(self._joins.items())
 
     @property
+    def speakers(self) -> list[bytes]:
+        """Who has begun to say what it knows, or is known to be in the job."""
+        return list(self._accounts)
+
+    @property
+    def another(self) -> m.Join | None:
+        """How the first node has joined that has ranks and is in no node's account: another job gathers here."""
+        if self._first is None:
+            return None
+        return next((join for join in self._joins.values() if join.ranks), None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a majority of the voters has spoken, though some may not have said all."""
+        return self._is_majority({each.rejoin.index for each in self._accounts.values()})
+
+    @property
     def finished(self) -> bool:
         """Whether all ranks of the job have left."""
         left = self._all_left | {node for each in self._accounts.values() for node in each.rejoin.farewells}
@@ -192,7 +209,7 @@ class Rebuilding:
         told = {each.rejoin.index: sender for sender, each in self._accounts.items()
                 if each.is_complete and each.rejoin.index not in self._lost() | self._left_behind()}
         workers = self._workers()
-        if 2 * (sum(index in told for index in workers) + 1) <= len(workers) + 1:
+        if not self._is_majority(told):
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
@@ -214,6 +231,10 @@ class Rebuilding:
 
     def _workers(self) -> list[int]:
         return [node.index for node in self._nodes() if node.ranks]
+
+    def _is_majority(self, told: Container[int]) -> bool:
+        workers = self._workers()
+        return 2 * (sum(index in told for index in workers) + 1) > len(workers) + 1
 
     def _left_behind(self) -> set[int]:
         """Return the nodes that were coming late, of whose share nothing was committed: they have to come anew."""

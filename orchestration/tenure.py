@@ -4,6 +4,8 @@
     first a Rejoin     its scheduler was lost: `Rebuilding`, then a `Job` that goes on where that one left off
     later a Rejoin     a node was cut off, or this scheduler was stopped, and either may have missed something:
                        everybody is recalled, and the job is rebuilt as if this scheduler had lost its memory
+    both               nodes with ranks join that no `Rejoin` knows: another job gathers, and the earlier one's are
+                       refused, unless a majority of it lives
     no majority        is heard any more: the same, so nothing is decided until it is
 
 So there is one way back, whatever has happened, and every way to it is the one that a lost scheduler takes.
@@ -11,7 +13,8 @@ So there is one way back, whatever has happened, and every way to it is the one 
 from __future__ import annotations
 
 from . import messages as m
-from .errors import BpsError
+from .admission import place_of
+from .errors import BpsError, PeerLostError
 from .job import Job
 from .job_settings import JobSettings
 from .rebuilding import Rebuilding
@@ -59,7 +62,8 @@ class Tenure:
         """Decide what follows from *sender*'s connection being gone."""
         if self._rebuilding is not None:
             self._rebuilding.unreachable(sender)
-            return []
+            is_over = not self._rebuilding.speakers and not self.job.admitted
+            return self._gather(now, None) if is_over else []
         if not self.job.admitted:
             return self.job.unreachable(now, sender)
         self._away.setdefault(sender, now)
@@ -95,8 +99,11 @@ class Tenure:
         if self.job.finished:
             return [(sender, m.Finish())]
         if self.job.admitted and rejoin.job != self.job.name:
-            return [(sender, m.Refuse(error="PeerLostError", reason=(
+            return [(sender, _refusal(PeerLostError(
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
+        strangers = [join for join in self.job.joins.values() if join.ranks and place_of(join, rejoin.nodes) is None]
+        if strangers:
+            return [(sender, _refusal(_another(strangers[0])))]
         if rejoin.index in self.job.lost:
             return [(sender, _left_behind())]
         if sender in self.job.heard:
@@ -121,7 +128,10 @@ class Tenure:
         """Go on with the job if it is rebuilt, or has ended meanwhile."""
         rebuilding = self._rebuilding
         assert rebuilding is not None
+        another = None if self.job.admitted else rebuilding.another
         if rebuilding.finished:
+            if another is not None:
+                return self._gather(now, m.Finish())
             self.job.finished = True
             return [(sender, m.Finish()) for sender in rebuilding.senders]
         try:
@@ -129,9 +139,10 @@ class Tenure:
                 raise rebuilding.aborted
             past = rebuilding.past(now)
         except BpsError as exc:
-            return self.abort(exc)
+            return self.abort(exc) if another is None else self._gather(now, _refusal(exc))
         if past is None:
-            return []
+            is_left_over = another is not None and not rebuilding.is_alive
+            return self._gather(now, _refusal(_another(another))) if is_left_over else []
         self._rebuilding = None
         newcomers = rebuilding.newcomers
         known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
@@ -141,6 +152,25 @@ class Tenure:
         for sender, join in newcomers:
             out += self.job.receive(now, sender, join)
         return out
+
+    def _gather(self, now: float, last_word: m.Message | None) -> Outgoing:
+        """Gather a new job of those who have joined; *last_word* goes to those of the earlier one."""
+        rebuilding, self._rebuilding = self._rebuilding, None
+        assert rebuilding is not None
+        self.job = Job(self._settings, now)
+        out: Outgoing = [(sender, last_word) for sender in rebuilding.speakers] if last_word is not None else []
+        for sender, join in rebuilding.newcomers:
+            out += self.job.receive(now, sender, join)
+        return out
+
+
+def _another(join: m.Join) -> PeerLostError:
+    return PeerLostError(f"the scheduler of this node's job is gone: at its address another job gathers, of which the "
+                         f"node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks) has come")
+
+
+def _refusal(error: BpsError) -> m.Refuse:
+    return m.Refuse(error=type(error).__name__, reason=str(error))
 
 
 def _left_behind() -> m.Abort:
