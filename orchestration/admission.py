@@ -32,6 +32,7 @@ class Admission:
         self._fingerprint = fingerprint
         self._whose = "the scheduler"
         self.joins: dict[bytes, Join] = {}
+        self._sender_of: dict[tuple[str, int, str], bytes] = {}  # by the process's place
 
     def check(self, join: Join) -> MismatchError | None:
         """Return why *join* cannot be in one job with the others: the field and both values."""
@@ -52,12 +53,20 @@ class Admission:
         return MismatchError(f"{field} differs: {theirs} on host {join.host} (pid {join.pid}), {ours} on {whose}; "
                              "all roles of a job must agree")
 
-    def add(self, sender: bytes, join: Join) -> None:
-        """Admit *join*, or replace what *sender* said before. `check` it first."""
+    def add(self, sender: bytes, join: Join) -> bytes | None:
+        """Admit *join*, or replace what its process said before. `check` it first.
+
+        Returns from where the process had said it, if it has dialled anew since: nothing counts that comes from there.
+        """
         if self._fingerprint is None:
             self._fingerprint = dict(join.settings)
             self._whose = f"host {join.host} (pid {join.pid})"
+        before = self._sender_of.get(place_of(join), sender)
+        self._sender_of[place_of(join)] = sender
+        if before != sender:  # its turn stays
+            self.joins = {sender if each == before else each: other for each, other in self.joins.items()}
         self.joins[sender] = join
+        return before if before != sender else None
 
     def contradiction(self) -> ConfigError | None:
         """Return why the joins so far can never become a complete job, if so."""
@@ -146,11 +155,15 @@ class Admission:
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
 
 
-def place_of(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
-    """Return the one of *nodes* that is the process which has sent *join*, over whatever connection; None: a new one.
-    """
-    here = (join.host, join.pid, join.address)
-    return next((node for node in nodes if (node.host, node.pid, node.address) == here), None)
+def place_of(node: Join | NodeInfo) -> tuple[str, int, str]:
+    """Return what tells *node*'s process from all others, over whatever connection it speaks."""
+    return node.host, node.pid, node.address
+
+
+def seat_of(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
+    """Return the one of *nodes* whose process has sent *join*; None: a new one has."""
+    here = place_of(join)
+    return next((node for node in nodes if place_of(node) == here), None)
 
 
 def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from . import messages as m
-from .admission import place_of
+from .admission import seat_of
 from .credit_queue import rank_parts
 from .errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError, error_of
 from .past import Past
@@ -44,10 +44,13 @@ class Rebuilding:
         The number of the `Recall` that accounts answer. Who dials anew answers none.
     known
         The nodes that have been recalled, and when each was heard, by sender.
+    job, nodes
+        That job's name and nodes; "" if it is not known which one it is, and the first account says it.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
-                 recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None) -> None:
+                 recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
+                 nodes: Sequence[m.NodeInfo] = (), job: str = "") -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package = package
@@ -59,7 +62,8 @@ class Rebuilding:
         self._accounts: dict[bytes, _Account] = {}
         self._joins: dict[bytes, m.Join] = {}
         self._all_left: set[int] = set()  # nodes with ranks that have said so before they went
-        self._first: m.Rejoin | None = None
+        self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
+                               nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
 
     # -- what comes in ------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ class Rebuilding:
             return
         coming = {index for each in self._accounts.values() for index in each.rejoin.joining}  # they begin anew
         for sender, join in list(self._joins.items()):
-            node = place_of(join, self._nodes())
+            node = seat_of(join, self._nodes())
             if node is not None and node.index not in coming:
                 del self._joins[sender]
                 self._accounts[sender] = _Account(

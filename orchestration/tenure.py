@@ -13,7 +13,7 @@ So there is one way back, whatever has happened, and every way to it is the one 
 from __future__ import annotations
 
 from . import messages as m
-from .admission import place_of
+from .admission import seat_of
 from .errors import BpsError, PeerLostError
 from .job import Job
 from .job_settings import JobSettings
@@ -56,6 +56,8 @@ class Tenure:
             return self._rebuilding.receive(now, sender, message) + self._rebuilt(now)
         if isinstance(message, m.Rejoin):
             return self._rejoin(now, sender, message)
+        if isinstance(message, m.Join) and self._is_cut_off(sender, message):
+            return self._begin(now) + self.receive(now, sender, message)
         return self.job.receive(now, sender, message)
 
     def unreachable(self, now: float, sender: bytes) -> Outgoing:
@@ -64,8 +66,6 @@ class Tenure:
             self._rebuilding.unreachable(sender)
             is_over = not self._rebuilding.speakers and not self.job.admitted
             return self._gather(now, None) if is_over else []
-        if not self.job.admitted:
-            return self.job.unreachable(now, sender)
         self._away.setdefault(sender, now)
         return []
 
@@ -101,7 +101,7 @@ class Tenure:
         if self.job.admitted and rejoin.job != self.job.name:
             return [(sender, _refusal(PeerLostError(
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
-        strangers = [join for join in self.job.joins.values() if join.ranks and place_of(join, rejoin.nodes) is None]
+        strangers = [join for join in self.job.joins.values() if join.ranks and seat_of(join, rejoin.nodes) is None]
         if strangers:
             return [(sender, _refusal(_another(strangers[0])))]
         if rejoin.index in self.job.lost:
@@ -111,13 +111,21 @@ class Tenure:
         out = self._begin(now)
         return out + self.receive(now, sender, rejoin)
 
+    def _is_cut_off(self, sender: bytes, join: m.Join) -> bool:
+        """Whether a node of the job has dialled anew before it has read that it was welcome."""
+        if self.over or not self.job.admitted or sender in self.job.heard:
+            return False
+        node = seat_of(join, self.job.nodes)
+        return node is not None and node.index not in self.job.absent
+
     def _begin(self, now: float) -> Outgoing:
         """Ask everybody to say all it knows."""
         settings, joins = self._settings, self.job.joins
         self._n_recalls += 1
         self._rebuilding = Rebuilding(
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
-            timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=self.job.heard)
+            timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=self.job.heard,
+            nodes=self.job.nodes, job=self.job.name if self.job.admitted else "")
         self._away.clear()
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)

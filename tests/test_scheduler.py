@@ -94,8 +94,8 @@ def start():
 def test_a_job_from_join_to_finish(start):
     scheduler, exit_code = start(num_helpers=1)
     nodes = [start.node(scheduler.port) for _ in range(3)]
-    for node, n_ranks in zip(nodes, (1, 1, 0)):
-        node.send(join(f"h{n_ranks}", n_ranks))
+    for host, node, n_ranks in zip("abc", nodes, (1, 1, 0)):
+        node.send(join(host, n_ranks))
     welcomes = [node.wait(m.Welcome) for node in nodes]
     assert sorted(welcome.index for welcome in welcomes) == [0, 1, 2] and len({w.nodes for w in welcomes}) == 1
     ranks = [(node, rank) for node, w in zip(nodes, welcomes) for rank in w.nodes[w.index].ranks]

@@ -20,9 +20,12 @@ SETTINGS = JobSettings(num_nodes=3, num_helpers=1, name="this job")
 
 
 class Court:
-    """A scheduler and its nodes, which read what they are sent when told to; `over`: the connection of each."""
+    """A scheduler and its nodes, which read what they are sent when told to; `over`: the connection of each.
 
-    def __init__(self):
+    *deaf*: those that have not read yet that they are welcome.
+    """
+
+    def __init__(self, deaf=""):
         self.now = 0.0
         self.settings = SETTINGS
         self.tenure = Tenure(self.settings, 0.0)
@@ -31,7 +34,7 @@ class Court:
         self.ledgers = {name: Ledger("1.0", {"transport": "tcp"}) for name in NODES}
         for name, n_ranks in NODES.items():
             self.post(self.tenure.receive(0.0, self.over[name], join(name.lower(), n_ranks)))
-        self.read()
+        self.read(*[name for name in NODES if name not in deaf])
 
     def post(self, outgoing):
         for sender, message in outgoing:
@@ -45,7 +48,7 @@ class Court:
     def read(self, *names):
         """Let nodes read all they were sent, and answer; return what that was."""
         found = {}
-        for name in names or NODES:
+        for name in names:
             found[name] = self.inbox.pop(self.over[name], [])
             for message in found[name]:
                 self.ledgers[name].heard(message)
@@ -90,8 +93,8 @@ def court():
     """Everybody is welcome, and "w" committed everywhere."""
     court = Court()
     court.declare(spec("w"))
-    court.read()
-    court.read()
+    court.read(*NODES)
+    court.read(*NODES)
     return court
 
 
@@ -102,7 +105,7 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
     court.dial("H")
     assert all(court.kinds(name) == [m.Resume] for name in NODES)
     assert court.tenure.job.name == "this job"
-    court.read()
+    court.read(*NODES)
     court.declare(spec("x"), only="C")
     (plan,) = court.got("A", m.Plan)
     assert [unit.name for unit in plan.units] == ["x"] and plan.units[0].unit == 1 and plan.units[0].parts[0].part == 1
@@ -111,13 +114,13 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
 
 def test_a_commit_that_one_has_read_is_everybodys(court):
     court.declare(spec("x"))
-    court.read()  # the plan
+    court.read(*NODES)  # the plan
     commit = court.read("B")["B"]
     assert [type(message) for message in commit] == [m.Commit]
     court.lose_scheduler()
     assert court.kinds("B") == [m.Resume] and all(court.kinds(name) == [m.Commit, m.Resume] for name in "ACH")
     assert court.got("A", m.Commit) == commit
-    court.read()
+    court.read(*NODES)
     assert len({tuple(unit.unit for kept in ledger.account() if isinstance(kept, m.Kept) for unit in kept.units)
                 for ledger in court.ledgers.values()}) == 1
 
@@ -129,7 +132,7 @@ def test_a_plan_that_nobody_has_committed_is_dropped_and_proposed_anew(court):
     assert all(court.kinds(name) == [m.Resume, m.Plan] for name in NODES)
     assert court.got("A", m.Plan)[0].generation > 2, "no late word about the old one is taken for one about it"
     court.say("A", m.Ready(generation=2))
-    court.read()
+    court.read(*NODES)
     assert all(court.kinds(name) == [m.Commit] for name in NODES)
 
 
@@ -139,14 +142,14 @@ def test_units_that_one_has_given_back_are_given_back_by_all(court):
     assert [type(message) for message in court.read("C")["C"]] == [m.Retired]
     court.lose_scheduler()
     assert court.kinds("C") == [m.Resume] and court.kinds("A") == [m.Retired, m.Resume] and not court.tenure.over
-    court.read()
+    court.read(*NODES)
     court.declare(spec("w"))
     assert court.got("A", m.Plan), "the name is free again"
 
 
 def test_what_others_have_given_back_is_so_by_who_has_missed_its_commit_too(court):
     court.declare(spec("x"))
-    court.read()
+    court.read(*NODES)
     court.read("A", "B", "C")  # H has prepared for the plan, and is not told of its commit
     for name in "ABC":
         court.say(name, *(m.Retire(rank=rank, units=(1,)) for rank in RANKS[name]))
@@ -223,7 +226,7 @@ def test_without_a_majority_nothing_is_decided_until_the_deadline(court):
 
 def test_a_node_that_was_cut_off_has_everybody_say_all_again(court):
     court.declare(spec("x"))
-    court.read()
+    court.read(*NODES)
     court.inbox[b"A"].clear()  # its commit is lost
     court.dial("A")
     court.tenure.unreachable(court.now, b"A")
@@ -373,3 +376,48 @@ def test_while_nodes_are_recalled_a_stranger_changes_nothing(court):
         court.post(court.tenure.unreachable(court.now, name.encode()))
     court.dial(*NODES)
     assert all(court.kinds(name)[-1] is m.Resume for name in NODES)
+
+
+def test_who_dials_anew_while_a_job_gathers_has_one_seat(court):
+    tenure, sent = Tenure(court.settings, 0.0), []
+    for sender, name in ((b"A", "A"), (b"B", "B"), (b"A2", "A"), (b"C", "C"), (b"A3", "A")):
+        sent += tenure.receive(0.0, sender, join(name.lower(), NODES[name]))
+        sent += tenure.unreachable(0.0, b"A")  # a heartbeat found nobody: also before the other connection has spoken
+    assert not sent and not tenure.job.admitted
+    tenure.tick(5.0)
+    assert not tenure.over
+    tenure.receive(5.0, b"A", join("a", 1))  # was under way over the first connection
+    welcomes = tenure.receive(5.0, b"H", join("h", 0))
+    assert [sender for sender, _ in welcomes] == [b"A3", b"B", b"C", b"H"]
+    assert welcomes[0][1].nodes[0].ranks == (0, 1)
+    assert {sender for sender, message in tenure.tick(9.0)} == {b"A3", b"B", b"C", b"H"}
+
+
+def test_who_closes_its_connection_while_a_job_gathers_has_a_second_to_come_back():
+    tenure = Tenure(SETTINGS, 0.0)
+    tenure.receive(0.0, b"A", join("a", 2))
+    tenure.receive(0.0, b"B", join("b", 2))
+    tenure.unreachable(0.0, b"A")
+    tenure.tick(0.9)
+    assert not tenure.over
+    assert any(isinstance(message, m.Abort) for _, message in tenure.tick(1.0))
+    assert "host a" in tenure.aborted.reason and "closed its connection" in tenure.aborted.reason
+
+
+@pytest.mark.parametrize("names", ["C", "H", "ABCH"], ids=str)
+def test_who_dials_anew_before_it_has_read_its_welcome_keeps_its_seat(names):
+    court = Court(deaf=names)
+    for name in names:
+        court.over[name] += b"'"
+        court.post(court.tenure.receive(0.0, court.over[name], join(name.lower(), NODES[name])))
+    court.read(*[name for name in NODES if name not in names])
+    for name in names:
+        court.post(court.tenure.unreachable(0.0, name.encode()))
+        assert court.kinds(name) == [m.Welcome, m.Resume]
+        assert court.got(name, m.Welcome)[0].index == "ABCH".index(name)
+    court.read(*NODES)
+    assert len(court.tenure.job.nodes) == 4 and court.tenure.job.name == "this job"
+    court.declare(spec("w"))
+    assert court.read(*NODES)["A"] and not court.tenure.over
+    court.tick(5.0, NODES)
+    assert [name for name in NODES if court.got(name, m.Commit)] == list(NODES)
