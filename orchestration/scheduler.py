@@ -47,7 +47,8 @@ class Scheduler:
     Parameters
     ----------
     bind_host, port : where to listen; port 0 takes a free one, see `port`.
-    farewell_s : how long to go on after an abort, so that latecomers hear why.
+    farewell_s : how long to go on after an abort, so that latecomers hear why. After a good end it goes on until all
+        have closed their connections, for at most `lease_s`: a node that has lost its own comes back for the news.
     tick_s : longest time between two looks at the clock.
 
     Raises
@@ -60,8 +61,10 @@ class Scheduler:
                  farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
         self._job = Tenure(dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
         self._farewell_s = farewell_s
+        self._lease_s = settings.lease_s
         self._tick_s = tick_s
         self._stop_reason = ""
+        self._has_missed_finish = False  # somebody has
         self._client_key = curve_pair(key, "node")[0]
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,8 +115,8 @@ class Scheduler:
         try:
             while not self._job.over:
                 self._turn()
-            until = time.monotonic() + self._farewell_s
-            while self._job.aborted is not None and not self._stop_reason and time.monotonic() < until:
+            until = time.monotonic() + (self._farewell_s if self._job.aborted is not None else self._lease_s)
+            while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
                 self._turn()
             return 0 if self._job.finished else 1
         finally:
@@ -139,6 +142,10 @@ class Scheduler:
         self._router.close()
         self._context.term()
         os.close(self._wake)
+
+    def _is_waited_for(self) -> bool:
+        """Whether somebody may still come, now that all is over, to hear how it ended."""
+        return self._job.aborted is not None or self._has_missed_finish or self._doorkeeper.n_known > 0
 
     def _turn(self) -> None:
         """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts."""
@@ -204,4 +211,5 @@ class Scheduler:
             except zmq.ZMQError as exc:
                 if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
+                self._has_missed_finish |= isinstance(message, m.Finish)
                 pending += self._job.unreachable(time.monotonic(), destination)
