@@ -120,22 +120,26 @@ class Tenure:
 
     def _begin(self, now: float) -> Outgoing:
         """Ask everybody to say all it knows."""
-        settings, joins = self._settings, self.job.joins
+        settings, joins, known = self._settings, self.job.joins, self.job.heard
+        n_known = 1 + max((index for index, _ in known.values()), default=-1)  # whoever just comes, nobody waits for
         self._n_recalls += 1
         self._rebuilding = Rebuilding(
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
-            timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=self.job.heard,
-            nodes=self.job.nodes, job=self.job.name if self.job.admitted else "")
+            timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
+            nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "")
         self._away.clear()
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),
-                *((sender, m.Recall(number=self._n_recalls)) for sender in self.job.heard)]
+                *((sender, m.Recall(number=self._n_recalls)) for sender in known)]
 
     def _rebuilt(self, now: float) -> Outgoing:
         """Go on with the job if it is rebuilt, or has ended meanwhile."""
         rebuilding = self._rebuilding
         assert rebuilding is not None
+        if not rebuilding.is_due:
+            return []
+        rebuilding.is_due = False
         another = None if self.job.admitted else rebuilding.another
         if rebuilding.finished:
             if another is not None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
 import threading
@@ -18,6 +19,7 @@ from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.membership import Membership
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.scheduler import Scheduler
+from bpsfast.orchestration.tenure import Tenure
 
 KEY = secrets.token_bytes(32)  # of this process alone: a test beside this one may get a port that was just ours
 LIMIT_S = 20.0
@@ -153,6 +155,36 @@ def test_a_scheduler_goes_when_all_have_gone(start):
     node.wait(m.Finish)
     node.membership.close()
     assert exit_code() == 0
+
+
+def test_heartbeats_go_on_while_very_many_messages_come(start, monkeypatch):
+    receive = Tenure.receive
+    n_read = itertools.count()
+
+    def think(self, now, sender, message):
+        if isinstance(message, m.Heartbeat):
+            next(n_read)
+            time.sleep(0.01)
+        return receive(self, now, sender, message)
+
+    monkeypatch.setattr(Tenure, "receive", think)
+    scheduler, _ = start(num_nodes=2, lease_s=LIMIT_S)
+    node, talker = start.node(scheduler.port), start.node(scheduler.port)
+    node.send(join("a", index=0))
+    talker.send(join("b", index=1))
+    node.wait(m.Welcome)
+    n_messages = 2000
+    for number in range(n_messages):
+        talker.send(m.Heartbeat(sequence=number))
+    sockets = node.membership.sockets
+    while next(n_read) < 50:
+        time.sleep(0)
+    while sockets[0].poll(0):  # what came before
+        sockets[0].recv()
+    for _ in range(3):
+        assert sockets[0].poll(LIMIT_S * 1000)
+        sockets[0].recv()
+    assert next(n_read) < n_messages // 2
 
 
 def test_a_node_may_be_earlier_than_its_scheduler(start):

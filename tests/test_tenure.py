@@ -421,3 +421,15 @@ def test_who_dials_anew_before_it_has_read_its_welcome_keeps_its_seat(names):
     assert court.read(*NODES)["A"] and not court.tenure.over
     court.tick(5.0, NODES)
     assert [name for name in NODES if court.got(name, m.Commit)] == list(NODES)
+
+
+def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):
+    """It was just coming, and is left behind."""
+    court.post(court.tenure.receive(court.now, b"J", join("j", 0)))
+    assert [message.node.index for message in court.got("A", m.Joined)] == [4]
+    for name in NODES:
+        court.inbox.pop(court.over[name], None)
+    court.dial("A")
+    assert isinstance(court.inbox[b"J"][-1], m.Abort)
+    court.read(*"BCH")
+    assert all(court.kinds(name)[-1] is m.Resume for name in NODES)
