@@ -3,19 +3,19 @@
 Everybody tells all it knows (`Ledger.account`); what follows is `conclude`'s. A recovery that was under way begins
 anew, in a new epoch.
 
-Nothing is decided before a majority has spoken: voters are the nodes with ranks, and the scheduler. So of two
-schedulers of one job, on two sides of a cut, one at most decides anything.
+Nothing is decided before a majority of the nodes with ranks has spoken (`is_majority`). So of two schedulers of one
+job, on two sides of a cut, one at most decides anything.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from . import messages as m
 from .accounts import Account, Accounts
 from .conclusion import conclude
 from .errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
 from .past import Past
-from .roster import describe_node
+from .roster import describe_node, is_majority
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -173,8 +173,8 @@ class Rebuilding:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a majority of the voters has spoken, though some may not have said all."""
-        return self._is_majority(self._accounts.indices)
+        """Whether a majority has spoken, though some may not have said all."""
+        return is_majority(self._accounts.indices, self._accounts.workers)
 
     @property
     def finished(self) -> bool:
@@ -195,7 +195,7 @@ class Rebuilding:
             return None
         nodes, lost, left_behind = self._nodes, self._accounts.lost, self._accounts.left_behind
         told = self._accounts.complete - lost - left_behind
-        if not self._is_majority(told):
+        if not is_majority(told, self._accounts.workers):
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
@@ -214,10 +214,6 @@ class Rebuilding:
     @property
     def _nodes(self) -> tuple[m.NodeInfo, ...]:
         return self._accounts.nodes
-
-    def _is_majority(self, told: Set[int]) -> bool:
-        workers = self._accounts.workers
-        return 2 * (len(told & workers) + 1) > len(workers) + 1
 
     def _is_given_up(self, now: float, index: int) -> bool:
         """Whether node *index*, which has not told all, is lost: called so by one with ranks, or silent."""

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.rebuilding import Rebuilding
 from tests.job_table import Table, join
@@ -126,3 +127,18 @@ def test_who_is_refused_is_told_why(change, error, words):
     ((sender, refuse),) = tell(rebuilding, 1, [msgspec.structs.replace(said[1][0], **change), *said[1][1:]])
     assert sender == b"1" and refuse.error == error and words in refuse.reason
     assert rebuilding.speakers == [b"0"]
+
+
+@pytest.mark.parametrize(("half", "decides"), [((0, 1), True), ((0, 3), True), ((2, 3), False), ((1, 2, 3), True)])
+def test_of_two_schedulers_that_each_hear_half_one_decides(half, decides):
+    """It ends the job, for the others do not come; the other one waits."""
+    said = accounts(4, 1)
+    rebuilding = begin()
+    for index in (*half, 4):
+        tell(rebuilding, index, said[index])
+    assert rebuilding.past(0.0) is None and rebuilding.is_alive == decides
+    if decides:
+        with pytest.raises(PeerLostError, match="did not come back within lease_s = 10 s"):
+            rebuilding.past(10.0)
+    else:
+        assert rebuilding.past(59.0) is None
