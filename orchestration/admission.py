@@ -42,11 +42,8 @@ class Admission:
             return self._mismatch(join, "package version", join.package, self._package, "the scheduler")
         if self._fingerprint is None:
             return None
-        for field in sorted({*self._fingerprint, *join.settings}):
-            theirs, ours = join.settings.get(field, "(not sent)"), self._fingerprint.get(field, "(not known)")
-            if theirs != ours:
-                return self._mismatch(join, f"setting {field}", theirs, ours, self._whose)
-        return None
+        differs = difference(join.settings, self._fingerprint)
+        return self._mismatch(join, f"setting {differs[0]}", *differs[1:], self._whose) if differs is not None else None
 
     @staticmethod
     def _mismatch(join: Join, field: str, theirs: object, ours: object, whose: str) -> MismatchError:
@@ -153,6 +150,15 @@ class Admission:
     def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
         everybody = list(self.joins.items())
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the first setting in which a job's members differ, and both its values; None: they do not."""
+    for field in sorted({*ours, *theirs}):
+        values = theirs.get(field, "(not sent)"), ours.get(field, "(not known)")
+        if values[0] != values[1]:
+            return field, *values
+    return None
 
 
 def place_of(node: Join | NodeInfo) -> tuple[str, int, str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from . import messages as m
 from .accounts import Account, Accounts
+from .admission import difference
 from .conclusion import conclude
 from .errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
 from .past import Past
@@ -34,14 +35,17 @@ class Rebuilding:
         The nodes that have been recalled, and when each was heard, by sender.
     job, nodes
         That job's name and nodes; "" if it is not known which one it is, and the first account says it.
+    fingerprint
+        The settings that all must have; None: those of the first account.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
-                 nodes: Sequence[m.NodeInfo] = (), job: str = "") -> None:
+                 nodes: Sequence[m.NodeInfo] = (), job: str = "",
+                 fingerprint: Mapping[str, str] | None = None) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
-        self._package = package
+        self._package, self._fingerprint = package, fingerprint
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
         self._began = self._last_tick = self._next_heartbeat = now
         self._n_heartbeats = 0
@@ -76,6 +80,10 @@ class Rebuilding:
         elif account is not None:
             self._heard[sender] = now
             self._accounts.enter(account, message)
+            if isinstance(message, m.Recounted) and len(account.units) != account.rejoin.n_units:
+                self.aborted = ProtocolError(
+                    f"{describe_node(self._nodes, account.index)} has {account.rejoin.n_units} committed units, and "
+                    f"has told {len(account.units)}: after a loss of the scheduler the job cannot be rebuilt")
             if account.ranks and account.left >= set(account.ranks):
                 self._all_left.add(account.index)
         return []
@@ -95,6 +103,8 @@ class Rebuilding:
             return [(sender, m.Refuse(error=type(refused).__name__, reason=str(refused)))]
         if self._first is None:
             self._first = rejoin
+        if self._fingerprint is None:
+            self._fingerprint = rejoin.settings
         if rejoin.index in self._accounts.lost:
             return [(sender, m.Abort(error="PeerLostError", goes_on=True,
                                      reason="the job goes on without this node, which it has lost"))]
@@ -113,6 +123,11 @@ class Rebuilding:
         if first is not None and rejoin.job != first.job:
             return PeerLostError(f"the scheduler of this job is gone: at its address is that of another one (job "
                                  f"{first.job}, of {len(first.nodes)} nodes, not {rejoin.job})")
+        differs = difference(rejoin.settings, self._fingerprint) if self._fingerprint is not None else None
+        if differs is not None:
+            field, theirs, ours = differs
+            return MismatchError(f"setting {field} differs: {theirs} on {describe_node(rejoin.nodes, rejoin.index)}, "
+                                 f"{ours} where the job's new scheduler was started; all roles of a job must agree")
         return None
 
     def _match(self) -> None:

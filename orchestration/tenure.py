@@ -126,7 +126,8 @@ class Tenure:
         self._rebuilding = Rebuilding(
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
-            nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "")
+            nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "",
+            fingerprint=settings.fingerprint)
         self._away.clear()
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)

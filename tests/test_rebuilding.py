@@ -118,6 +118,8 @@ def test_a_node_that_dials_anew_has_one_account():
 @pytest.mark.parametrize(("change", "error", "words"), [
     ({"version": 1}, "MismatchError", "(protocol 1), the scheduler"),
     ({"index": 3}, "ProtocolError", "says that it is node 3 of 3"),
+    ({"settings": {"transport": "shm"}}, "MismatchError", "transport differs: shm on node 1 (host h1, rank 1), tcp"),
+    ({"settings": {}}, "MismatchError", "setting transport differs: (not sent) on node 1 (host h1, rank 1), tcp"),
     ({"job": "that job"}, "PeerLostError", "another one (job this job, of 3 nodes, not that job)"),
 ])
 def test_who_is_refused_is_told_why(change, error, words):
@@ -142,3 +144,17 @@ def test_of_two_schedulers_that_each_hear_half_one_decides(half, decides):
             rebuilding.past(10.0)
     else:
         assert rebuilding.past(59.0) is None
+
+
+def test_settings_are_those_of_the_scheduler_where_it_knows_them():
+    said = accounts(1)
+    ((_, refuse),) = tell(begin(fingerprint={"transport": "rdma"}), 0, said[0])
+    assert refuse.error == "MismatchError" and "tcp on node 0 (host h0, rank 0), rdma where" in refuse.reason
+    assert not tell(begin(fingerprint=SETTINGS), 0, said[0])
+
+
+def test_an_account_that_is_cut_short_is_not_believed():
+    said = accounts(1)[0]
+    rebuilding = begin()
+    tell(rebuilding, 0, [msgspec.structs.replace(said[0], n_units=2), *said[1:]])
+    assert "node 0 (host h0, rank 0) has 2 committed units, and has told 0" in str(rebuilding.aborted)

@@ -290,7 +290,7 @@ def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court
 
 def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
     accounts = {name: list(ledger.account()) for name, ledger in court.ledgers.items()}
-    accounts["B"][0] = msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0)
+    accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.Recounted()]
     court.tenure = Tenure(court.settings, 0.0)
     for name, said in accounts.items():
         for message in said:
