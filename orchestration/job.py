@@ -224,7 +224,8 @@ class Job:
         return self._join(sender, join)
 
     def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
-        return self._joinings.meets(sender, message, self.name, self._rates, self._generations.units) + self._take_in(now)
+        out = self._joinings.meets(sender, message, self.name, self._rates, self._generations.units)
+        return out + self._take_in(now)
 
     def _take_in(self, now: float) -> Outgoing:
         """Let newcomers take part who are connected, and give those their share who have not got it."""
