@@ -33,6 +33,7 @@ class Tenure:
         self._settings = settings
         self._rebuilding: Rebuilding | None = None
         self._n_recalls = 0
+        self._last_tick = now
         self._away: dict[bytes, float] = {}  # since when connections of nodes are gone
 
     @property
@@ -73,8 +74,11 @@ class Tenure:
         """Decide what the time leads to. Call it several times a heartbeat."""
         if self.over:
             return []
+        slept_s, self._last_tick = now - self._last_tick, now
         if self._rebuilding is not None:
             return self._rebuilding.tick(now) + self._rebuilt(now)
+        if slept_s > _RETURN_S / 2:  # stopped ourselves: who has come back meanwhile is still to be read
+            self._away = {sender: since + slept_s for sender, since in self._away.items()}
         out: Outgoing = []
         for sender, since in list(self._away.items()):
             if now - since >= _RETURN_S:

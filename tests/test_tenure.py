@@ -76,7 +76,7 @@ class Court:
 
     def tick(self, to, beating=()):
         while self.now < to:
-            self.now += 1.0
+            self.now += 0.5
             for name in beating:
                 self.post(self.tenure.receive(self.now, self.over[name], m.Heartbeat(sequence=1)))
             self.post(self.tenure.tick(self.now))
@@ -398,6 +398,7 @@ def test_who_closes_its_connection_while_a_job_gathers_has_a_second_to_come_back
     tenure.receive(0.0, b"A", join("a", 2))
     tenure.receive(0.0, b"B", join("b", 2))
     tenure.unreachable(0.0, b"A")
+    tenure.tick(0.5)
     tenure.tick(0.9)
     assert not tenure.over
     assert any(isinstance(message, m.Abort) for _, message in tenure.tick(1.0))
@@ -433,3 +434,16 @@ def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):
     assert isinstance(court.inbox[b"J"][-1], m.Abort)
     court.read(*"BCH")
     assert all(court.kinds(name)[-1] is m.Resume for name in NODES)
+
+
+def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(court):
+    court.tick(4.0, NODES)
+    court.tenure.tick(court.now)
+    court.tenure.unreachable(court.now, b"C")
+    court.tenure.tick(court.now + 3.0)
+    assert not court.tenure.over
+    court.tenure.tick(court.now + 3.4)
+    court.tenure.tick(court.now + 3.8)
+    assert not court.tenure.over
+    court.tenure.tick(court.now + 4.0)
+    assert court.tenure.aborted.error == "PeerLostError"
