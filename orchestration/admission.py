@@ -1,7 +1,7 @@
 """Who is in the job: collects joins until all are there, then fixes the node order and the ranks. Pure."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .errors import ConfigError, MismatchError
@@ -32,6 +32,7 @@ class Admission:
         self._fingerprint = fingerprint
         self._whose = "the scheduler"
         self.joins: dict[bytes, Join] = {}
+        self._sender_of: dict[tuple[str, int, str], bytes] = {}  # by the process's place
 
     def check(self, join: Join) -> MismatchError | None:
         """Return why *join* cannot be in one job with the others: the field and both values."""
@@ -41,23 +42,28 @@ class Admission:
             return self._mismatch(join, "package version", join.package, self._package, "the scheduler")
         if self._fingerprint is None:
             return None
-        for field in sorted({*self._fingerprint, *join.settings}):
-            theirs, ours = join.settings.get(field, "(not sent)"), self._fingerprint.get(field, "(not known)")
-            if theirs != ours:
-                return self._mismatch(join, f"setting {field}", theirs, ours, self._whose)
-        return None
+        differs = difference(join.settings, self._fingerprint)
+        return self._mismatch(join, f"setting {differs[0]}", *differs[1:], self._whose) if differs is not None else None
 
     @staticmethod
     def _mismatch(join: Join, field: str, theirs: object, ours: object, whose: str) -> MismatchError:
         return MismatchError(f"{field} differs: {theirs} on host {join.host} (pid {join.pid}), {ours} on {whose}; "
                              "all roles of a job must agree")
 
-    def add(self, sender: bytes, join: Join) -> None:
-        """Admit *join*, or replace what *sender* said before. `check` it first."""
+    def add(self, sender: bytes, join: Join) -> bytes | None:
+        """Admit *join*, or replace what its process said before. `check` it first.
+
+        Returns from where the process had said it, if it has dialled anew since: nothing counts that comes from there.
+        """
         if self._fingerprint is None:
             self._fingerprint = dict(join.settings)
             self._whose = f"host {join.host} (pid {join.pid})"
+        before = self._sender_of.get(place_of(join), sender)
+        self._sender_of[place_of(join)] = sender
+        if before != sender:  # its turn stays
+            self.joins = {sender if each == before else each: other for each, other in self.joins.items()}
         self.joins[sender] = join
+        return before if before != sender else None
 
     def contradiction(self) -> ConfigError | None:
         """Return why the joins so far can never become a complete job, if so."""
@@ -144,6 +150,26 @@ class Admission:
     def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
         everybody = list(self.joins.items())
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the first setting in which a job's members differ, and both its values; None: they do not."""
+    for field in sorted({*ours, *theirs}):
+        values = theirs.get(field, "(not sent)"), ours.get(field, "(not known)")
+        if values[0] != values[1]:
+            return field, *values
+    return None
+
+
+def place_of(node: Join | NodeInfo) -> tuple[str, int, str]:
+    """Return what tells *node*'s process from all others, over whatever connection it speaks."""
+    return node.host, node.pid, node.address
+
+
+def seat_of(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
+    """Return the one of *nodes* whose process has sent *join*; None: a new one has."""
+    here = place_of(join)
+    return next((node for node in nodes if place_of(node) == here), None)
 
 
 def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:

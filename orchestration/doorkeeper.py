@@ -48,6 +48,11 @@ class Doorkeeper:
         """Connections that have not said anything under the key yet, as `look` has found them."""
         return len(self._strangers)
 
+    @property
+    def n_known(self) -> int:
+        """Connections over which something was read, and which `look` has not seen end."""
+        return len(self._known)
+
     def knows(self, frame: zmq.Frame) -> None:
         """Note that *frame*, received without a copy, came over a connection: it has proved the key."""
         try:

@@ -56,6 +56,7 @@ class Job:
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._last_seen: dict[bytes, float] = {}
+        self._moved: set[bytes] = set()  # identities of processes that have others by now
         self._left: set[int] = set()
         self._unmeasured: set[int] = set()
         self._rates: list[float] = []
@@ -110,10 +111,22 @@ class Job:
         """Return the nodes that the job goes on without."""
         return self._roster.lost
 
+    @property
+    def absent(self) -> set[int]:
+        """Return the nodes that take no part: those, and who comes late and does not yet."""
+        return self._roster.absent
+
+    @property
+    def nodes(self) -> tuple[m.NodeInfo, ...]:
+        """Return all nodes, once everybody has joined."""
+        return self._roster.nodes
+
     # -- what comes in ------------------------------------------------------------------------------------
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
+        if sender in self._moved:
+            return []
         if isinstance(message, m.Join) and (self.over or sender not in self._last_seen):
             return self._newcomer(now, sender, message)
         if self.over or sender not in self._last_seen:
@@ -211,7 +224,8 @@ class Job:
         return self._join(sender, join)
 
     def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
-        return self._joinings.meets(sender, message, self._rates, self._generations.units) + self._take_in(now)
+        out = self._joinings.meets(sender, message, self.name, self._rates, self._generations.units)
+        return out + self._take_in(now)
 
     def _take_in(self, now: float) -> Outgoing:
         """Let newcomers take part who are connected, and give those their share who have not got it."""
@@ -236,7 +250,10 @@ class Job:
         if mismatch is not None:
             refuse = m.Refuse(error=type(mismatch).__name__, reason=str(mismatch))
             return [(sender, refuse), *self.abort(mismatch, but=[sender])]
-        self._admission.add(sender, join)
+        before = self._admission.add(sender, join)
+        if before is not None:
+            del self._last_seen[before]
+            self._moved.add(before)
         contradiction = self._admission.contradiction()
         if contradiction is not None:
             return self.abort(contradiction)

@@ -75,10 +75,11 @@ class Joinings:
         """Whether node *index* is a newcomer that is not taken in."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.Meets, rates: Sequence[float], units: Sequence[m.UnitPlan]) -> Outgoing:
+    def meets(self, sender: bytes, message: m.Meets, job: str, rates: Sequence[float],
+              units: Sequence[m.UnitPlan]) -> Outgoing:
         """Take the word of a node that it expects a newcomer, or is connected to it.
 
-        *rates*: of NICs, by node; *units*: what is summed.
+        *job*: its name; *rates*: of NICs, by node; *units*: what is summed.
         """
         coming = self._coming.get(message.node)
         if coming is None:
@@ -92,7 +93,7 @@ class Joinings:
                       for node in self._roster.nodes)
         absent = tuple(sorted(self._roster.absent - {message.node}))
         return [(self._roster.senders[message.node], m.Welcome(
-            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, lost=absent,
+            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, lost=absent, job=job,
             kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units}))))]
 
     def take_linked(self) -> set[int]:

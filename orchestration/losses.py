@@ -14,7 +14,7 @@ from .errors import BpsError, PeerLostError, StallError
 from .generations import Generations
 from .past import Past
 from .recovery import Recovery
-from .roster import Roster
+from .roster import Roster, is_majority
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -69,10 +69,9 @@ class Losses:
         return [(sender, abort), *self._begin(now, reason, lost)]
 
     def has_majority(self, but: Sequence[bytes]) -> bool:
-        """Whether the nodes with ranks, and the scheduler, are more than half of all if those are not *but*."""
+        """Whether the nodes with ranks but those behind *but* are enough to decide anything."""
         workers = self._roster.workers
-        n_heard = sum(self._roster.senders[index] not in but for index in workers)
-        return 2 * (n_heard + 1) > len(workers) + 1
+        return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
 
     def resume(self, now: float, past: Past) -> Outgoing:
         """Go on where another scheduler has left off: with a recovery, if one was under way or somebody is lost by now.

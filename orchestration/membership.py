@@ -138,6 +138,7 @@ class Membership:
         if trouble:
             self._hang_up(0.0)
             self._dial(now)
+            self._beat()  # short, so that we are known there before we say all: strangers may not say much
             return True
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s

@@ -1,7 +1,7 @@
 """The admitted nodes: whose message is it, whose rank is it, and what people call them. Pure."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .messages import NodeInfo
 
@@ -82,6 +82,16 @@ class Roster:
             if kind == "node" and int(number) < len(self.nodes):
                 return self.describe_node(int(number))
         return who
+
+
+def is_majority(heard: Collection[int], workers: Collection[int]) -> bool:
+    """Whether a scheduler that hears nodes *heard* may decide: more than half of *workers*, all nodes with ranks.
+
+    Or just half of them, with the first one: of two halves only one has that. The scheduler itself has no vote, for
+    there may be one on each side.
+    """
+    n_heard = len(set(workers) & set(heard))
+    return 2 * n_heard > len(workers) or (2 * n_heard == len(workers) and min(workers, default=-1) in heard)
 
 
 def describe_node(nodes: Sequence[NodeInfo], index: int) -> str:

@@ -31,8 +31,6 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MESSAGE_MAX_NBYTES = 16 << 20
 #: Messages of one node that wait here until they are read; then its connection is not read.
 _MOST_UNREAD = 10_000
-#: Between two looks at the clock: who never stops talking must not keep heartbeats and deadlines waiting.
-_MOST_AT_ONCE = 10_000
 
 
 class _Versioned(msgspec.Struct, tag_field="type", tag="Join"):
@@ -47,7 +45,8 @@ class Scheduler:
     Parameters
     ----------
     bind_host, port : where to listen; port 0 takes a free one, see `port`.
-    farewell_s : how long to go on after an abort, so that latecomers hear why.
+    farewell_s : how long to go on after an abort, so that latecomers hear why. After a good end it goes on until all
+        have closed their connections, for at most `lease_s`: a node that has lost its own comes back for the news.
     tick_s : longest time between two looks at the clock.
 
     Raises
@@ -60,8 +59,10 @@ class Scheduler:
                  farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
         self._job = Tenure(dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
         self._farewell_s = farewell_s
+        self._lease_s = settings.lease_s
         self._tick_s = tick_s
         self._stop_reason = ""
+        self._has_missed_finish = False  # somebody has
         self._client_key = curve_pair(key, "node")[0]
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,8 +113,8 @@ class Scheduler:
         try:
             while not self._job.over:
                 self._turn()
-            until = time.monotonic() + self._farewell_s
-            while self._job.aborted is not None and not self._stop_reason and time.monotonic() < until:
+            until = time.monotonic() + (self._farewell_s if self._job.aborted is not None else self._lease_s)
+            while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
                 self._turn()
             return 0 if self._job.finished else 1
         finally:
@@ -140,14 +141,21 @@ class Scheduler:
         self._context.term()
         os.close(self._wake)
 
+    def _is_waited_for(self) -> bool:
+        """Whether somebody may still come, now that all is over, to hear how it ended."""
+        return self._job.aborted is not None or self._has_missed_finish or self._doorkeeper.n_known > 0
+
     def _turn(self) -> None:
-        """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts."""
+        """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts.
+
+        But not for longer than a tick: who never stops talking must not keep heartbeats and deadlines waiting.
+        Everybody is read in turn, so nobody seems silent for that.
+        """
         ready = dict(self._poller.poll(int(self._tick_s * 1000)))
         if self._zap in ready:
             self._admit()
-        if self._router in ready:
-            self._read_all()
-        self._doorkeeper.look()
+        if self._router not in ready or self._read_all():
+            self._doorkeeper.look()  # else those who wait to be read might seem to be strangers
         if self._wake in ready:
             os.eventfd_read(self._wake)
             self._send(self._job.abort(ClosedError(self._stop_reason)))
@@ -161,12 +169,14 @@ class Scheduler:
         status = (b"200", b"OK", b"node") if known else (b"400", b"not the job's key", b"")
         self._zap.send_multipart([version, request, *status, b""])
 
-    def _read_all(self) -> None:
-        for _ in range(_MOST_AT_ONCE):
+    def _read_all(self) -> bool:
+        """Take all messages that have come; return False if a tick has passed before."""
+        until = time.monotonic() + self._tick_s
+        while time.monotonic() < until:
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return True
             self._doorkeeper.knows(frames[-1])
             try:
                 sender, data = (frame.bytes for frame in frames)
@@ -180,6 +190,7 @@ class Scheduler:
                     f"{len(data)} bytes from a node are no control message: {type(exc).__name__}"))
                 continue
             self._send(self._job.receive(time.monotonic(), sender, message))
+        return False
 
     def _refuse(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
         """Tell *sender* that it is not understood, and end the job; blame the version if that differs."""
@@ -204,4 +215,5 @@ class Scheduler:
             except zmq.ZMQError as exc:
                 if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
+                self._has_missed_finish |= isinstance(message, m.Finish)
                 pending += self._job.unreachable(time.monotonic(), destination)

@@ -37,13 +37,15 @@ _PROOF_NBYTES = 32
 class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     """What both ends of a data connection say of themselves: node index, number of the stream, epoch.
 
-    `link`: which of the links it belongs to that the pair has had one after another.
+    `link`: which of the links it belongs to that the pair has had one after another. `pid`: whose word it is, if that
+    one says nothing else, and is not to be taken for another that had its place in an earlier job.
     """
 
     peer: int
     stream: int
     epoch: int
     link: int = 0
+    pid: int = 0
 
 
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:

@@ -61,6 +61,15 @@ def test_a_scheduler_that_hears_no_majority_decides_nothing():
     assert table.job.is_deposed and not table.job.over and not table.got(b"H", m.Abort)
 
 
+@pytest.mark.parametrize("alone", [b"A", b"B"])
+def test_of_two_halves_that_with_the_first_node_decides(alone):
+    table = welcomed()
+    for now in range(1, 11):
+        table.tick(float(now))
+        table.say(alone, m.Heartbeat(sequence=now))
+    assert (table.job.aborted is None) == table.job.is_deposed == (alone == b"B")
+
+
 def test_heartbeats_go_to_everybody():
     table = welcomed()
     for now in (0.5, 1.0, 1.5, 2.5):

@@ -39,8 +39,9 @@ def everything(table, index=4):
 
 
 def test_from_the_join_to_the_commit():
-    table = LossyTable("ps").commit()
+    table = LossyTable("ps", name="this job").commit()
     welcome = coming(table)
+    assert welcome.job == "this job", "by that name another scheduler will know it"
     assert (welcome.index, welcome.epoch, welcome.is_late, welcome.lost) == (4, 1, True, ())
     assert [node.index for node in welcome.nodes] == list(range(5)) and welcome.kinds == (("float32", "sum"),)
     assert not table.got(b"H", m.Joined), "helpers have nothing to say to each other"

@@ -14,7 +14,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.tenure import Tenure
-from tests.lossy_nodes import ROUNDS
+from tests.job_table import join
+from tests.lossy_nodes import ROUNDS, Vertex
 from tests.test_recovery_model import APART, TOGETHER, World
 
 
@@ -82,12 +83,45 @@ class Orphans(World):
         if alive:  # else the job has ended
             self.dial(alive[number % len(alive)])
 
-    come = None  # the world takes indices of newcomers as it counts them: here they may be given twice
+    @precondition(lambda self: not self.table.job.over and self.table.job._rebuilding is None and (
+        0 < len(self.table.job.job.nodes) < 8))
+    @rule(host=st.sampled_from("abxy"), seed=st.integers(0, 1 << 30), n_steps=st.integers(0, 150))
+    def come(self, host, seed, n_steps):
+        """As there; but the index of one that was left behind, and that nobody had heard of, is given again."""
+        index = len(self.table.job.job.nodes)
+        if index < len(self.nodes):
+            self.nodes[index].alive = False
+            self.unnoticed.discard(index)
+            self.welcomed.discard(index)
+            self.dialled.discard(index)
+            self.ledgers.pop(index, None)
+            for pairs in (self.expected, self.linked):
+                pairs -= {pair for pair in pairs if index in pair}
+            self.parted -= {pair for pair in self.parted if index in pair}
+            self.up[index].clear()
+        else:
+            for each in (self.hosts, self.senders, self.up, self.nodes):
+                each.append(None)
+        self.n_connections += 1
+        self.hosts[index] = host if host in self.hosts[:self.n_first] else f"new {self.n_connections}"
+        self.senders[index] = b"%d over %d" % (index, self.n_connections)
+        self.up[index] = deque()
+        self.nodes[index] = Vertex(self, index, ())
+        self.table.say(self.senders[index], join(host, 0, pid=self.n_connections, settings={"transport": "tcp"}))
+        self.limit += 2
+        self.go_on(Random(seed), n_steps)
+
+    @rule(number=st.integers(0, 4), who=st.integers(0, 2))
+    def lose_sight(self, number, who):
+        """As there, of who is known: a worker may not have been told of a newcomer before the scheduler was lost."""
+        worker = self.members("w")[who % len(self.members("w"))]
+        if self.helper(number) < len(next(self.ledger(worker).account()).nodes):
+            super().lose_sight(number, who)
 
     @rule()
     def notice(self):
         """The scheduler sees the ends of connections; one that is just there, who does not come in time."""
-        for _ in range(4 if self.unnoticed else 0):
+        for _ in range(6 if self.unnoticed else 0):  # a lease, should nodes have to be recalled twice before
             for index, node in enumerate(self.nodes):
                 while self.up[index]:
                     self.hear_of(index)

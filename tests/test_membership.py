@@ -187,3 +187,16 @@ def test_heartbeats_ask_for_the_time_and_answers_say_how_far_the_clock_is_ahead(
         assert puppet.hear().sequence == 9
     finally:
         asking.close(0)
+
+
+def test_the_first_word_over_another_connection_is_a_short_one(puppet, membership):
+    """Whoever says all at once before it is known would be cut off as a stranger."""
+    before = greeted(puppet, membership, 100.0)
+    assert pass_time(membership, 100.0, 105.0) == [105.0]
+    membership.send(m.Ready(generation=2))
+    while True:
+        message = puppet.hear()
+        if puppet.client != before:
+            break
+    assert isinstance(message, m.Heartbeat)
+    assert puppet.hear() == m.Ready(generation=2)

@@ -133,6 +133,26 @@ def test_a_word_that_is_there_but_was_not_read_counts(side, grace):
     assert not here.control.ends
 
 
+@pytest.mark.parametrize("says_so", [True, False])
+def test_the_next_scheduler_has_the_lease_to_say_what_a_loss_means(side, grace, says_so):
+    here = side(lease_s=0.4)
+    here.control.is_without_scheduler = True
+    words = iter(range(100))
+    back = []
+
+    def word():
+        if next(words) == 3:
+            here.control.is_without_scheduler = False
+            back.append(time.monotonic())
+            if says_so:
+                here.loop.call_at(back[0] + 0.2, lambda: here.peers.part_with(1))
+
+    here.control.word = word
+    here.lose()
+    ended = here.until_it_ends()
+    assert bool(here.control.ends) != says_so and (says_so or ended - back[0] >= 0.4)
+
+
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
     here = side()

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.orchestration.roster import Roster
+from bpsfast.orchestration.roster import Roster, is_majority
 
 
 @pytest.fixture
@@ -29,3 +30,12 @@ def test_whose_rank_and_whose_message(roster):
 def test_names(roster, who, text):
     assert roster.describe(who) == text
     assert Roster(()).describe(who) == who
+
+
+@given(st.sets(st.integers(0, 40), min_size=1, max_size=12), st.data())
+def test_of_two_halves_one_at_most_decides_and_of_all_somebody(workers, data):
+    some = data.draw(st.sets(st.sampled_from(sorted(workers))))
+    assert not (is_majority(some, workers) and is_majority(workers - some, workers))
+    assert is_majority(some, workers) or is_majority(workers - some, workers)
+    assert is_majority(workers, workers) and not is_majority(set(), workers)
+    assert is_majority(some | {99}, workers) == is_majority(some, workers), "helpers have no vote"

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
 import threading
@@ -14,9 +15,11 @@ import zmq
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, StallError
 from bpsfast.orchestration.job_settings import JobSettings
+from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.membership import Membership
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.scheduler import Scheduler
+from bpsfast.orchestration.tenure import Tenure
 
 KEY = secrets.token_bytes(32)  # of this process alone: a test beside this one may get a port that was just ours
 LIMIT_S = 20.0
@@ -92,10 +95,10 @@ def start():
 
 
 def test_a_job_from_join_to_finish(start):
-    scheduler, exit_code = start(num_helpers=1)
+    scheduler, exit_code = start(num_helpers=1, lease_s=2.0)  # nobody hangs up
     nodes = [start.node(scheduler.port) for _ in range(3)]
-    for node, n_ranks in zip(nodes, (1, 1, 0)):
-        node.send(join(f"h{n_ranks}", n_ranks))
+    for host, node, n_ranks in zip("abc", nodes, (1, 1, 0)):
+        node.send(join(host, n_ranks))
     welcomes = [node.wait(m.Welcome) for node in nodes]
     assert sorted(welcome.index for welcome in welcomes) == [0, 1, 2] and len({w.nodes for w in welcomes}) == 1
     ranks = [(node, rank) for node, w in zip(nodes, welcomes) for rank in w.nodes[w.index].ranks]
@@ -116,6 +119,72 @@ def test_a_job_from_join_to_finish(start):
     for node in nodes:  # the scheduler's going is not news after its last word
         assert node.membership.recv_nowait(time.monotonic()) == []
         node.membership.tick(time.monotonic() + 100)
+
+
+def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
+    """One hangs up before the last rank leaves; the scheduler goes on until it has heard, and then not for long."""
+    scheduler, exit_code = start(num_nodes=2, lease_s=LIMIT_S)
+    here, away = start.node(scheduler.port), start.node(scheduler.port)
+    here.send(join("a", index=0))
+    away.send(join("b", index=1))
+    ledger = Ledger("1.0", {})
+    ledger.heard(away.wait(m.Welcome))
+    here.wait(m.Welcome)
+    away.send(m.RankLeft(rank=1))
+    here.wait(m.Departed)
+    away.membership.close()
+    here.send(m.RankLeft(rank=0))
+    here.wait(m.Finish)
+    here.membership.close()
+    back = start.node(scheduler.port)
+    for message in ledger.account():
+        back.send(message)
+    assert back.wait(m.Finish) == m.Finish()
+    back.membership.close()
+    scheduler.stop()  # it would go on for who has missed it, as far as it knows
+    assert exit_code() == 0
+
+
+def test_a_scheduler_goes_when_all_have_gone(start):
+    """A long lease does not keep it."""
+    scheduler, exit_code = start(num_nodes=1, lease_s=10 * LIMIT_S)
+    node = start.node(scheduler.port)
+    node.send(join())
+    node.wait(m.Welcome)
+    node.send(m.RankLeft(rank=0))
+    node.wait(m.Finish)
+    node.membership.close()
+    assert exit_code() == 0
+
+
+def test_heartbeats_go_on_while_very_many_messages_come(start, monkeypatch):
+    receive = Tenure.receive
+    n_read = itertools.count()
+
+    def think(self, now, sender, message):
+        if isinstance(message, m.Heartbeat):
+            next(n_read)
+            time.sleep(0.01)
+        return receive(self, now, sender, message)
+
+    monkeypatch.setattr(Tenure, "receive", think)
+    scheduler, _ = start(num_nodes=2, lease_s=LIMIT_S)
+    node, talker = start.node(scheduler.port), start.node(scheduler.port)
+    node.send(join("a", index=0))
+    talker.send(join("b", index=1))
+    node.wait(m.Welcome)
+    n_messages = 2000
+    for number in range(n_messages):
+        talker.send(m.Heartbeat(sequence=number))
+    sockets = node.membership.sockets
+    while next(n_read) < 50:
+        time.sleep(0)
+    while sockets[0].poll(0):  # what came before
+        sockets[0].recv()
+    for _ in range(3):
+        assert sockets[0].poll(LIMIT_S * 1000)
+        sockets[0].recv()
+    assert next(n_read) < n_messages // 2
 
 
 def test_a_node_may_be_earlier_than_its_scheduler(start):

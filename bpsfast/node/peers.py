@@ -266,15 +266,19 @@ class Peers:
         wait_s = max(GRACE_S, self._settings.lease_s)  # one that is silent for longer is lost itself
         self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
 
-    def _without_word(self, index: int, error: PeerLostError) -> None:
+    def _without_word(self, index: int, error: PeerLostError, was_without: bool = False) -> None:
         """End the job unless the scheduler has said meanwhile that it goes on without node *index*, or is lost.
 
-        A helper ends alone, and says so: the job can do without it.
+        A helper ends alone, and says so: the job can do without it. *was_without*: it was lost when last asked:
+        the next one has as long to say so as any.
         """
         self._node.catch_up()  # this thread may have been at work for longer than the scheduler took
         if index in self._parted:
             return
         if self._node.is_without_scheduler and not self._nodes[index].ranks:
-            self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error))
+            self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error, True))
+        elif was_without:
+            wait_s = max(GRACE_S, self._settings.lease_s)
+            self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
         else:
             self._node.fail(error, tell=not self._home.ranks)

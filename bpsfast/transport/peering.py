@@ -343,19 +343,29 @@ class Peering:
     def _say_farewell(self, peer: NodeInfo) -> None:
         try:
             tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
-                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s).close()
+                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s, pid=self._me.pid).close()
         except (BpsError, OSError) as exc:
             log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
         with self._lock:
             self._told.add(peer.index)
 
+    def _hear_farewell(self, hello: StreamHello) -> None:
+        with self._lock:
+            peer = self._peers.get(hello.peer)
+            is_its_own = peer is not None and bool(peer.ranks) and peer.pid == hello.pid
+            if is_its_own:
+                self._farewells.add(hello.peer)
+        if is_its_own:
+            self._notify()
+        else:
+            log.warning("process %d says that all ranks of node %d have left, and is not that node with ranks",
+                        hello.pid, hello.peer)
+
     def _came(self, sock: socket.socket, hello: StreamHello) -> None:
         """Take in a connection that has proven itself."""
         if hello.stream == FAREWELL:
+            self._hear_farewell(hello)
             sock.close()
-            with self._lock:
-                self._farewells.add(hello.peer)
-            self._notify()
             return
         if hello.link > 0 or hello.stream == KNOCK:
             self._reunions.came(sock, hello)

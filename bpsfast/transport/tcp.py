@@ -215,10 +215,10 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
     return link
 
 
-def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int,
-            deadline: float) -> socket.socket:
-    """Open one authenticated connection, the stream *number*; same errors as `dial`."""
-    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
+def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int, deadline: float,
+            pid: int = 0) -> socket.socket:
+    """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`."""
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid)
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
     return greet(_reach(address, peer, deadline), key, hello, peer, max(0.1, deadline - time.monotonic()))
 
