@@ -117,6 +117,11 @@ class Succession:
         return {each.part for each in self._message.successions}
 
     @property
+    def given_up(self) -> set[int]:
+        """The partitions that owners give up who live: once it has `arrived`, nothing of them is on any wire."""
+        return {each.part for each in self._message.successions if each.giver >= 0}
+
+    @property
     def arrived(self) -> bool:
         """Whether all has come that was on its way between owners that give up, and this node."""
         self._awaited = [(node, part, round_) for node, part, round_ in self._awaited

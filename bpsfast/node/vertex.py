@@ -293,6 +293,7 @@ class Vertex:
         assert self._dispatcher is not None
         self.wiring.succeeded(generation)
         self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares, self.wiring.readers)
+        self._dispatcher.forget(succession.given_up)  # before `begin` passes on again what belongs to the new owner
         succession.begin()
         for loan in succession.loans:
             self._dispatcher.lend(loan)
