@@ -29,6 +29,9 @@ from .installation import Installation, bind
 from .regions import Place, Regions, page_round
 from .standing import Standing
 
+#: Of what has not come an error names so many.
+_N_NAMED = 4
+
 
 class Estate:
     """The memory that a lost node of this host has left: it lasts for as long as somebody has it mapped.
@@ -127,6 +130,14 @@ class Succession:
         self._awaited = [(node, part, round_) for node, part, round_ in self._awaited
                          if self._wire(node).next_round(part) == round_]
         return not self._awaited
+
+    @property
+    def missing(self) -> str:
+        """What had not come when `arrived` was asked last, in words: of whom, of which partitions, which round."""
+        names = {part.part: unit.name for unit in self._message.units for part in unit.parts}
+        told = [f"round {round_} of partition {part} of {names[part]!r} from node {node}"
+                for node, part, round_ in self._awaited]
+        return ", ".join(told[:_N_NAMED]) + (f" and {len(told) - _N_NAMED} more" if len(told) > _N_NAMED else "")
 
     def begin(self) -> None:
         """Let the engine go on with the new owners; it is frozen. The dispatcher knows them already."""
