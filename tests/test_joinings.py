@@ -92,6 +92,19 @@ def test_lost_nodes_are_named_in_the_welcome_and_keep_their_numbers():
     assert coming(table).lost == (2,)
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_credit_that_was_tuned_holds_for_who_comes_late(when):
+    table = LossyTable().commit()
+    if when == "before":
+        table.say(b"A", m.Credit(rank=0, nbytes=5), m.Credit(rank=0, nbytes=1 << 20))
+    coming(table)
+    if when == "meanwhile":
+        table.say(b"A", m.Credit(rank=0, nbytes=1 << 20))
+    assert table.got(NEW, m.CreditChanged) == [m.CreditChanged(nbytes=1 << 20)]
+    table.say(b"B", m.Meets(node=4, is_linked=True))
+    assert not table.got(NEW, m.CreditChanged), "once"
+
+
 @pytest.mark.parametrize("when", ["at once", "welcomed", "linked in part"])
 @pytest.mark.parametrize("how", ["gone", "lost", "late", "itself"])
 def test_a_newcomer_that_is_not_there_in_the_end_is_dropped(when, how):
