@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import msgspec
 import pytest
 
 from bpsfast.node.vertex import Vertex
+from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.messages import Recover, Succession
 from bpsfast.pyx.port import DONE
 from bpsfast.settings import Settings
+from bpsfast.transport.tcp import TcpLink
 from tests.two_nodes import End, connect, declare, order_of
 
 
@@ -57,6 +60,32 @@ def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
     while any(1 in each.posted for each in destinations):
         assert time.monotonic() < deadline, "over a new link it may be written again"
     assert [set(each.posted) for each in destinations] == [{0}] * 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_newcomer_that_cannot_be_taken_in_is_excluded_as_any_other(ends, known, monkeypatch):
+    """Its link is of no use, or the engine has no number left for it."""
+    vertex = ends[0].vertex
+    ours, theirs = socket.socketpair()
+    link = TcpLink(2, {0: ours})
+    if known:
+        theirs.close()
+        ours.close()
+    else:
+        monkeypatch.setattr(vertex._dispatcher, "add", raising(StallError("it does not answer")))
+    with pytest.raises((OSError, ValueError, StallError)):
+        vertex.take_in(link, "tcp: of no use")
+    assert (2 in vertex.links) == known and ours.fileno() == -1
+    theirs.close()
+    vertex.freeze("a test")
+    vertex.exclude(2)
+    assert set(vertex.links) == {1}
+
+
+def raising(error):
+    def call(*_):
+        raise error
+    return call
 
 
 def test_memory_that_somebody_holds_keeps_nothing_else_open(no_leaks):
