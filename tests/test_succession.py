@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_inputs_that_are_under_way_to_who_gives_up_are_named_until_they_have_com
         member.port.submit(part, 1, 2, *member.places[part], False)
         until(lambda part=part: found.arrived or part not in [awaited[1] for awaited in found._awaited])
     assert found.arrived and found.missing == ""
+
+
+def test_what_the_engine_was_not_told_of_has_not_arrived(ends):
+    """The bytes are in place, and the thread that has received them is about to say so."""
+    giver, member = ends
+    succession = Succession(part=0, owner=0, kept_round=1, giver=0, pushed=(1,))
+    _, found = prepare(giver, succession)
+    link = found._wire(1)
+    found._wire = lambda node: SimpleNamespace(next_round=lambda part: 3)
+    assert not found.arrived and found.missing
+    member.port.submit(0, 1, 2, *member.places[0], False)
+    until(lambda: found.arrived)
+    assert link.next_round(0) == 3
 
 
 def test_of_a_lost_owner_nothing_is_given_up_nor_awaited(ends):

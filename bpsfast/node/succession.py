@@ -126,9 +126,14 @@ class Succession:
 
     @property
     def arrived(self) -> bool:
-        """Whether all has come that was on its way between owners that give up, and this node."""
+        """Whether all has come that was on its way between owners that give up, and this node, and the engine knows.
+
+        What the engine is told of after the commit would be dropped if the giver is lost by then, or, if that owns the
+        partition again, be taken for what is sent once more.
+        """
         self._awaited = [(node, part, round_) for node, part, round_ in self._awaited
-                         if self._wire(node).next_round(part) == round_]
+                         if self._wire(node).next_round(part) == round_
+                         or not self._engine.was_told(part, self._sources[node], round_)]
         return not self._awaited
 
     @property
