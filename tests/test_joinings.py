@@ -197,6 +197,32 @@ def test_a_newcomer_that_keeps_all_waiting_is_done_without():
     assert table.got(b"A", m.Freeze)[-1].lost == (4,)
 
 
+@pytest.mark.parametrize("how", ["measured", "lost"])
+def test_who_is_connected_while_nics_are_measured_is_taken_in_afterwards(how):
+    table = LossyTable("ps", joins={b"H": {"probes": True}}, start_timeout_s=5.0, lease_s=50.0)
+    table.declare(spec("w", shape=(8192,)))
+    coming(table)
+    link(table)
+    assert not table.got(b"B", m.Freeze)
+    table.tick(5.0)  # nobody keeps it waiting who could be named for that
+    assert not table.got(NEW, m.Abort) and not table.got(b"A", m.NotComing)
+    if how == "measured":
+        table.say(b"H", m.Measured(nic_rate_bytes=7.0))
+    else:
+        table.lose(b"H")
+        assert [freeze.lost for freeze in table.got(b"A", m.Freeze)] == [(2,)]
+        table.frozen({})
+        table.ready(table.recover().generation)
+    (freeze,) = table.got(NEW, m.Freeze)
+    assert freeze.joined == (4,) and table.got(b"A", m.Freeze) == [freeze] and not table.got(b"A", m.Plan)
+    everything(table)
+    (recover,) = table.got(NEW, m.Recover)
+    for sender in [*table.alive, NEW]:
+        table.say(sender, m.Ready(generation=recover.generation))
+    (plan,) = table.got(NEW, m.Plan)
+    assert 4 in {part.owner for unit in plan.units for part in unit.parts}
+
+
 def test_everybody_hears_of_the_end_and_beats():
     table = LossyTable().commit()
     coming(table)
