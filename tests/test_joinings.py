@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration import joinings, messages as m
+from bpsfast.orchestration.codec import CodecSpec
 from tests.job_table import join, spec
 from tests.lossy_table import NODES, LossyTable
 
@@ -43,6 +44,7 @@ def test_from_the_join_to_the_commit():
     welcome = coming(table)
     assert (welcome.index, welcome.epoch, welcome.is_late, welcome.lost) == (4, 1, True, ())
     assert [node.index for node in welcome.nodes] == list(range(5)) and welcome.kinds == (("float32", "sum"),)
+    assert welcome.share_nbytes == 8192 * 4 // 5 + 4096, "all five get the same, and it may be a partition more"
     assert not table.got(b"H", m.Joined), "helpers have nothing to say to each other"
     table.commit(spec("x", shape=(8192,)))  # without it
     link(table)
@@ -90,6 +92,12 @@ def test_lost_nodes_are_named_in_the_welcome_and_keep_their_numbers():
     table.frozen(table.everywhere(table.owned[2]))
     table.ready(table.recover().generation)
     assert coming(table).lost == (2,)
+
+
+def test_memory_is_made_beforehand_for_what_moves_only():
+    table = LossyTable("ps").commit(spec("w", shape=(8192,)), spec("c", shape=(8192,), codec=CodecSpec(kind="onebit")))
+    assert coming(table).share_nbytes == 8192 * 4 // 5 + 4096
+    assert coming(LossyTable("ps")).share_nbytes == 0
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

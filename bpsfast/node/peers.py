@@ -186,8 +186,8 @@ class Peers:
         self._detours.connected()  # a link may have ended before anybody could part with it
         self._meet()
         if self._welcome.is_late:
-            kinds = self._welcome.kinds
-            self._node.patiently(lambda: self._node.vertex.wiring.warm(kinds))
+            wiring, welcome = self._node.vertex.wiring, self._welcome
+            self._node.patiently(lambda: wiring.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.Meets(node=me.index, is_linked=True))
 
     def _meet(self) -> None:
