@@ -64,6 +64,7 @@ class Job:
         self._roster = Roster(())
         self._admitted = False
         self._deferred: list[tuple[bytes, m.Message]] = []
+        self._credit: m.CreditChanged | None = None
         self._declarations: Declarations
         self._generations: Generations
         self._losses: Losses
@@ -76,7 +77,7 @@ class Job:
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
-            m.Credit: lambda now, sender, message: self._to_all(m.CreditChanged(nbytes=message.nbytes)),
+            m.Credit: self._set_credit,
         }
 
     @property
@@ -224,8 +225,9 @@ class Job:
         return self._join(sender, join)
 
     def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
-        out = self._joinings.meets(sender, message, self.name, self._rates, self._generations.units)
-        return out + self._take_in(now)
+        welcome = self._joinings.meets(sender, message, self.name, self._rates, self._generations.units)
+        tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
+        return welcome + tuned + self._take_in(now)
 
     def _take_in(self, now: float) -> Outgoing:
         """Let newcomers take part who are connected, and give those their share who have not got it."""
@@ -367,6 +369,10 @@ class Job:
             return []
         error = CapacityError(f"{self._name(sender)} cannot prepare generation {message.generation}: {message.reason}")
         return self._give_up(names, error) + self._plan()
+
+    def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
+        self._credit = m.CreditChanged(nbytes=message.nbytes)
+        return self._to_all(self._credit, True)
 
     def _room(self, now: float, sender: bytes, message: m.Room) -> Outgoing:
         self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)

@@ -16,7 +16,10 @@ import msgspec
 from . import messages as m
 from .admission import Admission, node_of
 from .errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from .rates import machines_of
+from .recovery import is_plain
 from .roster import Roster
+from .shares import optimal_shares
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -94,7 +97,20 @@ class Joinings:
         absent = tuple(sorted(self._roster.absent - {message.node}))
         return [(self._roster.senders[message.node], m.Welcome(
             index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, lost=absent, job=job,
-            kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units}))))]
+            kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units})),
+            share_nbytes=self._share_nbytes(nodes[message.node], nodes, units)))]
+
+    def _share_nbytes(self, newcomer: m.NodeInfo, nodes: Sequence[m.NodeInfo], units: Sequence[m.UnitPlan]) -> int:
+        """Return about what *newcomer* is to own of *units*: what it should of all that moves, and a partition more.
+
+        Only so that it has memory for that before everybody waits; `sharing` may give it more, or less.
+        """
+        plain = [unit for unit in units if is_plain(unit)]
+        if not plain:
+            return 0
+        machines = machines_of([*(nodes[index] for index in self._roster.alive), newcomer])
+        *_, share_nbytes = optimal_shares(machines, sum(unit.nbytes for unit in plain)).owned
+        return int(share_nbytes) + max(part.nbytes for unit in plain for part in unit.parts) if share_nbytes else 0
 
     def take_linked(self) -> set[int]:
         """Return, once, the newcomers that are connected to all: they are to be taken in now."""

@@ -445,8 +445,8 @@ class Welcome(Message):
     """All have joined: your index, everybody in node order (the order of the association), the epoch.
 
     `is_late`: the job runs already; connect, answer `Meets`, and take part from the next `Freeze` on. `lost`: those of
-    `nodes` that are not there any more, or not yet; `kinds`: (dtype, op) of what is summed. `job`: a name that no other
-    job has.
+    `nodes` that are not there any more, or not yet; `kinds`: (dtype, op) of what is summed; `share_nbytes`: how much of
+    that you may get to own then. `job`: a name that no other job has.
     """
 
     index: int
@@ -455,6 +455,7 @@ class Welcome(Message):
     is_late: bool = False
     lost: tuple[int, ...] = ()
     kinds: tuple[tuple[str, str], ...] = ()
+    share_nbytes: int = 0
     job: str = ""
 
 

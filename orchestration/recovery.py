@@ -101,12 +101,8 @@ class Recovery:
         """
         near = self._near
         found = [_gift(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
-                 for unit, part, done in self._told(units, nodes, self._is_plain, with_owner=True)]
+                 for unit, part, done in self._told(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
         return [heir for heir in found if heir.candidates]
-
-    @staticmethod
-    def _is_plain(unit: UnitPlan, part: PartPlan) -> bool:
-        return unit.codec is None and unit.store is None
 
     @property
     def _near(self) -> dict[int, set[int]]:
@@ -131,6 +127,11 @@ class Recovery:
                     raise ProtocolError(f"nodes {unheard} say nothing of partition {part.part} of {unit.name!r}, which "
                                         "their ranks push, or which they own")
                 yield unit, part, {node: said[node][part.part] for node in asked}
+
+
+def is_plain(unit: UnitPlan) -> bool:
+    """Whether owners of *unit* keep no more of it than sums, and those not compressed: then they can give it up."""
+    return unit.codec is None and unit.store is None
 
 
 class Heir:

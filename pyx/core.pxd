@@ -145,6 +145,7 @@ cdef extern from "succession.h" nogil:
     enum: BPS_SUCCEEDED, BPS_NOT_FROZEN, BPS_NO_PART, BPS_OTHER_ROUND
     int bps_detach(bps_core *, uint32_t)
     int bps_progress(bps_core *, uint32_t, uint32_t *, uint32_t *)
+    int bps_was_told(bps_core *, uint32_t, uint32_t, uint32_t)
     int bps_follow(bps_core *, uint32_t, uint32_t, uint32_t, uint32_t)
     int bps_succeed(bps_core *, uint32_t, bps_part *, uint32_t)
     int bps_give_up(bps_core *, uint32_t, bps_part *, uint32_t)

@@ -29,7 +29,7 @@ from pyx.core cimport (
     bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_progress,
     bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free, bps_store_kernel,
     bps_store_make, bps_succeed, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
-    bps_table_report, bps_table_retire, bps_weight_store,
+    bps_table_report, bps_table_retire, bps_was_told, bps_weight_store,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
@@ -227,6 +227,13 @@ cdef class Engine:
     def progress(self, uint32_t part):
         """Return the last rounds of *part* that were passed on from here, or summed, and that are complete here."""
         return _progress(self._open(), part)
+
+    def was_told(self, uint32_t part, uint32_t source, uint32_t round):
+        """Whether a transport has said that *source* has delivered its bytes of *round* of *part*, and all is in place.
+
+        That is its input, if this node owns the part, else the result. A frozen engine keeps it for the commit.
+        """
+        return bool(bps_was_told(self._open(), part, source, round))
 
     def follow(self, uint32_t part, uint32_t owner, uint32_t kept_round, uint32_t keeper=NOBODY):
         """Take part in *part* under a new owner, a source, from the round after *kept_round* on. Only while frozen.

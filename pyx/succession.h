@@ -36,6 +36,26 @@ static inline int bps_progress(struct bps_core *core, uint32_t index, uint32_t *
     return is_there ? BPS_SUCCEEDED : BPS_NO_PART;
 }
 
+/* Whether the engine was told that `source` has delivered its bytes of a round: its input of the part, or, to a member,
+ * the result. A transport has them in place before it says so. */
+static inline int bps_was_told(struct bps_core *core, uint32_t index, uint32_t source, uint32_t round)
+{
+    pthread_mutex_lock(&core->lock);
+    int was_told = 0;
+    if (index < core->n_parts && core->parts[index].inputs != NULL) {
+        const struct bps_part *part = &core->parts[index];
+        was_told = bps_reached(part->owned ? part->round : bps_load(bps_board_word(core->board, index)), round);
+        for (uint32_t i = 0; i < part->n_inputs && part->owned; i++)
+            was_told |= part->inputs[i].source == source && part->inputs[i].arrived && part->round + 1 == round;
+    }
+    for (uint32_t i = 0; i < core->n_early; i++) {
+        const struct bps_early *early = &core->early[i];
+        was_told |= early->source == source && early->part == index && early->round == round;
+    }
+    pthread_mutex_unlock(&core->lock);
+    return was_told;
+}
+
 /* Send the partial of the last round again: as it is where it was, or the only input. */
 static inline void bps_pass_on_again(struct bps_core *core, uint32_t index)
 {

@@ -386,3 +386,34 @@ def test_a_detour_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
     service.dispatcher._take(detour)
     assert service.dispatcher.counters()["detours"] == 0
     assert detour.taken.is_set(), "who asked for it does not wait for its deadline"
+
+
+@pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)
+def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
+    """A partition that comes back, or another of its number, may be awaited in a round that was written long ago."""
+    dispatcher = service.dispatcher
+    service.commit((0, 1))
+    dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1)])
+    assert service.written(0, 2) == [0, 1]
+    dispatcher.forget({0})
+    dispatcher.hold(0)
+    service.links[0].close()
+    near, far = socket.socketpair()
+    far.settimeout(20)
+    service.far.append(far)
+    service.links.append(TcpLink(0, {0: near}, n_slots=64))
+    dispatcher._take(dispatch.Detour(0, service.links[1], {0: 1, 1: 1}, threading.Event()))
+    service.far[0], service.far[1] = service.far[1], service.far[0]
+    assert service.written(0, 1) == [1] and set(dispatcher._destinations[0].posted) == {1}
+    assert dispatcher._place_of(0, is_result=False) < dispatcher._place_of(1, is_result=False), "of the same pass"
+
+
+@pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
+def test_a_running_service_forgets_what_it_is_told_to(service):
+    service.commit((0, 1))
+    service.dispatcher.start()
+    service.dispatcher.lend(dispatch.Loan(source=0, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    assert service.written(0, 1) == [0]
+    service.dispatcher.forget([0])
+    service.dispatcher.lend(dispatch.Loan(source=0, part=1, round=1, address=service.payload.address, nbytes=NBYTES))
+    assert service.written(0, 1) == [1] and set(service.dispatcher._destinations[0].posted) == {1}

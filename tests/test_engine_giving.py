@@ -159,3 +159,34 @@ def test_what_cannot_be_given_up_is_refused_and_changes_nothing(giver):
     with pytest.raises(ValueError, match="or it is owned elsewhere"):
         g.become_member(1)
     g.commit()
+
+
+@pytest.mark.parametrize("is_frozen_before", [False, True])
+def test_an_owner_was_told_of_inputs_that_count_or_are_kept_for_the_commit(giver, is_frozen_before):
+    g = giver()
+    g.round(1)
+    assert g.engine.was_told(0, g.peer, 1) and not g.engine.was_told(0, g.peer, 2)
+    for act in [g.engine.freeze, lambda _: g.engine.arrived(g.peer, 0, 2, 0)][:: 1 if is_frozen_before else -1]:
+        act(5)
+    assert g.engine.was_told(0, g.peer, 2) and not g.engine.was_told(0, g.peer, 3)
+    assert not g.engine.was_told(0, g.heir, 2) and not g.engine.was_told(1, g.peer, 2)
+    g.engine.give_up(0, 1)
+    g.commit()
+    assert not g.engine.was_told(0, g.peer, 2), "it was dropped"
+
+
+@pytest.mark.parametrize("is_frozen_before", [False, True])
+def test_a_member_was_told_of_a_result_that_is_complete_or_kept_for_the_commit(giver, is_frozen_before):
+    g = giver()
+    g.round(1)
+    g.engine.freeze(5)
+    g.become_member(1)
+    g.commit()
+    g.push(2)
+    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.heir, 0, 2)
+    assert not g.engine.was_told(0, g.heir, 2)
+    for act in [g.engine.freeze, lambda _: g.engine.arrived(g.heir, 0, 2, 0)][:: 1 if is_frozen_before else -1]:
+        act(5)
+    assert g.engine.was_told(0, g.heir, 2) and not g.engine.was_told(0, g.heir, 3)
+    g.commit()
+    assert g.v.ports[0].wait(0, 1, 2, 10) == DONE

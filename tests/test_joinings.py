@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration import joinings, messages as m
+from bpsfast.orchestration.codec import CodecSpec
 from tests.job_table import join, spec
 from tests.lossy_table import NODES, LossyTable
 
@@ -44,6 +45,7 @@ def test_from_the_join_to_the_commit():
     assert welcome.job == "this job", "by that name another scheduler will know it"
     assert (welcome.index, welcome.epoch, welcome.is_late, welcome.lost) == (4, 1, True, ())
     assert [node.index for node in welcome.nodes] == list(range(5)) and welcome.kinds == (("float32", "sum"),)
+    assert welcome.share_nbytes == 8192 * 4 // 5 + 4096, "all five get the same, and it may be a partition more"
     assert not table.got(b"H", m.Joined), "helpers have nothing to say to each other"
     table.commit(spec("x", shape=(8192,)))  # without it
     link(table)
@@ -91,6 +93,25 @@ def test_lost_nodes_are_named_in_the_welcome_and_keep_their_numbers():
     table.frozen(table.everywhere(table.owned[2]))
     table.ready(table.recover().generation)
     assert coming(table).lost == (2,)
+
+
+def test_memory_is_made_beforehand_for_what_moves_only():
+    table = LossyTable("ps").commit(spec("w", shape=(8192,)), spec("c", shape=(8192,), codec=CodecSpec(kind="onebit")))
+    assert coming(table).share_nbytes == 8192 * 4 // 5 + 4096
+    assert coming(LossyTable("ps")).share_nbytes == 0
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_credit_that_was_tuned_holds_for_who_comes_late(when):
+    table = LossyTable().commit()
+    if when == "before":
+        table.say(b"A", m.Credit(rank=0, nbytes=5), m.Credit(rank=0, nbytes=1 << 20))
+    coming(table)
+    if when == "meanwhile":
+        table.say(b"A", m.Credit(rank=0, nbytes=1 << 20))
+    assert table.got(NEW, m.CreditChanged) == [m.CreditChanged(nbytes=1 << 20)]
+    table.say(b"B", m.Meets(node=4, is_linked=True))
+    assert not table.got(NEW, m.CreditChanged), "once"
 
 
 @pytest.mark.parametrize("when", ["at once", "welcomed", "linked in part"])
@@ -183,6 +204,32 @@ def test_a_newcomer_that_keeps_all_waiting_is_done_without():
     assert not table.job.over
     assert "was to get its share" in table.got(NEW, m.Abort)[0].reason
     assert table.got(b"A", m.Freeze)[-1].lost == (4,)
+
+
+@pytest.mark.parametrize("how", ["measured", "lost"])
+def test_who_is_connected_while_nics_are_measured_is_taken_in_afterwards(how):
+    table = LossyTable("ps", joins={b"H": {"probes": True}}, start_timeout_s=5.0, lease_s=50.0)
+    table.declare(spec("w", shape=(8192,)))
+    coming(table)
+    link(table)
+    assert not table.got(b"B", m.Freeze)
+    table.tick(5.0)  # nobody keeps it waiting who could be named for that
+    assert not table.got(NEW, m.Abort) and not table.got(b"A", m.NotComing)
+    if how == "measured":
+        table.say(b"H", m.Measured(nic_rate_bytes=7.0))
+    else:
+        table.lose(b"H")
+        assert [freeze.lost for freeze in table.got(b"A", m.Freeze)] == [(2,)]
+        table.frozen({})
+        table.ready(table.recover().generation)
+    (freeze,) = table.got(NEW, m.Freeze)
+    assert freeze.joined == (4,) and table.got(b"A", m.Freeze) == [freeze] and not table.got(b"A", m.Plan)
+    everything(table)
+    (recover,) = table.got(NEW, m.Recover)
+    for sender in [*table.alive, NEW]:
+        table.say(sender, m.Ready(generation=recover.generation))
+    (plan,) = table.got(NEW, m.Plan)
+    assert 4 in {part.owner for unit in plan.units for part in unit.parts}
 
 
 def test_everybody_hears_of_the_end_and_beats():

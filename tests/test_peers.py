@@ -10,7 +10,7 @@ import pytest
 from bpsfast import settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
-from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.orchestration.errors import CapacityError, PeerLostError
 from bpsfast.orchestration.messages import NodeInfo, NotComing, Welcome
 
 #: Source ids, and what is behind them.
@@ -34,6 +34,9 @@ class Control:
 
     def fail(self, error, who="", tell=True):
         self.ends.append((type(error).__name__, str(error), who, tell))
+
+    def patiently(self, work):
+        return work()
 
     def catch_up(self):
         self.word()
@@ -166,3 +169,22 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
     here.until_it_ends()
     assert not here.control.ends and [index for index, _ in given_up] == [1]
     assert len(here.control.told) == is_lost_first, "the scheduler knows already"
+
+
+@pytest.mark.parametrize("error", [CapacityError("no memory for RDMA"), LookupError("not registered"), OSError(9, "?")])
+def test_a_newcomer_that_cannot_be_taken_in_is_lost_and_nothing_else_is(side, grace, error):
+    here, link = side(), SimpleNamespace(index=1)
+    here.peers._peering = SimpleNamespace(farewells=set(), take=lambda index: {index: link},
+                                          describe=lambda: {"node 1": "rdma: why not"})
+
+    def take_in(link, transport):
+        raise error
+
+    here.control.vertex.take_in = take_in
+    here.peers.take_in(1)
+    ((who, reason),) = [(told.who, told.reason) for told in here.control.told]
+    assert who == "node 1" and str(error.args[-1]) in reason and "(rdma: why not)" in reason
+    assert not here.control.ends
+    here.peers.part_with(1)  # as the next Freeze has it
+    here.until_it_ends()
+    assert not here.control.ends

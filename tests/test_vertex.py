@@ -1,12 +1,91 @@
-"""The vertex of a node, taken down: what cannot be closed keeps nothing else open."""
+"""The vertex of a node: partitions that move; its end: what cannot be closed keeps nothing else open."""
 from __future__ import annotations
 
 import os
+import socket
+import time
 
+import msgspec
 import pytest
 
 from bpsfast.node.vertex import Vertex
+from bpsfast.orchestration.errors import StallError
+from bpsfast.orchestration.messages import Recover, Succession
+from bpsfast.pyx.port import DONE
 from bpsfast.settings import Settings
+from bpsfast.transport.tcp import TcpLink
+from tests.two_nodes import End, connect, declare, order_of
+
+
+@pytest.fixture
+def ends():
+    made = [End(index, Settings(transport="tcp", engine_threads=1, huge_pages="off")) for index in (0, 1)]
+    connect(made)
+    for end in made:
+        end.finish()
+    yield made
+    for end in made:
+        end.close()
+
+
+def move(ends, plan, part, to, round_):
+    """Let node *to* own *part*, which the other one has summed up to *round_*, and of which nothing is under way."""
+    units = tuple(msgspec.structs.replace(unit, parts=tuple(msgspec.structs.replace(each, owner=to)
+                                                            for each in unit.parts))
+                  for unit in plan.units if unit.parts[0].part == part)
+    recover = Recover(epoch=2, generation=plan.generation + 1, units=units, successions=(
+        Succession(part=part, owner=to, kept_round=round_, giver=1 - to),))
+    for end in ends:
+        end.vertex.freeze("a test")
+    prepared = [end.vertex.wiring.prepare_succession(recover) for end in ends]
+    assert all(succession.arrived for _, succession in prepared)
+    for end, (generation, succession) in zip(ends, prepared):
+        end.vertex.succeed(generation, succession, tuple(order_of(plan)))
+
+
+def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
+    plan = declare(ends, [4096, 4096], [0, 0])
+    for end in ends:
+        end.commit(order_of(plan))
+    for end in ends:
+        for part in (0, 1):
+            segment, offset, _ = end.allocate(4096)
+            end.port.submit(part, 1, 1, segment, offset, False)
+    for end in ends:
+        assert all(end.port.wait(part, 1, 1, 20.0) == DONE for part in (0, 1))
+    destinations = [next(iter(end.vertex._dispatcher._destinations.values())) for end in ends]
+    assert [set(each.posted) for each in destinations] == [{0, 1}] * 2
+    move(ends, plan, part=1, to=1, round_=1)
+    deadline = time.monotonic() + 20
+    while any(1 in each.posted for each in destinations):
+        assert time.monotonic() < deadline, "over a new link it may be written again"
+    assert [set(each.posted) for each in destinations] == [{0}] * 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_newcomer_that_cannot_be_taken_in_is_excluded_as_any_other(ends, known, monkeypatch):
+    """Its link is of no use, or the engine has no number left for it."""
+    vertex = ends[0].vertex
+    ours, theirs = socket.socketpair()
+    link = TcpLink(2, {0: ours})
+    if known:
+        theirs.close()
+        ours.close()
+    else:
+        monkeypatch.setattr(vertex._dispatcher, "add", raising(StallError("it does not answer")))
+    with pytest.raises((OSError, ValueError, StallError)):
+        vertex.take_in(link, "tcp: of no use")
+    assert (2 in vertex.links) == known and ours.fileno() == -1
+    theirs.close()
+    vertex.freeze("a test")
+    vertex.exclude(2)
+    assert set(vertex.links) == {1}
+
+
+def raising(error):
+    def call(*_):
+        raise error
+    return call
 
 
 def test_memory_that_somebody_holds_keeps_nothing_else_open(no_leaks):

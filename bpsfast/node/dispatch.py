@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..orchestration.card_queue import CardQueue
@@ -114,7 +114,7 @@ class Dispatcher:
         self._planned = self._shares
         self._arrivals: deque[Arrival] = deque()
         self._detours: deque[Detour] = deque()
-        self._retired: deque[Sequence[int]] = deque()
+        self._forgotten: deque[Collection[int]] = deque()
         self._dropped: deque[int] = deque()
         self._lent: deque[Loan] = deque()
         self._credit_nbytes = self._wanted_nbytes = credit_nbytes
@@ -155,13 +155,21 @@ class Dispatcher:
         """The integer rank of each part; 0 is most urgent."""
         return self._order
 
-    def retire(self, parts: Sequence[int], shares: Mapping[int, int]) -> None:
+    def retire(self, parts: Collection[int], shares: Mapping[int, int]) -> None:
         """Forget *parts*, of which nothing waits or is under way: their numbers will be used again. Any thread.
 
         *shares* as in `commit`, without them.
         """
-        self._retired.append(parts)
         self._shares = dict(shares)
+        self.forget(parts)
+
+    def forget(self, parts: Collection[int]) -> None:
+        """Know nothing more of *parts*, of which nothing waits or is under way: what comes of them is new. Any thread.
+
+        For parts that were given up: should they, or others under their numbers, come back, what was once written of
+        them is not to be written again over a detour.
+        """
+        self._forgotten.append(parts)
         self._engine.wake()
 
     def set_credit(self, nbytes: int) -> None:
@@ -298,8 +306,8 @@ class Dispatcher:
             source = self._dropped.popleft()
             self._destinations.pop(source, None)
             self._card.remove(source)
-        while self._retired:
-            for part in self._retired.popleft():
+        while self._forgotten:
+            for part in self._forgotten.popleft():
                 self._write_order.forget(part)
                 for destination in self._destinations.values():
                     destination.posted.pop(part, None)

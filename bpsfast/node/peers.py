@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -104,7 +104,10 @@ class Peers:
         if link is not None:
             transport = self._peering.describe()[name]
             log.info("%s, which has come late, by %s", name, transport)
-            self._node.patiently(lambda: vertex.take_in(link, transport))
+            error = self._node.patiently(lambda: _error_of(lambda: vertex.take_in(link, transport)))
+            if error is not None:  # the job can do without it
+                self._lost(index, f"it cannot be made a peer of {self._node.name} ({transport}): {error!r}")
+                return
             self._watch(link)
 
     def rates_known(self, message: messages.Rates) -> None:
@@ -183,8 +186,8 @@ class Peers:
         self._detours.connected()  # a link may have ended before anybody could part with it
         self._meet()
         if self._welcome.is_late:
-            kinds = self._welcome.kinds
-            self._node.patiently(lambda: self._node.vertex.wiring.warm(kinds))
+            wiring, welcome = self._node.vertex.wiring, self._welcome
+            self._node.patiently(lambda: wiring.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.Meets(node=me.index, is_linked=True))
 
     def _meet(self) -> None:
@@ -282,3 +285,11 @@ class Peers:
             self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
         else:
             self._node.fail(error, tell=not self._home.ranks)
+
+
+def _error_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as exc:
+        return exc
+    return None

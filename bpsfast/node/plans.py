@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..orchestration import messages
@@ -12,6 +11,7 @@ from ..transport import TalkingLink
 from .event_loop import EventLoop
 from .generation import Generation
 from .household import Household
+from .succession import Succession
 from .vertex import Vertex
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Plans:
         self._timeout_s = timeout_s
         self._generation: Generation | None = None
         self._early: list[messages.Plan] = []
-        self._has_arrived: Callable[[], bool] = lambda: True
+        self._succession: Succession | None = None  # that of `_generation`, if it is one
         self._remarked = False
 
     def connected(self) -> None:
@@ -55,7 +55,7 @@ class Plans:
             self._node.send(messages.PrepareFailed(
                 generation=plan.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
             return
-        self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(plan))
+        self._check_after(self._timeout_s, plan)
         self._announce()
 
     def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
@@ -63,12 +63,14 @@ class Plans:
         self._vertex.peer_said(link, message, fds, self._generation)
         self._announce()
 
-    def await_for(self, generation: Generation, has_arrived: Callable[[], bool]) -> None:
-        """Answer Ready for *generation*, which is prepared, once peers have said what they have to, and *has_arrived*.
+    def await_for(self, generation: Generation, succession: Succession) -> None:
+        """Answer Ready for *generation*, which is prepared, once peers have said what they have to, and what was on its
+        way has arrived. If owners give up for that and it does not come in time, they keep what they have.
         """
         self._generation = generation
-        self._has_arrived = has_arrived
-        self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(generation.plan))
+        self._succession = succession
+        # The scheduler has waited for longer, and ends the job after start_timeout_s.
+        self._check_after(self._timeout_s / 2 if succession.given_up else self._timeout_s, generation.plan)
         self._announce()
 
     def forget(self) -> None:
@@ -126,17 +128,27 @@ class Plans:
     def _announce(self) -> None:
         generation = self._generation
         if generation is not None and not generation.awaited and not generation.announced:
-            if generation.is_succession and not self._has_arrived():
+            if generation.is_succession and self._succession is not None and not self._succession.arrived:
                 self._loop.call_at(time.monotonic() + _LOOK_S, self._announce)
                 return
             generation.announced = True
             self._node.send(messages.Ready(generation=generation.plan.generation,
                                            ownable_nbytes=self._vertex.wiring.ownable_nbytes))
 
-    def _check(self, plan: messages.Plan) -> None:
+    def _check_after(self, wait_s: float, plan: messages.Plan) -> None:
+        self._loop.call_at(time.monotonic() + wait_s, lambda: self._check(plan, wait_s))
+
+    def _check(self, plan: messages.Plan, wait_s: float) -> None:
         generation = self._generation
-        if generation is not None and generation.plan is plan and generation.awaited:
+        if generation is None or generation.plan is not plan or generation.announced:
+            return
+        if generation.awaited:
             names = ", ".join(f"node {index}" for index in sorted(generation.awaited))
-            self._node.send(messages.PrepareFailed(generation=plan.generation, reason=(
-                f"{names} did not say within {self._timeout_s:g} s where results and slots lie"),
-                ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+            reason = f"{names} did not say within {wait_s:g} s where results and slots lie"
+        else:
+            assert self._succession is not None
+            reason = f"what was under way when owners were to change did not arrive within {wait_s:g} s: " \
+                     f"{self._succession.missing}"
+        generation.announced = True  # it has its answer
+        self._node.send(messages.PrepareFailed(generation=plan.generation, reason=reason,
+                                               ownable_nbytes=self._vertex.wiring.ownable_nbytes))

@@ -84,7 +84,7 @@ class Recovery:
                 generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
             return
         generation, succession = self._prepared
-        self._plans.await_for(generation, lambda: succession.arrived)
+        self._plans.await_for(generation, succession)
 
     def commit(self, message: messages.Commit) -> bool:
         """Go on if *message* is the commit of what was prepared here; whether it is."""

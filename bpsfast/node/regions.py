@@ -187,11 +187,6 @@ class Regions:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
-    @property
-    def are_registered(self) -> bool:
-        """Whether somebody is shown all segments."""
-        return self._registrar is not None
-
     def adopt(self, segment: Segment) -> None:
         """Take over memory that a lost peer has left: written from now on, by peers too, and closed in the end."""
         self._adopted.append(segment)

@@ -29,6 +29,9 @@ from .installation import Installation, bind
 from .regions import Place, Regions, page_round
 from .standing import Standing
 
+#: Of what has not come an error names so many.
+_N_NAMED = 4
+
 
 class Estate:
     """The memory that a lost node of this host has left: it lasts for as long as somebody has it mapped.
@@ -117,11 +120,29 @@ class Succession:
         return {each.part for each in self._message.successions}
 
     @property
+    def given_up(self) -> set[int]:
+        """The partitions that owners give up who live: once it has `arrived`, nothing of them is on any wire."""
+        return {each.part for each in self._message.successions if each.giver >= 0}
+
+    @property
     def arrived(self) -> bool:
-        """Whether all has come that was on its way between owners that give up, and this node."""
+        """Whether all has come that was on its way between owners that give up, and this node, and the engine knows.
+
+        What the engine is told of after the commit would be dropped if the giver is lost by then, or, if that owns the
+        partition again, be taken for what is sent once more.
+        """
         self._awaited = [(node, part, round_) for node, part, round_ in self._awaited
-                         if self._wire(node).next_round(part) == round_]
+                         if self._wire(node).next_round(part) == round_
+                         or not self._engine.was_told(part, self._sources[node], round_)]
         return not self._awaited
+
+    @property
+    def missing(self) -> str:
+        """What had not come when `arrived` was asked last, in words: of whom, of which partitions, which round."""
+        names = {part.part: unit.name for unit in self._message.units for part in unit.parts}
+        told = [f"round {round_} of partition {part} of {names[part]!r} from node {node}"
+                for node, part, round_ in self._awaited]
+        return ", ".join(told[:_N_NAMED]) + (f" and {len(told) - _N_NAMED} more" if len(told) > _N_NAMED else "")
 
     def begin(self) -> None:
         """Let the engine go on with the new owners; it is frozen. The dispatcher knows them already."""

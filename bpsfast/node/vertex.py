@@ -134,14 +134,15 @@ class Vertex:
     def take_in(self, link: Link, transport: str) -> None:
         """Make the node behind *link*, which comes late, a peer; the link is this object's to close from now on.
 
-        Raises `CapacityError` if it is the first that is reached by RDMA, and memory cannot be registered for that.
+        If that raises, whatever it is, the node can still be excluded.
         """
+        try:
+            self._know(link)
+        except BaseException:
+            link.close()
+            raise
         self.links[link.index] = link
         self.transports[f"node {link.index}"] = transport
-        self.rails.settle()
-        if self.rails.used and not self.regions.are_registered:
-            self.regions.register_with(self.rails)
-        self._know(link)
         if isinstance(link, shm.ShmLink):
             self.wiring.share_all(link)
         else:
@@ -293,6 +294,7 @@ class Vertex:
         assert self._dispatcher is not None
         self.wiring.succeeded(generation)
         self._dispatcher.commit(order, self.wiring.first_parts, self.wiring.shares, self.wiring.readers)
+        self._dispatcher.forget(succession.given_up)  # before `begin` passes on again what belongs to the new owner
         succession.begin()
         for loan in succession.loans:
             self._dispatcher.lend(loan)

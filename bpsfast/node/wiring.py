@@ -6,11 +6,12 @@ another node cannot, `drop` forgets it.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from ..orchestration.errors import ProtocolError
+from ..orchestration.errors import CapacityError, ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, UnitPlan
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -25,6 +26,8 @@ from .regions import Chunk, Regions
 from .standing import Standing
 from .succession import Estate, Succession
 from .vaults import Vaults
+
+log = logging.getLogger("bpsfast.node")
 
 
 class Wiring:
@@ -108,10 +111,23 @@ class Wiring:
         return Installation(self._me, self._engine, self._regions, self._links, self._sources, self._standing,
                             self._vaults, self._sums, room, purpose)
 
-    def warm(self, kinds: Iterable[tuple[str, str]]) -> None:
-        """Compile what sums of these (dtype, op) need: who comes late must not keep others waiting for that."""
+    def warm(self, kinds: Iterable[tuple[str, str]], owned_nbytes: int) -> None:
+        """Compile what sums of these (dtype, op) need, and have memory at hand for owning so many bytes of partitions,
+        as far as there is any: who comes late must not keep others waiting for that, or for it to be registered.
+        """
         for dtype, op in kinds:
             kernel(dtype, op, self._sums)
+        n_writers, room_nbytes = len(self._standing.members_of(()).wired), self.ownable_nbytes
+        nbytes = owned_nbytes if room_nbytes < 0 else min(owned_nbytes, room_nbytes)
+        made = []
+        try:
+            if n_writers:  # else it can own nothing that others own
+                for arena, size in ((self._regions.results, 2 * nbytes), (self._regions.slots, n_writers * nbytes)):
+                    made.append((arena, arena.allocate(size)[0], size))
+        except CapacityError as exc:
+            log.info("there is no memory at hand for %d bytes of partitions: %s", nbytes, exc)
+        for arena, place, size in made:
+            arena.release(place, size)
 
     def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
         """Note where node *index* keeps its results, or its slots; it may be ahead of our own plan."""

@@ -277,7 +277,7 @@ class Peering:
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
-        self._rails.towards(peer.address, len(self._peers))  # without a device here nobody is bothered
+        self._rails_towards(peer)  # without a device here nobody is bothered
         sock = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=rendezvous.STREAM,
                            epoch=self._epoch, deadline=self._deadline)
         self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")
@@ -286,9 +286,12 @@ class Peering:
         settings = self._settings
         tcp.end_when_silent(sock, settings.lease_s)
         return rendezvous.meet(
-            sock, peer.index, lambda: self._rails.towards(peer.address, len(self._peers)), n_pairs=self._rails.n_pairs,
-            n_nodes=self._n_nodes_with(peer.index), epoch=self._epoch, n_slots=MAX_PARTS,
-            limits=limits(settings), deadline=self._deadline)
+            sock, peer.index, lambda: self._rails_towards(peer), n_pairs=self._rails.n_pairs,
+            n_nodes=self._n_nodes_with(peer.index), epoch=self._epoch, n_slots=MAX_PARTS, limits=limits(settings),
+            deadline=self._deadline)
+
+    def _rails_towards(self, peer: NodeInfo) -> list[rdma.rails.Rail]:
+        return self._rails.towards(peer.address, len(self._peers), opens=peer.index in self._first)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
         """Return why *peer* is reached by tcp and not by rdma; raise if only rdma will do."""

@@ -1,5 +1,7 @@
 """The rails of one node: its RDMA ports in use, each opened once, and its segments registered with all of them.
 
+None is opened once anything is registered: who comes late is reached by those there are, or by tcp.
+
 A rail is device, protection domain, completion queue and one native thread (`bpsfast.pyx.rdma.Rail`); queue pairs to
 all peers share it. Memory is registered by the segment, once, when it is made; remote writes are allowed to slots and
 results only.
@@ -166,8 +168,11 @@ class Rails:
         """Whether any peer is reached by them."""
         return bool(self._open)
 
-    def towards(self, address: str | None, n_peers: int) -> list[Rail]:
+    def towards(self, address: str | None, n_peers: int, *, opens: bool = True) -> list[Rail]:
         """Return the opened rails that lead to *address* ("host:port"; None: in general), of a job of *n_peers* peers.
+
+        Not *opens*: only if peers are reached by all of them already. Then memory is registered, or about to be, with
+        each; it may be more than can be registered with another one, and what is in use cannot wait for that.
 
         Raises
         ------
@@ -188,6 +193,11 @@ class Rails:
                                       peer=peer).require()
                 if self._closed:
                     raise NoRdmaError("the node is closing")
+                unused = [each.name for each in chosen
+                          if each.name not in self._open or not self._open[each.name].users]
+                if unused and not opens:
+                    raise NoRdmaError(f"no peer was reached by {', '.join(unused)} when the job began, so no memory is "
+                                      "registered there")
                 self._limit = budget.lockable()
                 budget.require(self._least_nbytes, 0, len(chosen), "a node", self._limit)
                 return [self._opened(each, n_peers) for each in chosen]

@@ -1,0 +1,41 @@
+"""A change of epoch as a node goes through it: what it says when it cannot prepare for that."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from bpsfast.node.recovery import Recovery
+from bpsfast.orchestration.errors import CapacityError, ProtocolError
+from bpsfast.orchestration.messages import Freeze, Frozen, PrepareFailed, Recover
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def recovery(told):
+    def no_room(message):
+        raise CapacityError("no room for slots")
+
+    wiring = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_succession=no_room,
+                             ownable_nbytes=12345)
+    vertex = SimpleNamespace(connected=True, wiring=wiring, freeze=lambda purpose: None)
+    node = SimpleNamespace(send=told.append, patiently=lambda work: work(), name="node 0")
+    return Recovery(node, vertex, SimpleNamespace(forget=lambda: None), None, lambda index: None)
+
+
+def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):
+    recovery.freeze(Freeze(epoch=2, lost=(), joined=(3,), reason="node 3 has come"))
+    recovery.prepare(Recover(epoch=2, generation=9, units=(), successions=()))
+    frozen, failed = told
+    assert isinstance(frozen, Frozen) and frozen.epoch == 2
+    assert failed == PrepareFailed(generation=9, reason="no room for slots", ownable_nbytes=12345)
+
+
+def test_nothing_is_prepared_for_an_epoch_that_was_not_frozen_for(recovery, told):
+    with pytest.raises(ProtocolError, match="recovers in epoch 2, for which this node is not frozen"):
+        recovery.prepare(Recover(epoch=2, generation=9, units=(), successions=()))
+    assert told == []
