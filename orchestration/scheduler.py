@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import secrets
 import time
@@ -24,6 +25,8 @@ from .security import curve_pair
 from .tenure import Tenure
 from .unreadable import UNREADABLE
 
+log = logging.getLogger("bpsfast.scheduler")
+
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
@@ -31,6 +34,8 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MESSAGE_MAX_NBYTES = 16 << 20
 #: Messages of one node that wait here until they are read; then its connection is not read.
 _MOST_UNREAD = 10_000
+#: So long after a try the scheduler looks again whether its port has become free.
+_PORT_RETRY_S = 0.1
 
 
 class _Versioned(msgspec.Struct, tag_field="type", tag="Join"):
@@ -52,7 +57,7 @@ class Scheduler:
     Raises
     ------
     ConfigError
-        If the address cannot be bound.
+        If the address cannot be bound: at once, or after `lease_s` if another process has the port as long as that.
     """
 
     def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
@@ -94,16 +99,27 @@ class Scheduler:
         if ":" in host:
             router.ipv6 = True
             host = f"[{host.strip('[]')}]"
-        address = f"tcp://{host}:{port or '*'}"
-        try:
-            router.bind(address)
-        except zmq.ZMQError as exc:
-            why = "Another program has that port: set" if exc.errno == zmq.EADDRINUSE else "Set"
-            raise ConfigError(
-                f"the scheduler cannot listen on {address}: {exc}. {why} another MASTER_PORT (under torchrun the "
-                "scheduler's port follows from it), or BPSFAST_SCHEDULER to host:port of a free one, on all roles"
-            ) from exc
+        self._bind(f"tcp://{host}:{port or '*'}")
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def _bind(self, address: str) -> None:
+        """Listen on *address*; for `lease_s` after a restart the scheduler of the job before may still have it."""
+        deadline = time.monotonic() + self._lease_s
+        while True:
+            try:
+                return self._router.bind(address)
+            except zmq.ZMQError as exc:
+                why = "Set"
+                if exc.errno == zmq.EADDRINUSE:
+                    if time.monotonic() < deadline:
+                        log.info("waiting for %s, which another process has", address)
+                        time.sleep(_PORT_RETRY_S)
+                        continue
+                    why = f"Another program has that port, and still had it after {self._lease_s:g} s (lease_s): set"
+                raise ConfigError(
+                    f"the scheduler cannot listen on {address}: {exc}. {why} another MASTER_PORT (under torchrun the "
+                    "scheduler's port follows from it), or BPSFAST_SCHEDULER to host:port of a free one, on all roles"
+                ) from exc
 
     def run(self) -> int:
         """Serve until the job is over; return the exit code: 0 if all ranks left, 1 if the job was aborted.

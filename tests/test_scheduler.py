@@ -340,9 +340,28 @@ def test_stop_aborts_in_words(start):
 
 def test_an_address_in_use_is_named(start):
     scheduler, _ = start()
-    words = rf"cannot listen on tcp://127.0.0.1:{scheduler.port}: .* MASTER_PORT .* BPSFAST_SCHEDULER"
+    words = rf"cannot listen on tcp://127.0.0.1:{scheduler.port}: .* after 0.5 s .* MASTER_PORT .* BPSFAST_SCHEDULER"
     with pytest.raises(ConfigError, match=words):
-        Scheduler(JobSettings(num_nodes=1), KEY, bind_host="127.0.0.1", port=scheduler.port)
+        Scheduler(JobSettings(num_nodes=1, heartbeat_s=0.1, lease_s=0.5), KEY, bind_host="127.0.0.1",
+                  port=scheduler.port)
+
+
+def test_the_port_of_a_job_that_ends_is_waited_for(caplog):
+    caplog.set_level("INFO", "bpsfast.scheduler")
+    before = Scheduler(JobSettings(num_nodes=1), KEY, bind_host="127.0.0.1")
+    after = []
+    waits = threading.Thread(daemon=True, target=lambda: after.append(
+        Scheduler(JobSettings(num_nodes=1, lease_s=LIMIT_S), KEY, bind_host="127.0.0.1", port=before.port)))
+    waits.start()
+    deadline = time.monotonic() + LIMIT_S
+    while "which another process has" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not after
+    before.close()
+    waits.join(LIMIT_S)
+    assert after[0].port == before.port
+    after[0].close()
 
 
 def test_closing_twice_does_nothing():

@@ -214,9 +214,18 @@ class Node:
         self._leave(error, LEFT_BEHIND if survives else 1)
 
     def _leave(self, error: BpsError, code: int) -> None:
+        if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
+            self._step_aside()
         self._vertex.abort(error)
         self._home.abort(error)
         self._end(code)
+
+    def _step_aside(self) -> None:
+        """Free the machine's local socket; before ranks are told of the end.
+
+        Who is told may at once look for, or be, the next job's node, under the same name.
+        """
+        self._reception.close()
 
     def heard(self) -> None:
         """Count a message of a peer."""
@@ -362,8 +371,7 @@ class Node:
 
     def _on_finish(self, message: messages.Finish) -> None:
         if self._exit_code is None:
-            # First: a rank that is told may at once look for the next job's node, under the same name.
-            self._reception.close()
+            self._step_aside()
             self._home.finish()
             self._end(0)
 
