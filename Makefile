@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr3 chaos soak setup system sshd mpi guest \
+.PHONY: demo test test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr3 chaos soak lint setup system sshd mpi guest \
 	clean
 .DELETE_ON_ERROR:
 
@@ -30,6 +30,16 @@ test-guest: $(stamp) guest
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# Style and types. mypy is shown the package as it is imported, with bpsfast.orchestration and bpsfast.pyx inside.
+view := $(VENV)/view
+lint: $(stamp)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[lint,test]
+	$(bin)/ruff check bpsfast orchestration tests bench examples pyx
+	rm -rf $(view) && mkdir -p $(view)/bpsfast
+	ln -s $(CURDIR)/bpsfast/* $(CURDIR)/orchestration $(CURDIR)/pyx $(view)/bpsfast/
+	MYPYPATH=$(view) $(bin)/mypy --config-file pyproject.toml -p bpsfast
+	$(bin)/mypy bench
 
 # Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
 races: $(stamp)

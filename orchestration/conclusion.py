@@ -54,10 +54,10 @@ def conclude(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, Account], sende
     barrier = max(each.barrier for each in rejoins.values())
     answers: dict[int, list[m.Message]] = {}
     for index, account in accounts.items():
-        answers[index] = said = []
-        said += [m.NotComing(node=each) for each in account.rejoin.joining if each in absent]
+        said: list[m.Message] = [m.NotComing(node=each) for each in account.rejoin.joining if each in absent]
+        answers[index] = said
         if account.join is not None:
-            said.append(m.Welcome(index=index, epoch=1, nodes=nodes, job=account.rejoin.job))
+            said.append(m.Welcome(index=index, epoch=1, nodes=tuple(nodes), job=account.rejoin.job))
         if retired := [number for number in account.units if number not in kept]:
             said.append(m.Retired(units=tuple(retired)))
         if index in behind:

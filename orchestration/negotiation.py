@@ -233,7 +233,8 @@ class Coordinator:
         if error:
             self._decided.append(Response(kind=first.kind, names=(name,), error=error))
             return
-        specs, counts = first.specs, ()
+        specs = first.specs
+        counts: tuple[tuple[int, ...], ...] = ()
         if first.kind == "broadcast":
             specs = next((each.specs for each in in_order if each.rank == each.root), specs)
         elif first.kind == "allgather":

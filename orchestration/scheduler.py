@@ -107,7 +107,8 @@ class Scheduler:
         deadline = time.monotonic() + self._lease_s
         while True:
             try:
-                return self._router.bind(address)
+                self._router.bind(address)
+                return
             except zmq.ZMQError as exc:
                 why = "Set"
                 if exc.errno == zmq.EADDRINUSE:

@@ -158,8 +158,9 @@ class Tenure:
         except BpsError as exc:
             return self.abort(exc) if another is None else self._gather(now, _refusal(exc))
         if past is None:
-            is_left_over = another is not None and not rebuilding.is_alive
-            return self._gather(now, _refusal(_another(another))) if is_left_over else []
+            if another is None or rebuilding.is_alive:
+                return []
+            return self._gather(now, _refusal(_another(another)))
         self._rebuilding = None
         newcomers = rebuilding.newcomers
         known = {*past.roster.senders, *(sender for sender, _ in newcomers)}

@@ -147,7 +147,7 @@ class RdmaEnd:
             "inlined": nbytes <= self._inline_nbytes and plan.operation != "read",
             "idle_s": 0.0 if plan.events else _IDLE_S if only_receives else None, "stall_s": plan.timeout_s,
         }
-        naps = {"nap_s": _NAP_S} if only_receives and not plan.events else {}
+        naps: dict[str, Any] = {"nap_s": _NAP_S} if only_receives and not plan.events else {}
         is_first = self._loop is None
         self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **naps,
                                        **options)

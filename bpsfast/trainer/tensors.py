@@ -145,6 +145,7 @@ class Tensors:
                            f"for tensor {name!r} to be declared by {who}", name)
         if isinstance(answer, BpsError):
             raise answer
+        assert isinstance(answer, Unit)
         return answer
 
     def unit_nowait(self, name: str) -> Unit | None:

@@ -174,7 +174,7 @@ class RdmaLink:
     def why(self, code: int) -> str:
         """Return in words why a lane was lost; *code* is the event's."""
         who = f"node {self.index}"
-        found = [(way.describe(who), way.lane.failure()) for way in self._ways if way.lane.failure() is not None]
+        found = [(way.describe(who), what) for way in self._ways if (what := way.lane.failure()) is not None]
         found.sort(key=lambda each: failure.is_consequence(each[1]))  # of several, what tells the cause
         return found[0][0] if found else f"closed (code {code})"
 
