@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ..orchestration.errors import BpsError, BusyError, MismatchError
 from ..orchestration.messages import Declare, TensorSpec
@@ -145,8 +145,7 @@ class Tensors:
                            f"for tensor {name!r} to be declared by {who}", name)
         if isinstance(answer, BpsError):
             raise answer
-        assert isinstance(answer, Unit)
-        return answer
+        return cast("Unit", answer)
 
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
