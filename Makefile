@@ -66,15 +66,18 @@ expr1: $(stamp)
 expr3: $(stamp)
 	$(bin)/python -m bpsfast.bench.expr3
 
+# So many processes for each core spin beside the job in the next two.
+LOAD ?= 0
+
 # Jobs of which processes are killed and stopped: about ten seconds each. Ends with 0 if none hangs or sums anything wrong.
 SEEDS ?= 20
 chaos: $(stamp)
-	$(bin)/bpsfast bench chaos --seeds $(SEEDS)
+	$(bin)/bpsfast bench chaos --seeds $(SEEDS) --load $(LOAD)
 
 # One job that trains for so long: memory, descriptors and threads of its processes must not grow.
 MINUTES ?= 5
 soak: $(stamp)
-	$(bin)/bpsfast bench soak --minutes $(MINUTES)
+	$(bin)/bpsfast bench soak --minutes $(MINUTES) --load $(LOAD)
 
 setup: $(stamp)
 

@@ -297,6 +297,7 @@ def bench_neighbour(**options: Any) -> None:
 @bench.command("chaos")
 @click.option("--seeds", type=_COUNT, default=20, show_default=True, help="Trials, each a job of its own.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
+@bench_options.load()
 @bench_options.result()
 @errors_in_words
 def bench_chaos(**options: Any) -> None:
@@ -310,6 +311,7 @@ def bench_chaos(**options: Any) -> None:
 @bench.command("soak")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
 @click.option("--transport", type=click.Choice(["auto", "tcp", "shm"]), default="tcp", show_default=True)
+@bench_options.load()
 @bench_options.result()
 @errors_in_words
 def bench_soak(**options: Any) -> None:

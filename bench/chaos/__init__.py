@@ -16,6 +16,7 @@ from typing import Any
 
 from bpsfast.bench.table import finish, plain
 
+from ..burners import Burners
 from . import trial
 from .scenario import MAY_RAISE, MUST_RECOVER, draw
 
@@ -23,7 +24,7 @@ _OUTCOMES = ("recovered", "raised", "late", "wrong", "crashed", "hung", "skipped
 
 
 def run(options: dict[str, Any]) -> bool:
-    """Run the trials of *options* (seeds, first, json_path); return whether all of them came out as they must.
+    """Run the trials of *options* (seeds, first, load, json_path); return whether all of them came out as they must.
 
     The folder of a trial that did not is kept, and named.
     """
@@ -32,7 +33,8 @@ def run(options: dict[str, Any]) -> bool:
     bad = 0
     for seed in range(options["first"], options["first"] + options["seeds"]):
         scenario, folder = draw(seed), folders / f"seed_{seed}"
-        verdict = trial.run(scenario, folder)
+        with Burners(options.get("load", 0)):
+            verdict = trial.run(scenario, folder)
         counts[scenario.kind, verdict.outcome] += 1
         rows.append(verdict.row())
         if verdict.is_good:

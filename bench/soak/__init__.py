@@ -1,7 +1,8 @@
 """bpsfast bench soak: a job that trains for long, and what its processes hold meanwhile.
 
 Memory, descriptors and threads of every process are looked at all the time. Once it has warmed up nothing may grow:
-threads and descriptors not at all, memory by no more than the allocator's noise.
+threads and descriptors not at all, memory by no more than the allocator's noise. Nobody may be taken for lost, which
+ends whoever is with an exit code of its own: also while others keep all cores busy (load).
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import psutil
 
 from bpsfast.bench.table import finish, plain
 
+from ..burners import Burners
 from ..chaos.processes import Processes
 
 #: The first part of the time, in which caches fill and memory is touched for the first time.
@@ -40,12 +42,14 @@ class Look:
 
 
 def run(options: dict[str, Any]) -> bool:
-    """Run the job for *options* (minutes, transport, json_path); return whether all sums were right and nothing grew.
+    """Run the job for *options* (minutes, transport, load, json_path); return whether all is well.
+
+    That is: sums are right, nobody was lost, and nothing grew.
     """
     seconds, begin_unix_s = 60.0 * options["minutes"], time.time()
     with tempfile.TemporaryDirectory(prefix="bpsfast-soak-") as folder:
         values = {**_VALUES, "transport": options["transport"]}
-        with Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
+        with Burners(options.get("load", 0)), Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
             looks = _watch(processes, seconds)
             codes = processes.wait(time.monotonic() + _END_S)
             ends = [json.loads(processes.path(rank).read_text().splitlines()[-1]) for rank in range(3)]

@@ -24,6 +24,12 @@ def result(quick: str = "") -> Callable[[Callable], Callable]:
     return decorate
 
 
+def load() -> Callable[[Callable], Callable]:
+    """Add ``--load``: processes for each core that keep it busy meanwhile."""
+    return click.option("--load", type=click.IntRange(0), default=0, show_default=True,
+                        help="Processes for each core that spin meanwhile.")
+
+
 def _result_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
     """Refuse a result file that cannot be written, before minutes of measuring."""
     if value is not None:
