@@ -6,8 +6,9 @@ Whoever holds the key is in the job; nobody else gets a byte in or out. The hand
     dialler  -> acceptor  magic 8 | nonce 32 | length 2 | hello | proof 32    of "dialler", context, nonces, hello
     acceptor -> dialler   length 2 | hello | proof 32                         of "acceptor", context, nonces, hellos
 
-Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. The bytes
-that follow are not encrypted: the data network is trusted to keep connections apart, as it is for RDMA.
+Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. Of the same
+texts both sides make a secret that nobody else has, and no other connection: what follows is sealed with it where that
+is asked for (`bpsfast/transport/seals.py`), and else the data network is trusted, as it is for RDMA.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import hmac
 import os
 import socket
 import time
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -46,6 +48,13 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     link: int = 0
     pid: int = 0
+
+
+class Greeted(NamedTuple):
+    """The other end's hello; and the connection's `secret`, of 32 bytes, to make keys of (`direction_key`)."""
+
+    hello: StreamHello
+    secret: bytes
 
 
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:
@@ -89,9 +98,25 @@ def curve_pair(key: bytes, role: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(secret), secret
 
 
+def direction_key(secret: bytes, sender: str) -> bytes:
+    """Return the key of what *sender* ("dialler" or "acceptor") says on a connection with *secret*: 32 bytes."""
+    return prove(secret, "seal", sender)
+
+
 def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
                       timeout_s: float) -> StreamHello:
-    """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos; return its hello.
+    """As `greet_acceptor`, where nothing is sealed."""
+    return greet_acceptor(sock, key, context, hello, timeout_s).hello
+
+
+def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
+                     timeout_s: float) -> StreamHello:
+    """As `greet_dialler`, where nothing is sealed."""
+    return greet_dialler(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
+
+
+def greet_acceptor(sock: socket.socket, key: bytes, context: str, hello: StreamHello, timeout_s: float) -> Greeted:
+    """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos.
 
     Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.
 
@@ -111,12 +136,11 @@ def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: Stre
         answer = line.receive_counted()
         if not verify(key, line.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
             raise MismatchError(f"{line.peer} answered the data connection, but does not hold this job's key")
-        return _hello(answer, line.peer)
+        return Greeted(_hello(answer, line.peer), prove(key, "secret", context, theirs, nonce, said, answer))
 
 
-def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
-                     timeout_s: float) -> StreamHello:
-    """Be the acceptor of `challenge_connect`: answer as node *peer* in *epoch*; return the dialler's hello.
+def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float) -> Greeted:
+    """Be the acceptor of `greet_acceptor`: answer as node *peer* in *epoch*.
 
     A stranger learns nothing but a nonce. Same errors; on any of them close *sock*, the job is not harmed.
     """
@@ -131,7 +155,7 @@ def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int
         answer = msgspec.msgpack.encode(StreamHello(peer=peer, stream=hello.stream, epoch=epoch,
                                                        link=hello.link))
         line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
-        return hello
+        return Greeted(hello, prove(key, "secret", context, nonce, theirs, said, answer))
 
 
 def _counted(data: bytes) -> bytes:

@@ -27,7 +27,7 @@ class Port:
         listener = tcp.listen("127.0.0.1")
         self.address = listener.getsockname()
         self._sockets: list[socket.socket] = []
-        self._port = DataPort(listener, KEY, 0, 7, lambda sock, hello: self.came.put((sock, hello)), 0)
+        self._port = DataPort(listener, KEY, 0, 7, lambda sock, greeted: self.came.put((sock, greeted.hello)), 0)
         self._port.start()
 
     def stranger(self) -> socket.socket:

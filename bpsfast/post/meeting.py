@@ -27,6 +27,8 @@ from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostE
 from ..orchestration.losses import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
 from ..refusals import Refusals
+from ..transport.seals import seals_of
+from .sealed_socket import SealedSocket
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
@@ -223,7 +225,7 @@ class Meeting:
                 with self._unproved(sock):
                     self._connect(sock, rank, found)
                     hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH)
-                    answer = security.challenge_connect(sock, self._key, _CONTEXT, hello, self._patience_s)
+                    answer, secret = security.greet_acceptor(sock, self._key, _CONTEXT, hello, self._patience_s)
                     if answer.peer != rank:
                         raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
                     verdict = self._verdict(sock, rank)
@@ -231,7 +233,7 @@ class Meeting:
                 sock.close()
                 raise
             if verdict == JOINED:
-                self._reached(rank, sock, _process_of(sock))
+                self._reached(rank, self._sealed(sock, secret, dialled=True), _process_of(sock))
             else:
                 sock.close()
                 if verdict != CROSSED:
@@ -291,12 +293,14 @@ class Meeting:
             else:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._unproved(sock):
-                hello = security.challenge_accept(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
-                                                  timeout_s=_CHALLENGE_S)
+                hello, secret = security.greet_dialler(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
+                                                       timeout_s=_CHALLENGE_S)
             if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
                 raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
                                     f"{session.size}")
-            taken = self._come(hello.peer, sock, _process_of(sock))
+            process = _process_of(sock)
+            sock = self._sealed(sock, secret, dialled=False)
+            taken = self._come(hello.peer, sock, process)
             if not taken:
                 sock.send(REFUSED)
         except (BpsError, OSError) as exc:
@@ -309,6 +313,12 @@ class Meeting:
                 few = self._strangers == _MOST_STRANGERS - 1
             if few:
                 self._tell_listening()
+
+    def _sealed(self, sock: socket.socket, secret: bytes, *, dialled: bool) -> socket.socket:
+        """Return what a link uses in place of *sock*: between machines it is encrypted, if that is asked for."""
+        if sock.family == socket.AF_UNIX or self._session.settings.encryption == "off":
+            return sock
+        return SealedSocket(sock, seals_of(secret, dialled=dialled))
 
     @property
     def _patience_s(self) -> float:
