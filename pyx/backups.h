@@ -35,7 +35,7 @@ static inline void bps_backups_count_lag(struct bps_core *core, const struct bps
 }
 
 /* Take a push into the next version, if it was computed on the last one and is not too late. */
-static inline void bps_backups_take(struct bps_core *core, struct bps_part *part)
+static inline void bps_backups_take(struct bps_part *part)
 {
     struct bps_weight_store *store = part->store;
     if (part->seen != store->version || store->is_stepping)
@@ -114,7 +114,7 @@ static inline void bps_run_backups(struct bps_core *core, struct bps_worker *wor
         part->n_applied = part->n_applied < 3 ? part->n_applied + 1 : 3;
         part->is_given = total != 0;
         if (part->is_given)
-            bps_backups_take(core, part);
+            bps_backups_take(part);
     }
     if (part->is_taken && store->is_stepping) {
         bps_backups_step(core, worker->index, store);

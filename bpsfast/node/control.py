@@ -362,6 +362,8 @@ class Node:
 
     def _on_finish(self, message: messages.Finish) -> None:
         if self._exit_code is None:
+            # First: a rank that is told may at once look for the next job's node, under the same name.
+            self._reception.close()
             self._home.finish()
             self._end(0)
 

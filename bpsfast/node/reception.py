@@ -89,7 +89,9 @@ class Reception:
             self._guard(link, self._welcome, link, hello)
 
     def close(self) -> None:
-        """Close the socket and everybody who has not been taken over."""
+        """Close the socket and everybody who has not been taken over; once, or again for nothing."""
+        if self._closed:
+            return
         self._closed = True
         self._loop.forget(self._listener.fileno())
         self._listener.close()
