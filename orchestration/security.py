@@ -40,7 +40,8 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     """What both ends of a data connection say of themselves: node index, number of the stream, epoch.
 
     `link`: which of the links it belongs to that the pair has had one after another. `pid`: whose word it is, if that
-    one says nothing else, and is not to be taken for another that had its place in an earlier job.
+    one says nothing else, and is not to be taken for another that had its place in an earlier job. `encrypted`: whether
+    everything after the handshake is sealed.
     """
 
     peer: int
@@ -48,6 +49,7 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     link: int = 0
     pid: int = 0
+    encrypted: bool = False
 
 
 class Greeted(NamedTuple):
@@ -125,7 +127,7 @@ def greet_acceptor(sock: socket.socket, key: bytes, context: str, hello: StreamH
     StallError, PeerLostError
         If the deadline passed, or the peer closed.
     ProtocolError, MismatchError
-        If no bpsfast of this version answers; if it holds another key.
+        If no bpsfast of this version answers; if it holds another key, or goes on encrypted and this side does not.
     """
     with _Line(sock, timeout_s) as line:
         theirs = line.nonce()
@@ -136,13 +138,17 @@ def greet_acceptor(sock: socket.socket, key: bytes, context: str, hello: StreamH
         answer = line.receive_counted()
         if not verify(key, line.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
             raise MismatchError(f"{line.peer} answered the data connection, but does not hold this job's key")
-        return Greeted(_hello(answer, line.peer), prove(key, "secret", context, theirs, nonce, said, answer))
+        answered = _hello(answer, line.peer)
+        _check_encrypted(line.peer, theirs=answered, ours=hello)
+        return Greeted(answered, prove(key, "secret", context, theirs, nonce, said, answer))
 
 
-def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float) -> Greeted:
-    """Be the acceptor of `greet_acceptor`: answer as node *peer* in *epoch*.
+def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float,
+                  encrypted: bool = False) -> Greeted:
+    """Be the acceptor of `greet_acceptor`: answer as node *peer* in *epoch*, which goes on *encrypted* or not.
 
-    A stranger learns nothing but a nonce. Same errors; on any of them close *sock*, the job is not harmed.
+    A stranger learns nothing but a nonce. Same errors, and `MismatchError` if the dialler goes on otherwise: it hears
+    that, too. On any of them close *sock*, the job is not harmed.
     """
     with _Line(sock, timeout_s) as line:
         nonce = os.urandom(_NONCE_NBYTES)
@@ -152,10 +158,19 @@ def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, e
         if not verify(key, line.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
             raise MismatchError(f"{line.peer} asked for a data connection, but does not hold this job's key")
         hello = _hello(said, line.peer)
-        answer = msgspec.msgpack.encode(StreamHello(peer=peer, stream=hello.stream, epoch=epoch,
-                                                       link=hello.link))
+        own = StreamHello(peer=peer, stream=hello.stream, epoch=epoch, link=hello.link, encrypted=encrypted)
+        answer = msgspec.msgpack.encode(own)
         line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
+        _check_encrypted(line.peer, theirs=hello, ours=own)
         return Greeted(hello, prove(key, "secret", context, nonce, theirs, said, answer))
+
+
+def _check_encrypted(peer: str, *, theirs: StreamHello, ours: StreamHello) -> None:
+    if theirs.encrypted != ours.encrypted:
+        words = {True: "encrypted", False: "in the clear"}
+        raise MismatchError(f"{peer} (number {theirs.peer}) wants a data connection {words[theirs.encrypted]}, this "
+                            f"side (number {ours.peer}) {words[ours.encrypted]}: set BPSFAST_ENCRYPTION to the same on "
+                            "all machines")
 
 
 def _counted(data: bytes) -> bytes:

@@ -7,7 +7,8 @@
  * know: a header, then the payload that it announces, in records of BPS_SEAL_RECORD bytes and a shorter last one.
  *
  * A payload is decrypted straight into its slot and checked then: of a record that does not open the slot may hold
- * rubbish, but it is no arrival, and the write comes again over another connection.
+ * rubbish, but it is no arrival, and the write comes again over another connection. A seal that has failed once is of
+ * no use any more.
  */
 #ifndef BPS_SEAL_H
 #define BPS_SEAL_H
@@ -29,6 +30,7 @@ struct bps_seal {
     const struct bps_crypto *crypto;
     void *context;
     uint64_t n_records;
+    int is_broken;
     unsigned char staging[BPS_SEAL_ROOM]; /* a header's record, and one of a payload */
 };
 
@@ -73,10 +75,12 @@ static inline int bps_seal_close(struct bps_seal *seal, const void *plain, size_
     unsigned char nonce[12], *out = (unsigned char *)record;
     int n = 0, rest = 0;
     bps_seal_nonce(seal, nonce);
-    int is_done = crypto->EVP_EncryptInit_ex(seal->context, NULL, NULL, NULL, nonce) == 1 &&
+    int is_done = !seal->is_broken &&
+                  crypto->EVP_EncryptInit_ex(seal->context, NULL, NULL, NULL, nonce) == 1 &&
                   crypto->EVP_EncryptUpdate(seal->context, out, &n, (const unsigned char *)plain, (int)nbytes) == 1 &&
                   crypto->EVP_EncryptFinal_ex(seal->context, out + n, &rest) == 1 && (size_t)(n + rest) == nbytes &&
                   crypto->EVP_CIPHER_CTX_ctrl(seal->context, BPS_GET_TAG, BPS_SEAL_TAG, out + nbytes) == 1;
+    seal->is_broken = !is_done;
     return is_done ? 0 : EIO;
 }
 
@@ -88,10 +92,12 @@ static inline int bps_seal_open(struct bps_seal *seal, const void *record, size_
     const unsigned char *in = (const unsigned char *)record;
     int n = 0, rest = 0;
     bps_seal_nonce(seal, nonce);
-    int is_done = crypto->EVP_DecryptInit_ex(seal->context, NULL, NULL, NULL, nonce) == 1 &&
+    int is_done = !seal->is_broken &&
+                  crypto->EVP_DecryptInit_ex(seal->context, NULL, NULL, NULL, nonce) == 1 &&
                   crypto->EVP_DecryptUpdate(seal->context, out, &n, in, (int)nbytes) == 1 &&
                   crypto->EVP_CIPHER_CTX_ctrl(seal->context, BPS_SET_TAG, BPS_SEAL_TAG, (void *)(in + nbytes)) == 1 &&
                   crypto->EVP_DecryptFinal_ex(seal->context, out + n, &rest) == 1 && (size_t)(n + rest) == nbytes;
+    seal->is_broken = !is_done;
     return is_done ? 0 : EBADMSG;
 }
 
@@ -113,20 +119,20 @@ static inline int bps_seal_send(struct bps_seal *seal, int fd, const void *heade
             rc = bps_seal_close(seal, (const char *)payload + done, piece, seal->staging + used);
             used += piece + BPS_SEAL_TAG;
         }
-        if (rc == 0 && pace != NULL)
-            rc = bps_await_turn(pace, used, closing);
         if (rc == 0)
-            rc = bps_send_all(fd, seal->staging, used, NULL, 0);
+            rc = bps_send_paced(fd, NULL, 0, seal->staging, used, pace, closing);
         done += piece;
         used = 0;
     }
     return rc;
 }
 
-/* Receive one record of a plain text of nbytes, at most BPS_SEAL_RECORD. As `bps_receive_all`; EBADMSG as `bps_seal_open`. */
-static inline int bps_seal_receive(struct bps_seal *seal, int fd, void *plain, size_t nbytes)
+/* Receive one record of a plain text of nbytes, at most BPS_SEAL_RECORD. As `bps_receive_paced`; EBADMSG as
+ * `bps_seal_open`. */
+static inline int bps_seal_receive(struct bps_seal *seal, int fd, void *plain, size_t nbytes, struct bps_pace *pace,
+                                   const uint32_t *closing)
 {
-    int rc = bps_receive_all(fd, seal->staging, nbytes + BPS_SEAL_TAG);
+    int rc = bps_receive_paced(fd, seal->staging, nbytes + BPS_SEAL_TAG, pace, closing);
     return rc != 0 ? rc : bps_seal_open(seal, seal->staging, nbytes, plain);
 }
 
@@ -137,10 +143,7 @@ static inline int bps_seal_receive_payload(struct bps_seal *seal, int fd, void *
     int rc = 0;
     for (size_t got = 0; rc == 0 && got < nbytes; got += BPS_SEAL_RECORD) {
         size_t piece = nbytes - got < BPS_SEAL_RECORD ? nbytes - got : BPS_SEAL_RECORD;
-        if (pace != NULL)
-            rc = bps_await_turn(pace, piece + BPS_SEAL_TAG, closing);
-        if (rc == 0)
-            rc = bps_seal_receive(seal, fd, (char *)payload + got, piece);
+        rc = bps_seal_receive(seal, fd, (char *)payload + got, piece, pace, closing);
     }
     return rc;
 }

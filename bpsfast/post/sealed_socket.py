@@ -18,7 +18,10 @@ _LENGTH_NBYTES = 4
 
 
 class SealedSocket(socket.socket):
-    """Takes over *sock*, which never blocks. `sendmsg` and `recv_into` are sealed; `send` and `recv` are not."""
+    """Takes over *sock*. Sealed are `sendmsg`, `send`, `recv_into` and `recv`; use nothing else that sends or receives.
+
+    `OSError` EBADMSG from the latter two if the peer has not sealed what comes, once and for all.
+    """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
@@ -40,6 +43,8 @@ class SealedSocket(socket.socket):
         """
         if not self._unsent:
             plain = _first(buffers)
+            if not plain:
+                return 0  # a record that says nothing would be taken for the end
             self._n_accepted = len(plain)
             self._unsent = memoryview(len(plain).to_bytes(_LENGTH_NBYTES, "little") + self._seals.out.close(plain))
         self._unsent = self._unsent[super().send(self._unsent, flags):]
@@ -48,7 +53,7 @@ class SealedSocket(socket.socket):
         return self._n_accepted
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive into *buffer*, at most one record; 0 at the end. `OSError` EBADMSG if the peer has not sealed it."""
+        """Receive into *buffer*, at most one record; 0 at the end."""
         if not self._plain and not self._receive_record(flags):
             return 0
         target = memoryview(buffer).cast("B")
@@ -56,6 +61,15 @@ class SealedSocket(socket.socket):
         target[:n] = self._plain[:n]
         self._plain = self._plain[n:]
         return n
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send *data*, which the kernel has room for: at the beginning of the connection, where its buffer is empty."""
+        return self.sendmsg([memoryview(data)], (), flags)
+
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
+        """Return at most *nbytes* of one record; nothing at the end."""
+        data = bytearray(nbytes)
+        return bytes(data[:self.recv_into(data, nbytes, flags)])
 
     def _receive_record(self, flags: int) -> bool:
         while (missing := self._n_missing()) > 0:

@@ -85,7 +85,7 @@ class Peering:
         self.reasons: dict[int, str] = {}
         self.error: BpsError | None = None
         self._settings = settings
-        self._sealed = settings.encryption == "on"
+        self._encrypted = settings.encryption == "on"
         self._key = key
         self._epoch = epoch
         self._me = me
@@ -108,9 +108,10 @@ class Peering:
         self._to_be_told: set[int] = set()
         self._told: set[int] = set()  # of our own farewell, or not to be reached
         self._threads: list[threading.Thread] = []
-        self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections)
+        self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections,
+                              self._encrypted)
         self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
-                                  settings.start_timeout_s, self._offer_again, self._drop, notify, sealed=self._sealed)
+                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encrypted)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
@@ -125,7 +126,9 @@ class Peering:
 
     def describe(self) -> dict[str, str]:
         """Return "node N" -> "transport: reason"."""
-        return {f"node {index}": f"{self.links[index].kind}: {self.reasons[index]}" for index in sorted(self.links)}
+        how = {"tcp": "; encrypted"} if self._encrypted else {}
+        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{how.get(link.kind, '')}"
+                for index, link in sorted(self.links.items())}
 
     def expect(self, peer: NodeInfo) -> None:
         """Let *peer*, which comes late, connect from now on: `links` has it then."""
@@ -267,8 +270,8 @@ class Peering:
                     raise ConfigError(f"transport='shm' was asked for, but node {peer.index} ({peer.host}) shares no "
                                       f"memory with this node: {exc}") from exc
                 reason = f"no shared memory with it ({exc})"
-        if self._sealed:
-            reason = f"{reason}; no rdma: encryption=on"
+        if self._encrypted:
+            reason += "; no rdma: encryption=on" if self._settings.transport == "auto" else ""
         elif self._settings.transport in ("auto", "rdma"):
             try:
                 self._dial_rdma(peer, reason)
@@ -280,7 +283,7 @@ class Peering:
     def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
         link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
                         n_streams=self._settings.n_connections, epoch=self._epoch, deadline=self._deadline,
-                        sealed=self._sealed)
+                        encrypted=self._encrypted)
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
@@ -353,7 +356,8 @@ class Peering:
     def _say_farewell(self, peer: NodeInfo) -> None:
         try:
             tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
-                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s, pid=self._me.pid).close()
+                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s, pid=self._me.pid,
+                        encrypted=self._encrypted).close()
         except (BpsError, OSError) as exc:
             log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
         with self._lock:
@@ -391,7 +395,7 @@ class Peering:
                 log.warning("refused stream %d of node %d: not expected", hello.stream, hello.peer)
                 sock.close()
                 return
-            half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if self._sealed else None)
+            half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if self._encrypted else None)
             whole = len(half.sockets) == self._settings.n_connections
             if whole:
                 del self._accepting[hello.peer]

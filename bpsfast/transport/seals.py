@@ -27,10 +27,15 @@ def seals_of(secret: bytes, *, dialled: bool) -> Seals:
 
 
 def check(transport: str) -> None:
-    """Raise `ConfigError` if nothing can be encrypted here, or not what goes by *transport*."""
+    """Raise `ConfigError` unless what goes by *transport* can be encrypted here."""
     if transport == "rdma":
         raise ConfigError("encryption='on' contradicts transport='rdma': what a card writes is not encrypted; use "
                           "transport=tcp or auto, or a network that encrypts")
+    check_library()
+
+
+def check_library() -> None:
+    """Raise `ConfigError` unless this machine has what seals are made with."""
     try:
         load()
     except OSError as exc:

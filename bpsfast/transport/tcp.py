@@ -210,8 +210,8 @@ class TcpLink:
 
 
 def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float,
-         sealed: bool = False) -> TcpLink:
-    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port"), encrypted if *sealed*.
+         encrypted: bool = False) -> TcpLink:
+    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port"), *encrypted* or not.
 
     Raises
     ------
@@ -222,10 +222,10 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
     link = TcpLink(peer, epoch=epoch)
     try:
         for number in range(n_streams):
-            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch)
+            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, encrypted=encrypted)
             sock = _reach(address, peer, deadline)
             secret = prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()))
-            link.take(number, sock, seals_of(secret, dialled=True) if sealed else None)
+            link.take(number, sock, seals_of(secret, dialled=True) if encrypted else None)
     except BaseException:
         link.close()
         raise
@@ -233,9 +233,12 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
 
 
 def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int, deadline: float,
-            pid: int = 0) -> socket.socket:
-    """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`."""
-    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid)
+            pid: int = 0, encrypted: bool = False) -> socket.socket:
+    """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`.
+
+    *encrypted*: whether this job's connections are. Nothing is said on this one that would have to be.
+    """
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid, encrypted=encrypted)
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
     return greet(_reach(address, peer, deadline), key, hello, peer, max(0.1, deadline - time.monotonic()))
 
@@ -252,7 +255,8 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
     Raises
     ------
     BpsError
-        `MismatchError` for another job key, node or epoch; `StallError` after *timeout_s*. *sock* is closed then.
+        `MismatchError` for another job key, node, epoch or `encrypted`; `StallError` after *timeout_s*. *sock* is
+        closed then.
     """
     try:
         answer, secret = security.greet_acceptor(sock, key, CONTEXT, hello, timeout_s)
@@ -266,10 +270,11 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
     return secret
 
 
-def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int) -> security.Greeted:
+def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int, encrypted: bool = False) -> security.Greeted:
     """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
     sock.setblocking(True)
-    greeted = security.greet_dialler(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S)
+    greeted = security.greet_dialler(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S,
+                                     encrypted=encrypted)
     if greeted.hello.epoch != epoch:
         raise MismatchError(f"node {greeted.hello.peer} dialled for epoch {greeted.hello.epoch}, this is epoch {epoch}")
     prepare(sock)
