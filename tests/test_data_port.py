@@ -98,6 +98,13 @@ def test_another_key_or_epoch_is_refused(port):
     assert port.comes_in()
 
 
+def test_who_would_encrypt_is_refused_where_nobody_does(port, caplog):
+    encrypts = StreamHello(peer=1, stream=0, epoch=7, encrypted=True)
+    with pytest.raises(tcp.MismatchError, match=r"wants a data connection in the clear, this side .* encrypted"):
+        tcp.greet(port.stranger(), KEY, encrypts, 0, 20)
+    assert port.comes_in() and port.came.empty()
+
+
 def test_without_descriptors_it_waits_and_says_so_once(port, caplog):
     assert port.comes_in()
     waiting, mine = port.stranger(), port.stranger()

@@ -1,4 +1,4 @@
-"""The seals of a connection: a key of its own for each direction, others for each connection; what cannot be is said."""
+"""The seals of a connection: a key for each direction, others for each connection; what cannot be is said."""
 from __future__ import annotations
 
 import subprocess

@@ -57,7 +57,7 @@ def reset_after(segment: Segment) -> bytes:
 
 
 def changed(packet: bytes, segment: Segment) -> bytes:
-    """Return *packet*, which is *segment*, with one bit in the middle of its payload changed, and the right checksum."""
+    """Return *packet*, which is *segment*, with a bit in the middle of its payload changed, and the right checksum."""
     begin = (packet[0] & 15) * 4
     tcp = bytearray(packet[begin:])
     tcp[len(tcp) - 1 - segment.nbytes // 2] ^= 1
