@@ -153,12 +153,16 @@ def tapped(secret):
         tap.settimeout(0.05)
 
         def listen():
-            while not over.is_set():
-                with contextlib.suppress(TimeoutError):
+            while True:
+                try:
                     packet = tap.recv(1 << 17)
-                    found.update(each for each in secret if each in packet)
-                    if b"CURVE" in packet:
-                        ports.add(packet[36:38])  # behind 14 bytes of ethernet and 20 of IP: where to
+                except TimeoutError:  # and nothing waits to be read
+                    if over.is_set():
+                        return
+                    continue
+                found.update(each for each in secret if each in packet)
+                if b"CURVE" in packet:
+                    ports.add(packet[36:38])  # behind 14 bytes of ethernet and 20 of IP: where to
 
         listener = threading.Thread(target=listen)
         listener.start()
@@ -167,6 +171,7 @@ def tapped(secret):
         finally:
             over.set()
             listener.join(LIMIT_S)
+            assert not listener.is_alive()
 
 
 def test_no_name_and_no_key_is_on_the_wire(job):
