@@ -157,7 +157,7 @@ def test_a_link_reads_all_that_was_opened_though_its_turn_is_over(monkeypatch):
           SealedSocket(right, seals_of(SECRET, dialled=False)) as theirs):
         reader = Reader()
         link = Link(theirs, reader)
-        for record in (stream[:1000], stream[1000:]):  # what is missing of the first frame takes a turn, and more is there
+        for record in (stream[:1000], stream[1000:]):  # the first frame takes a turn, and more is there
             ours.sendmsg([record])
         while len(reader.heard) < len(frames):
             link.read()
