@@ -146,20 +146,14 @@ def tapped(secret):
     """
     if os.geteuid() != 0:
         pytest.skip("packets can be read by root only")
-    over, found, ports = threading.Event(), set(), set()
+    last, found, ports = secrets.token_bytes(16), set(), set()
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as tap:
         tap.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
         tap.bind(("lo", 0))
-        tap.settimeout(0.05)
+        tap.settimeout(LIMIT_S)
 
         def listen():
-            while True:
-                try:
-                    packet = tap.recv(1 << 17)
-                except TimeoutError:  # and nothing waits to be read
-                    if over.is_set():
-                        return
-                    continue
+            while last not in (packet := tap.recv(1 << 17)):
                 found.update(each for each in secret if each in packet)
                 if b"CURVE" in packet:
                     ports.add(packet[36:38])  # behind 14 bytes of ethernet and 20 of IP: where to
@@ -169,7 +163,8 @@ def tapped(secret):
         try:
             yield ports, found
         finally:
-            over.set()
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:  # behind all that waits to be read
+                sock.sendto(last, ("127.0.0.1", 9))
             listener.join(LIMIT_S)
             assert not listener.is_alive()
 
