@@ -58,6 +58,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
     job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
     job_key_file: Annotated[str, _about("file with the secret", "path")] = ""
+    encryption: Annotated[Literal["off", "on"], _about("are gradients and messages encrypted between machines, by "
+                                                       "AES-256-GCM; then by tcp only", agree=True)] = "off"
 
     # what is summed where, and how it travels
     transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"

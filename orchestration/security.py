@@ -6,8 +6,9 @@ Whoever holds the key is in the job; nobody else gets a byte in or out. The hand
     dialler  -> acceptor  magic 8 | nonce 32 | length 2 | hello | proof 32    of "dialler", context, nonces, hello
     acceptor -> dialler   length 2 | hello | proof 32                         of "acceptor", context, nonces, hellos
 
-Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. The bytes
-that follow are not encrypted: the data network is trusted to keep connections apart, as it is for RDMA.
+Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. Of the same
+texts both sides make a secret that nobody else has, and no other connection: what follows is sealed with it where that
+is asked for (`bpsfast/transport/seals.py`), and else the data network is trusted, as it is for RDMA.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import hmac
 import os
 import socket
 import time
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -38,7 +40,8 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     """What both ends of a data connection say of themselves: node index, number of the stream, epoch.
 
     `link`: which of the links it belongs to that the pair has had one after another. `pid`: whose word it is, if that
-    one says nothing else, and is not to be taken for another that had its place in an earlier job.
+    one says nothing else, and is not to be taken for another that had its place in an earlier job. `encrypted`: whether
+    everything after the handshake is sealed.
     """
 
     peer: int
@@ -46,6 +49,14 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     link: int = 0
     pid: int = 0
+    encrypted: bool = False
+
+
+class Greeted(NamedTuple):
+    """The other end's hello; and the connection's `secret`, of 32 bytes, to make keys of (`direction_key`)."""
+
+    hello: StreamHello
+    secret: bytes
 
 
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:
@@ -89,9 +100,25 @@ def curve_pair(key: bytes, role: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(secret), secret
 
 
+def direction_key(secret: bytes, sender: str) -> bytes:
+    """Return the key of what *sender* ("dialler" or "acceptor") says on a connection with *secret*: 32 bytes."""
+    return prove(secret, "seal", sender)
+
+
 def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
                       timeout_s: float) -> StreamHello:
-    """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos; return its hello.
+    """As `greet_acceptor`, where nothing is sealed."""
+    return greet_acceptor(sock, key, context, hello, timeout_s).hello
+
+
+def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
+                     timeout_s: float) -> StreamHello:
+    """As `greet_dialler`, where nothing is sealed."""
+    return greet_dialler(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
+
+
+def greet_acceptor(sock: socket.socket, key: bytes, context: str, hello: StreamHello, timeout_s: float) -> Greeted:
+    """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos.
 
     Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.
 
@@ -100,7 +127,7 @@ def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: Stre
     StallError, PeerLostError
         If the deadline passed, or the peer closed.
     ProtocolError, MismatchError
-        If no bpsfast of this version answers; if it holds another key.
+        If no bpsfast of this version answers; if it holds another key, or goes on encrypted and this side does not.
     """
     with _Line(sock, timeout_s) as line:
         theirs = line.nonce()
@@ -111,14 +138,17 @@ def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: Stre
         answer = line.receive_counted()
         if not verify(key, line.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
             raise MismatchError(f"{line.peer} answered the data connection, but does not hold this job's key")
-        return _hello(answer, line.peer)
+        answered = _hello(answer, line.peer)
+        _check_encrypted(line.peer, theirs=answered, ours=hello)
+        return Greeted(answered, prove(key, "secret", context, theirs, nonce, said, answer))
 
 
-def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
-                     timeout_s: float) -> StreamHello:
-    """Be the acceptor of `challenge_connect`: answer as node *peer* in *epoch*; return the dialler's hello.
+def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float,
+                  encrypted: bool = False) -> Greeted:
+    """Be the acceptor of `greet_acceptor`: answer as node *peer* in *epoch*, which goes on *encrypted* or not.
 
-    A stranger learns nothing but a nonce. Same errors; on any of them close *sock*, the job is not harmed.
+    A stranger learns nothing but a nonce. Same errors, and `MismatchError` if the dialler goes on otherwise: it hears
+    that, too. On any of them close *sock*, the job is not harmed.
     """
     with _Line(sock, timeout_s) as line:
         nonce = os.urandom(_NONCE_NBYTES)
@@ -128,10 +158,19 @@ def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int
         if not verify(key, line.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
             raise MismatchError(f"{line.peer} asked for a data connection, but does not hold this job's key")
         hello = _hello(said, line.peer)
-        answer = msgspec.msgpack.encode(StreamHello(peer=peer, stream=hello.stream, epoch=epoch,
-                                                       link=hello.link))
+        own = StreamHello(peer=peer, stream=hello.stream, epoch=epoch, link=hello.link, encrypted=encrypted)
+        answer = msgspec.msgpack.encode(own)
         line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
-        return hello
+        _check_encrypted(line.peer, theirs=hello, ours=own)
+        return Greeted(hello, prove(key, "secret", context, nonce, theirs, said, answer))
+
+
+def _check_encrypted(peer: str, *, theirs: StreamHello, ours: StreamHello) -> None:
+    if theirs.encrypted != ours.encrypted:
+        words = {True: "encrypted", False: "in the clear"}
+        raise MismatchError(f"{peer} (number {theirs.peer}) wants a data connection {words[theirs.encrypted]}, this "
+                            f"side (number {ours.peer}) {words[ours.encrypted]}: set BPSFAST_ENCRYPTION to the same on "
+                            "all machines")
 
 
 def _counted(data: bytes) -> bytes:

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "lane.h"
-#include "sockets.h"
+#include "seal.h"
 #include "thread.h"
 #include "wire.h"
 
@@ -84,13 +84,15 @@ static inline void bps_slots_arrived(struct bps_slots *slots, const struct bps_h
     pthread_mutex_unlock(&slots->lock);
 }
 
-/* Receive one write whole, into its slot. 0 with its header, and when that had come; -1 at the orderly end of the
- * connection; else an errno, EPROTO for what the peer may not write. */
-static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_pace *pace, const uint32_t *closing,
-                                    struct bps_header *header, uint64_t *begin_ns)
+/* Receive one write whole, into its slot; sealed, if there is a seal. 0 with its header, and when that had come; -1 at
+ * the orderly end of the connection; else an errno, EPROTO for what the peer may not write, EBADMSG for what it has not
+ * sealed. */
+static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_seal *seal, struct bps_pace *pace,
+                                    const uint32_t *closing, struct bps_header *header, uint64_t *begin_ns)
 {
     struct bps_slot slot;
-    int rc = bps_receive_all(fd, header, sizeof *header);
+    int rc = seal == NULL ? bps_receive_all(fd, header, sizeof *header)
+                          : bps_seal_receive(seal, fd, header, sizeof *header, NULL, closing);
     if (rc != 0)
         return rc;
     *begin_ns = bps_now_ns();
@@ -101,7 +103,8 @@ static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_
         return 0;
     }
     void *payload = (void *)slot.addresses[header->round & 1];
-    rc = bps_receive_paced(fd, payload, header->nbytes, pace, closing);
+    rc = seal == NULL ? bps_receive_paced(fd, payload, header->nbytes, pace, closing)
+                      : bps_seal_receive_payload(seal, fd, payload, header->nbytes, pace, closing);
     if (rc != 0)
         return rc < 0 ? ECONNRESET : rc; /* between header and payload there is no orderly end */
     if (slot.framed && !bps_frame_is_whole(payload, header->nbytes))

@@ -39,6 +39,12 @@ cdef extern from "sockets.h":
     int close(int) nogil
     int SHUT_RDWR
 
+cdef extern from "seal.h" nogil:
+    struct bps_seal:
+        pass
+    int bps_seal_send(bps_seal *, int, const void *, size_t, const void *, size_t, bps_pace *, const uint32_t *)
+    uint64_t bps_seal_wire_nbytes(uint64_t, uint64_t)
+
 cdef extern from "slots.h" nogil:
     struct bps_slots:
         uint32_t n, epoch
@@ -46,7 +52,7 @@ cdef extern from "slots.h" nogil:
     void bps_slots_free(bps_slots *)
     void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
     uint32_t bps_slots_next(bps_slots *, uint32_t)
-    int bps_slots_receive(bps_slots *, int, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
+    int bps_slots_receive(bps_slots *, int, bps_seal *, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
 
 cdef extern from "acks.h" nogil:
     struct bps_acks:
@@ -69,6 +75,8 @@ cdef struct Link:
     bps_notify_fn notify
     bps_pace *pace_out          # NULL: as fast as it goes
     bps_pace *pace_in
+    bps_seal *seal_out          # NULL: bytes travel as they are
+    bps_seal *seal_in
     bps_slots slots
     pthread_mutex_t lock        # the queue
     Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
@@ -90,6 +98,11 @@ cdef void _lost(Link *link, int code) noexcept nogil:
     pthread_mutex_unlock(&link.lock)
     if first:
         link.notify(link.engine, BPS_EVENT_LOST, link.peer, 0, 0, <uint32_t>max(code, 0), 0)
+
+
+cdef uint64_t _wire_nbytes(const bps_seal *seal, uint64_t nbytes) noexcept nogil:
+    """What a write of a payload of *nbytes* is on the wire."""
+    return sizeof(bps_header) + nbytes if seal == NULL else bps_seal_wire_nbytes(sizeof(bps_header), nbytes)
 
 
 cdef void _deliver(Link *link) noexcept nogil:
@@ -134,12 +147,16 @@ cdef void *_send(void *argument) noexcept nogil:
                 bps_wait(&link.word, seen, bps_acks_pause(&link.acks, sent_ns, bps_now_ns()))
                 _deliver(link)
             continue
-        rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,
-                            link.pace_out, &link.closing)
+        if link.seal_out == NULL:
+            rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,
+                                link.pace_out, &link.closing)
+        else:
+            rc = bps_seal_send(link.seal_out, link.fd, &post.header, sizeof(bps_header), <void *>post.address,
+                               post.header.nbytes, link.pace_out, &link.closing)
         if rc:
             _lost(link, rc)
             return NULL
-        bps_count(&link.bytes_sent, sizeof(bps_header) + post.header.nbytes)
+        bps_count(&link.bytes_sent, _wire_nbytes(link.seal_out, post.header.nbytes))
         bps_count(&link.writes_sent, 1)
         pthread_mutex_lock(&link.lock)
         link.queue[link.sent % link.capacity].end = link.bytes_sent
@@ -156,11 +173,11 @@ cdef void *_receive(void *argument) noexcept nogil:
     cdef uint64_t begin_ns
     cdef int rc
     while True:
-        rc = bps_slots_receive(&link.slots, link.fd, link.pace_in, &link.closing, &header, &begin_ns)
+        rc = bps_slots_receive(&link.slots, link.fd, link.seal_in, link.pace_in, &link.closing, &header, &begin_ns)
         if rc:
             break
         bps_acknowledge(link.fd)
-        bps_count(&link.bytes_received, sizeof(header) + header.nbytes)
+        bps_count(&link.bytes_received, _wire_nbytes(link.seal_in, header.nbytes))
         bps_count(&link.writes_received, 1)
         bps_record_add(&link.records, BPS_RECEIVE, <int>link.peer, header.slot, header.round, header.nbytes, begin_ns,
                        bps_now_ns())
@@ -174,8 +191,9 @@ cdef class Stream:
     """One connection to node *peer* (a source id of the engine) over the socket *fd*, which becomes the stream's own.
 
     *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*,
-    *pace_in*: addresses of the `Pace` that it keeps to in each direction, with others (0: none). *keep* is held so that
-    all these outlive the stream's threads. *epoch* is stamped on every write and checked on every
+    *pace_in*: addresses of the `Pace` that it keeps to in each direction, with others (0: none); *seal_out*, *seal_in*:
+    of the `Seal` of each direction (0: bytes travel as they are), which nobody else uses from now on. *keep* is held so
+    that all these outlive the stream's threads. *epoch* is stamped on every write and checked on every
     arrival. `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
 
     Raises
@@ -191,7 +209,8 @@ cdef class Stream:
 
     def __cinit__(self, int fd, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify,
                   uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0,
-                  uint32_t trace_first_round=1, uint32_t trace_last_round=0, uintptr_t pace_out=0, uintptr_t pace_in=0, keep=None):
+                  uint32_t trace_first_round=1, uint32_t trace_last_round=0, uintptr_t pace_out=0, uintptr_t pace_in=0,
+                  uintptr_t seal_out=0, uintptr_t seal_in=0, keep=None):
         cdef Link *link = <Link *>calloc(1, sizeof(Link))
         if link == NULL:
             raise MemoryError("stream")
@@ -202,6 +221,7 @@ cdef class Stream:
         link.engine = <void *>engine
         link.arrived, link.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
         link.pace_out, link.pace_in = <bps_pace *>pace_out, <bps_pace *>pace_in
+        link.seal_out, link.seal_in = <bps_seal *>seal_out, <bps_seal *>seal_in
         link.capacity = 1024
         link.queue = <Post *>calloc(link.capacity, sizeof(Post))
         without_slots = bps_slots_init(&link.slots, n_slots, epoch)

@@ -27,7 +27,7 @@ class Port:
         listener = tcp.listen("127.0.0.1")
         self.address = listener.getsockname()
         self._sockets: list[socket.socket] = []
-        self._port = DataPort(listener, KEY, 0, 7, lambda sock, hello: self.came.put((sock, hello)), 0)
+        self._port = DataPort(listener, KEY, 0, 7, lambda sock, greeted: self.came.put((sock, greeted.hello)), 0)
         self._port.start()
 
     def stranger(self) -> socket.socket:
@@ -96,6 +96,13 @@ def test_another_key_or_epoch_is_refused(port):
     with pytest.raises((PeerLostError, tcp.MismatchError)):
         tcp.greet(port.stranger(), KEY, late, 0, 20)
     assert port.comes_in()
+
+
+def test_who_would_encrypt_is_refused_where_nobody_does(port, caplog):
+    encrypts = StreamHello(peer=1, stream=0, epoch=7, encrypted=True)
+    with pytest.raises(tcp.MismatchError, match=r"wants a data connection in the clear, this side .* encrypted"):
+        tcp.greet(port.stranger(), KEY, encrypts, 0, 20)
+    assert port.comes_in() and port.came.empty()
 
 
 def test_without_descriptors_it_waits_and_says_so_once(port, caplog):

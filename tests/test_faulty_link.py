@@ -124,6 +124,20 @@ def test_a_reset_ends_both_ends_in_the_middle(link, ends):
     assert link.carried.resets == 1
 
 
+def test_a_change_gets_past_both_kernels_one_bit_at_a_time(link, ends):
+    a, b = ends
+    for nbytes in (1, 1000, 1001):  # checksums are of pairs of bytes
+        link.change(1, nbytes)
+        data = os.urandom(nbytes)
+        a.sendall(data)
+        found = b""
+        while len(found) < nbytes:
+            found += b.recv(nbytes)
+        assert (int.from_bytes(found, "big") ^ int.from_bytes(data, "big")).bit_count() == 1
+    assert link.carried.changed == 3 and link.carried.resets == 0
+    assert passes(a, b, 1000)
+
+
 def test_a_connection_that_is_forgotten_is_open_at_both_ends_and_a_new_one_works(link, ends):
     a, b = ends
     link.forget()

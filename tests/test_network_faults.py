@@ -218,6 +218,40 @@ def test_resets_that_meet_the_new_connections_too_add_nothing_twice(job):
     assert min(job.finish()) >= 1
 
 
+def test_who_changes_what_is_encrypted_costs_links_and_changes_no_sum(shared):
+    job = shared(encryption="on")
+    before = job.link.carried.changed
+    job.link.spare(PORT)
+    job.link.change(6, 700_000)
+    job.until(lambda: job.link.carried.changed == before + 6)
+    found = job.finish()
+    assert min(found) >= 2 and max(found) <= 6
+
+
+def test_who_changes_what_is_encrypted_from_the_first_byte_on_changes_no_sum(shared):
+    job = shared(encryption="on")
+    before = job.link.carried.changed
+    job.link.spare(PORT)
+    job.link.change(25, 1)  # handshakes, what is awaited, first headers: whatever is sent next
+    job.until(lambda: job.link.carried.changed == before + 25)
+    assert min(job.finish()) >= 1
+
+
+def test_who_changes_what_is_not_encrypted_changes_sums(tmp_path):
+    """What the two before could not show if the changes did not arrive."""
+    job = SplitJob(tmp_path)
+    try:
+        job.train()
+        job.link.spare(PORT)
+        job.link.change(3, 700_000)
+        job.until(lambda: job.link.carried.changed == 3)
+        job.go_on(2)
+        (tmp_path / "stop").touch()
+        assert any(outcome.value["wrong"] for outcome in job.outcomes(PATIENCE_S))
+    finally:
+        job.kill()
+
+
 def test_a_half_open_connection_is_noticed_and_replaced(job):
     job.link.spare(PORT)
     job.link.forget()

@@ -139,36 +139,73 @@ def test_ranks_give_a_stranger_a_nonce_and_nothing_else(running, family):
             assert len(heard) <= 40  # magic and nonce
 
 
-def test_no_name_and_no_key_is_on_the_wire(job):
-    """Everything that the loopback carries while a job begins, declares a name, sums, and sends messages."""
+@contextlib.contextmanager
+def tapped(secret):
+    """Read every packet of the loopback meanwhile; yields the ports to which CURVE was spoken, and what of *secret* was
+    in one.
+    """
     if os.geteuid() != 0:
         pytest.skip("packets can be read by root only")
+    last, found, ports = secrets.token_bytes(16), set(), set()
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as tap:
         tap.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
         tap.bind(("lo", 0))
-        tap.settimeout(0.05)
-        key, over, found, ports = secrets.token_bytes(32), threading.Event(), set(), set()
-        secret = [NAME.encode(), *_forms(key)]
+        tap.settimeout(LIMIT_S)
 
         def listen():
-            while not over.is_set():
-                with contextlib.suppress(TimeoutError):
-                    packet = tap.recv(1 << 17)
-                    found.update(each for each in secret if each in packet)
-                    if b"CURVE" in packet:
-                        ports.add(packet[36:38])  # behind 14 bytes of ethernet and 20 of IP: where to
+            while last not in (packet := tap.recv(1 << 17)):
+                found.update(each for each in secret if each in packet)
+                if b"CURVE" in packet:
+                    ports.add(packet[36:38])  # behind 14 bytes of ethernet and 20 of IP: where to
 
         listener = threading.Thread(target=listen)
         listener.start()
         try:
-            started = job(ranks=(1, 1), transport="tcp", key=key)
-            assert started.run(begin) == [True, True]
+            yield ports, found
         finally:
-            over.set()
-            listener.join(LIMIT_S)
+            until = time.monotonic() + LIMIT_S
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                while listener.is_alive() and time.monotonic() < until:
+                    sock.sendto(last, ("127.0.0.1", 9))  # behind all that waits to be read; dropped if that is too much
+                    listener.join(0.1)
+            assert not listener.is_alive()
+
+
+def test_no_name_and_no_key_is_on_the_wire(job):
+    """Everything that the loopback carries while a job begins, declares a name, sums, and sends messages."""
+    key = secrets.token_bytes(32)
+    with tapped([NAME.encode(), *_forms(key)]) as (ports, found):
+        started = job(ranks=(1, 1), transport="tcp", key=key)
+        assert started.run(begin) == [True, True]
     [scheduler] = doors(started, "control")
     assert scheduler.address[1].to_bytes(2, "big") in ports, "packets were read"
     assert not found
+
+
+def conversation():
+    """Sum what all ranks know beforehand, and send a message that they know, too; what of it may be on a wire."""
+    assert rank_messages.ring([40_000], False) == {False}
+    return step(0)
+
+
+@pytest.mark.parametrize("encryption", ["on", "off"])
+def test_gradients_and_messages_are_on_the_wire_unless_they_are_encrypted(job, encryption):
+    """16 bytes in a row of each rank's gradients, of their sum or mean, and of each rank's message."""
+    arrays = inputs(0, 2)
+    known = [*arrays, *(reference.reduce([[each] for each in arrays], average=average) for average in (False, True)),
+             *(rank_messages.pattern(40_000, rank) for rank in (0, 1))]
+    texts = [each.tobytes() for each in known]
+    pieces = {text[begin:begin + 16]: number for number, text in enumerate(texts)
+              for begin in range(0, len(text) - 16, len(text) // 16)}
+    with tapped(pieces) as (ports, found):
+        started = job(ranks=(1, 1), transport="tcp", encryption=encryption)
+        assert started.run(conversation) == [True, True]
+    assert ports, "packets were read"
+    seen = {pieces[each] for each in found}
+    if encryption == "on":
+        assert not seen
+    else:
+        assert seen & {0, 1} and seen & {2, 3} and seen >= {4, 5}, "all of that goes over this wire"
 
 
 # -- the key itself ---------------------------------------------------------------------------------------------------

@@ -87,6 +87,18 @@ def test_a_given_key_is_not_in_the_store_and_each_job_has_its_own(tmp_path):
     release(first + second)
 
 
+def test_encryption_needs_a_key_that_is_not_in_the_store_once_there_are_two_machines(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    there = {"scheduler": "10.1.1.1:7700", "encryption": "on"}
+    for each in places(tmp_path / "a", [there] * 2):
+        assert isinstance(each, ConfigError) and "goes through the ranks' store" in str(each), each
+        assert "BPSFAST_JOB_KEY" in str(each)
+    found = places(tmp_path / "b", [{**there, "job_key": KEY}] * 2) + places(tmp_path / "c", [{"encryption": "on"}] * 2)
+    assert [type(each) for each in found] == [Place] * 4, found
+    release(found)
+
+
 def test_with_helpers_the_scheduler_is_where_the_user_says_and_the_key_is_theirs(tmp_path):
     found = places(tmp_path, [{"scheduler": "127.0.0.1:7700", "job_key": KEY, "num_helpers": 2}] * 2)
     assert {(each.scheduler, each.job_key, each.num_helpers) for each in found} == {

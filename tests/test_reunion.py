@@ -10,12 +10,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from bpsfast.orchestration.errors import BpsError
+from bpsfast.orchestration.errors import BpsError, MismatchError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
 from bpsfast.transport import reunion, tcp
 from bpsfast.transport.data_port import DataPort
 from bpsfast.transport.reunion import KNOCK, Reunions
+from bpsfast.transport.seals import Seals, seals_of
 
 KEY = bytes(range(16))
 N_STREAMS = 2
@@ -25,9 +26,10 @@ WAIT_S = 20.0
 class Side:
     """One of two nodes: its data port, its reunions, and what came of them. Node 1 dials."""
 
-    def __init__(self, index: int, lease_s: float) -> None:
+    def __init__(self, index: int, lease_s: float = 10.0, encrypted: bool = False) -> None:
         self.index = index
         self.lease_s = lease_s
+        self.encrypted = encrypted
         self.links: queue.Queue[tcp.TcpLink] = queue.Queue()
         self.news: queue.Queue[None] = queue.Queue()
         self.dropped: list[int] = []
@@ -39,11 +41,12 @@ class Side:
         infos = {side.index: NodeInfo(index=side.index, host="here", pid=1, address=side.address, shm_name="",
                                       ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
         self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, 1, N_STREAMS, self.lease_s,
-                                 WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None))
+                                 WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None),
+                                 self.encrypted)
         self.listen(self.listener)
 
     def listen(self, listener: socket.socket) -> None:
-        self.port = DataPort(listener, KEY, self.index, 1, self.reunions.came, 8)
+        self.port = DataPort(listener, KEY, self.index, 1, self.reunions.came, 8, self.encrypted)
         self.port.start()
 
     def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:
@@ -66,7 +69,7 @@ class Side:
 
 @pytest.fixture
 def sides(request, no_leaks):
-    made = [Side(index, getattr(request, "param", 10.0)) for index in (0, 1)]
+    made = [Side(index, **getattr(request, "param", {})) for index in (0, 1)]
     for side in made:
         side.begin(made[1 - side.index])
     yield made
@@ -81,12 +84,26 @@ def dialled(side: Side, stream: int, link: int) -> socket.socket:
     return tcp.greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, side.index, WAIT_S)
 
 
+either_way = pytest.mark.parametrize("sides", [{}, {"encrypted": True}], indirect=True,
+                                     ids=["in the clear", "encrypted"])
+encrypted = pytest.mark.parametrize("sides", [{"encrypted": True}], indirect=True, ids=["encrypted"])
+
+
+def proven(side: Side, stream: int, link: int) -> tuple[socket.socket, Seals]:
+    """Connect to *side*, which encrypts, as its peer does."""
+    hello = StreamHello(peer=1 - side.index, stream=stream, epoch=1, link=link, encrypted=True)
+    host, _, port = side.address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), WAIT_S)
+    return sock, seals_of(tcp.prove_to(sock, KEY, hello, side.index, WAIT_S), dialled=True)
+
+
 def are_one(*links: tcp.TcpLink) -> bool:
     """Whether both are ends of the same connections, in the same order."""
     left, right = ([link.sockets[number] for number in range(N_STREAMS)] for link in links)
     return [sock.getsockname() for sock in left] == [sock.getpeername() for sock in right]
 
 
+@either_way
 @pytest.mark.parametrize("first", [0, 1])
 def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides, first):
     said = []
@@ -106,6 +123,7 @@ def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides,
     assert [side.reunions.called() for side in sides] == [[], []] == [list(side.reunions.gone()) for side in sides]
 
 
+@either_way
 def test_both_notice_at_once_again_and_again(sides):
     numbers = []
     for _ in range(5):
@@ -154,7 +172,7 @@ def test_who_is_refused_once_tries_again(sides, index, monkeypatch):
     assert are_one(*(side.link() for side in sides))
 
 
-@pytest.mark.parametrize("sides", [0.5], indirect=True)
+@pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_peer_that_stands_still_is_given_up_after_the_lease(sides, index):
     with tcp.listen("127.0.0.1") as mute:  # its kernel connects, and nobody accepts
@@ -235,6 +253,45 @@ def test_rubbish_in_place_of_what_is_awaited_ends_the_attempt(sides, caplog):
     assert "says that it awaits cannot be read" in caplog.text
     for sock in socks:
         sock.close()
+
+
+@encrypted
+def test_each_encrypted_link_has_keys_of_its_own_for_each_stream_and_goes_on_where_it_began(sides):
+    records = []
+    for _ in range(2):
+        for side in sides:
+            side.seek(lambda: {3: 7})
+        left, right = (side.link() for side in sides)
+        assert left.awaited_there == right.awaited_there == {3: 7}
+        for stream in range(N_STREAMS):
+            for ours, theirs in ((left, right), (right, left)):
+                records.append(ours.seals[stream].out.close(b"text"))
+                assert theirs.seals[stream].incoming.open(records[-1]) == b"text"
+    assert len(set(records)) == 2 * 2 * N_STREAMS
+
+
+@encrypted
+def test_what_is_awaited_is_not_believed_if_somebody_else_says_it(sides, caplog):
+    caplog.set_level("DEBUG", logger="bpsfast.node")
+    sides[0].seek(lambda: {1234: 5})
+    (sock, seals), (other, _) = (proven(sides[0], stream, 1) for stream in range(N_STREAMS))
+    length = sock.recv(4 + 16, socket.MSG_WAITALL)
+    nbytes = int.from_bytes(seals.incoming.open(length), "little")
+    said = seals.incoming.open(sock.recv(nbytes + 16, socket.MSG_WAITALL))
+    assert msgspec.msgpack.decode(said) == {1234: 5}
+    record = bytearray(seals.out.close((1).to_bytes(4, "little")))
+    record[0] ^= 3  # of a stream cipher: two bytes more
+    sock.sendall(record)
+    assert sock.recv(1) == b"" == other.recv(1)
+    assert "a record that the peer has not sealed" in caplog.text
+    for each in (sock, other):
+        each.close()
+
+
+@encrypted
+def test_who_does_not_encrypt_gets_no_link(sides):
+    with pytest.raises(MismatchError, match=r"wants a data connection encrypted.*BPSFAST_ENCRYPTION"):
+        dialled(sides[0], 0, 1)
 
 
 def test_a_stranger_to_the_job_gets_no_link(sides):

@@ -337,6 +337,13 @@ def test_the_key_comes_from_variable_then_file_then_address(tmp_path, caplog, mo
         job_key(load_with_origins({"job_key_file": str(tmp_path / "none")}, {})[0], "h:1")
 
 
+def test_encryption_under_a_key_that_anybody_can_derive_is_refused():
+    for scheduler in ("h:1", "127.0.0.1:1"):
+        with pytest.raises(ConfigError, match=r"encryption='on' needs a job key that is given.*BPSFAST_JOB_KEY"):
+            job_key(load_with_origins({"encryption": "on"}, {})[0], scheduler)
+    assert job_key(load_with_origins({"encryption": "on", "job_key": KEY}, {})[0], "h:1") == bytes.fromhex(KEY)
+
+
 @pytest.mark.parametrize(
     "host, only_here",
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("node1.example", False)],

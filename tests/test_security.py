@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -16,6 +17,9 @@ from bpsfast.orchestration.security import (
     challenge_accept,
     challenge_connect,
     curve_pair,
+    direction_key,
+    greet_acceptor,
+    greet_dialler,
     job_key,
     prove,
     verify,
@@ -130,6 +134,48 @@ def test_another_key_or_context_is_refused_by_the_acceptor(pair, key, context):
     acceptor.close()
     with pytest.raises(PeerLostError, match="wrong job key"):
         dialling.end()
+
+
+def test_both_sides_have_one_secret_that_no_other_connection_has(pair):
+    secrets = set()
+    for _ in range(3):
+        accepting = Side(greet_dialler, pair[1], KEY, "data", peer=0, epoch=7, timeout_s=10)
+        found = greet_acceptor(pair[0], KEY, "data", HELLO, 10)
+        assert found.secret == accepting.end().secret and len(found.secret) == 32
+        secrets |= {found.secret, direction_key(found.secret, "dialler"), direction_key(found.secret, "acceptor")}
+    assert len(secrets) == 3 * 3
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_who_encrypts_and_who_does_not_both_hear_of_it(pair, encrypted):
+    dialler, acceptor = pair
+    accepting = Side(greet_dialler, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10, encrypted=not encrypted)
+    hello = msgspec.structs.replace(HELLO, encrypted=encrypted)
+    words = {True: "encrypted", False: "in the clear"}
+    for side, ours in ((lambda: greet_acceptor(dialler, KEY, "data", hello, 10), encrypted),
+                       (accepting.end, not encrypted)):
+        with pytest.raises(MismatchError, match=rf"connection {words[not ours]}, this side .* {words[ours]}: set"):
+            side()
+
+
+def test_nobody_on_the_way_can_talk_both_out_of_encrypting(pair):
+    """The man in the middle says that neither wants it: that is in neither's proof."""
+    dialler, middle = pair
+    far, acceptor = socket.socketpair()
+    with far, acceptor:
+        accepting = Side(greet_dialler, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
+        dialling = Side(greet_acceptor, dialler, KEY, "data", msgspec.structs.replace(HELLO, encrypted=True), 10)
+        middle.sendall(read(far, 40))
+        nonce = read(middle, 40)
+        hello = read(middle, struct.unpack("<H", read(middle, 2))[0])
+        stripped = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, encrypted=False))
+        assert hello != stripped
+        far.sendall(nonce + struct.pack("<H", len(stripped)) + stripped + read(middle, 32))
+        with pytest.raises(MismatchError, match="does not hold this job's key"):
+            accepting.end()
+        middle.close()
+        with pytest.raises(PeerLostError):
+            dialling.end()
 
 
 def read(sock, nbytes):

@@ -39,6 +39,12 @@ def test_every_origin_wins_over_the_next(tmp_path):
         assert (loaded.partition_bytes, origins["partition_bytes"]) == (value, origin)
 
 
+def test_all_nodes_agree_whether_they_encrypt():
+    assert fingerprint(Settings())["encryption"] == "off" != fingerprint(read(encryption="on"))["encryption"]
+    with pytest.raises(ConfigError, match="BPSFAST_ENCRYPTION"):
+        read({"BPSFAST_ENCRYPTION": "maybe"})
+
+
 def test_an_unknown_variable_is_an_error_with_a_suggestion():
     with pytest.raises(ConfigError, match=r"BPSFAST_PARTITON_BYTES.*did you mean BPSFAST_PARTITION_BYTES\?"):
         read({"BPSFAST_PARTITON_BYTES": "1"})

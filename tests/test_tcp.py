@@ -1,9 +1,7 @@
 """Streams: payloads whole and in order, credit on acknowledgement, nothing written that was not bound."""
-import contextlib
 import errno
 import gc
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -12,80 +10,24 @@ import time
 import numpy as np
 import pytest
 
-from bpsfast.pyx import engine as native, ring
-from bpsfast.pyx.engine import Engine
+from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import Stream
 from tests import threads
-
-MAGIC = 0x31575042
-EPOCH = 5
-NBYTES = 1 << 16
+from tests.streams import EPOCH, NBYTES, bound, events, header, mailbox, pair, receive, stream
 
 
 @pytest.fixture
 def engine():
-    """An engine that only serves as the streams' mailbox: arrivals of a member's results and events."""
-    board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
-    ring.format_board(board)
-    ring.format_doorbell(bell)
-    made = Engine(board, bell, n_threads=1)
-    yield made
-    made.close()
+    with mailbox() as made:
+        yield made
 
 
 @pytest.fixture
 def sockets():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        left = socket.create_connection(server.getsockname())
-        right, _ = server.accept()
-    with left, right:
-        yield left, right
-
-
-def stream(engine, sock, **options):
-    return Stream(sock.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
-                  notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
-
-
-@contextlib.contextmanager
-def bound(engine, sender, receiver, nbytes):
-    """Start both streams, part 1 of *nbytes* bound at the receiver; yield the bytes of even and of odd rounds."""
-    with Segment(2 * nbytes) as slots:
-        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
-                          owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
-        sender.start()
-        receiver.start()
-        yield np.frombuffer(slots, np.uint8).reshape(2, nbytes)
-        sender.close()
-        receiver.close()
-
-
-def header(slot=1, round=1, epoch=EPOCH, flags=0, nbytes=NBYTES, magic=MAGIC, immediate=None):
-    if immediate is None:
-        immediate = slot & 0xFFFFF | (round & 15) << 20 | (epoch & 255) << 24
-    return struct.pack("<6IQ", magic, immediate, slot, round, epoch, flags, nbytes)
-
-
-def receive(sock, nbytes):
-    sock.settimeout(20)
-    data = b""
-    while len(data) < nbytes:
-        piece = sock.recv(nbytes - len(data))
-        assert piece, f"the connection ended after {len(data)} of {nbytes} bytes"
-        data += piece
-    return data
-
-
-def events(engine, n, timeout_s=20):
-    found = []
-    while len(found) < n:
-        batch = engine.events(timeout_s)
-        assert batch, f"only {found} of {n} events came in {timeout_s} s"
-        found += batch
-    return found
+    with pair() as made:
+        yield made
 
 
 def test_the_wire_header_is_as_drawn(engine, sockets):

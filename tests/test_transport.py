@@ -22,7 +22,7 @@ SIZES = [1, 4095, 4096, 4097, (1 << 20) - 1]  # a partition each
 
 
 def settings_for(kind: str, **changes: object) -> Settings:
-    return Settings(transport=kind, start_timeout_s=20.0, engine_threads=1, huge_pages="off", **changes)
+    return Settings(transport=kind, engine_threads=1, huge_pages="off", **{"start_timeout_s": 20.0, **changes})
 
 
 def connected(settings: Settings) -> Iterator[list[End]]:
@@ -35,9 +35,10 @@ def connected(settings: Settings) -> Iterator[list[End]]:
         end.close()
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=[("tcp", "off"), ("tcp", "on"), ("shm", "off")], ids=["tcp", "tcp, encrypted", "shm"])
 def ends(request):
-    yield from connected(settings_for(request.param))
+    kind, encryption = request.param
+    yield from connected(settings_for(kind, encryption=encryption))
 
 
 def push(end: End, part: int, round_: int, place: tuple[int, int, memoryview], data: bytes | None) -> None:
@@ -55,6 +56,8 @@ def test_the_choice_is_explained(ends):
     kind = ends[0].settings.transport
     for end, other in ((ends[0], "node 1"), (ends[1], "node 0")):
         assert end.vertex.transports[other].startswith(f"{kind}: ")
+        encrypts = end.settings.encryption == "on"
+        assert end.vertex.transports[other].endswith("; encrypted") == encrypts
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -219,6 +222,39 @@ def test_another_key_is_refused_and_named(kind):
         end.close()
 
 
+@pytest.mark.parametrize("encrypts", [0, 1])
+def test_who_encrypts_and_who_does_not_have_no_link_and_say_why(encrypts, no_leaks):
+    made = [End(index, settings_for("tcp", encryption="on" if index == encrypts else "off", start_timeout_s=1.0))
+            for index in (0, 1)]
+    connect(made)
+    error = made[1].peering.error
+    assert isinstance(error, MismatchError)
+    for words in ("wants a data connection", "in the clear", "encrypted", "BPSFAST_ENCRYPTION"):
+        assert words in str(error)
+    assert isinstance(made[0].peering.error, StallError)
+    assert not made[0].peering.links and not made[1].peering.links
+    for end in made:
+        end.close()
+
+
+def test_what_is_encrypted_goes_by_tcp_and_says_so(no_leaks):
+    made = [End(index, settings_for("auto", encryption="on", allow_shm=False)) for index in (0, 1)]
+    connect(made)
+    found = made[1].peering.describe()["node 0"]
+    assert found.startswith("tcp: allow_shm=false") and found.endswith("; no rdma: encryption=on; encrypted")
+    for end in made:
+        end.close()
+
+
+def test_shared_memory_is_not_encrypted(no_leaks):
+    made = [End(index, settings_for("auto", encryption="on")) for index in (0, 1)]
+    connect(made)
+    assert [end.peering.describe()[f"node {1 - end.index}"] for end in made] == [
+        "shm: exchanged", "shm: a memfd exchange over its local socket worked"]
+    for end in made:
+        end.close()
+
+
 def test_a_connection_that_no_stream_could_take_over_is_closed_with_its_link(no_leaks):
     made = [End(index, settings_for("tcp")) for index in (0, 1)]
     connect(made)
@@ -305,6 +341,8 @@ def test_settings_that_cannot_be_are_refused():
     transport.check(Settings())
     with pytest.raises(ConfigError, match="asked for, but there is no RDMA device here"):
         transport.check(Settings(transport="rdma"))
+    with pytest.raises(ConfigError, match="encryption='on' contradicts transport='rdma'"):
+        transport.check(Settings(transport="rdma", encryption="on"))
     with pytest.raises(ConfigError, match="BYTEPS_ENABLE_IPC=0"):
         transport.check(Settings(transport="shm", allow_shm=False))
     assert transport.shm_objection(Settings(allow_shm=False)) == "allow_shm=false (BYTEPS_ENABLE_IPC=0)"

@@ -1,4 +1,5 @@
-"""Two machines on one link that fails as its owner likes: losses, delays, cuts of one way or both, resets.
+"""Two machines on one link that fails as its owner likes: losses, delays, cuts of one way or both, resets,
+bytes that somebody changes.
 
     with FaultyLink("a", "b") as link:
         link["a"].popen(...); link["b"].popen(...)
@@ -38,11 +39,12 @@ _JOIN_S = 10.0
 
 
 class Carried(msgspec.Struct):
-    """What the forwarder has done: packets carried and dropped, resets forged."""
+    """What the forwarder has done: packets carried and dropped, resets forged, payloads changed."""
 
     packets: int = 0
     dropped: int = 0
     resets: int = 0
+    changed: int = 0
 
 
 def missing() -> str | None:
@@ -65,6 +67,7 @@ class _Way:
         self.held_until = 0.0
         self.is_cut = False
         self.nbytes = 0  # of payload, since the last reset
+        self.n_unchanged = 0  # bytes of payload, since the last change
 
 
 class FaultyLink:
@@ -101,6 +104,7 @@ class FaultyLink:
         self._loss = 0.0
         self._spike_s = self._spike_share = 0.0
         self._resets = self._reset_nbytes = 0
+        self._changes = self._change_nbytes = 0
         self._known: set[segments.Connection] = set()
         self._forgotten: frozenset[segments.Connection] = frozenset()
         self._devices: list[int] = []
@@ -166,7 +170,7 @@ class FaultyLink:
         for way in self._ways.values():
             way.is_cut = False
         self._loss = self._spike_share = 0.0
-        self._resets = 0
+        self._resets = self._changes = 0
 
     def reset(self, count: int, every_nbytes: int) -> None:
         """End *count* connections in the middle of a segment with payload, one whenever *every_nbytes* went its way.
@@ -174,6 +178,13 @@ class FaultyLink:
         Only the end that receives is told; the other one learns of it by what it sends next.
         """
         self._resets, self._reset_nbytes = count, every_nbytes
+
+    def change(self, count: int, every_nbytes: int) -> None:
+        """Change a bit of *count* payloads, one whenever *every_nbytes* went its way, and the checksum with it.
+
+        No kernel notices: that takes a cable that is wrong once in 65,536 times, or somebody who means it.
+        """
+        self._changes, self._change_nbytes = count, every_nbytes
 
     def forget(self) -> None:
         """Drop all packets of connections that were seen until now: each end believes that the other is there."""
@@ -207,6 +218,13 @@ class FaultyLink:
                 or (segment is not None and segment.connection in self._forgotten)):
             self.carried.dropped += 1
             return
+        if segment is not None and self._changes and segment.nbytes:
+            way.n_unchanged += segment.nbytes
+            if way.n_unchanged >= self._change_nbytes:
+                way.n_unchanged = 0
+                self._changes -= 1
+                self.carried.changed += 1
+                packet = segments.changed(packet, segment)
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
             way.held_until = max(way.held_until, now + self._spike_s)

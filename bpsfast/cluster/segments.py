@@ -1,4 +1,4 @@
-"""IPv4 packets with TCP inside, as far as a forwarder has to read them, and a reset that it forges."""
+"""IPv4 packets with TCP inside, as far as a forwarder has to read them; a reset and a byte that it forges."""
 from __future__ import annotations
 
 import struct
@@ -51,14 +51,29 @@ def reset_after(segment: Segment) -> bytes:
     sequence = (segment.sequence + segment.nbytes) & 0xFFFFFFFF
     tcp = segment.source[4:] + segment.target[4:] + struct.pack(
         "!IIBBHHH", sequence, segment.acknowledged, 5 << 4, _RST | _ACK, 0, 0, 0)
-    pseudo = segment.source[:4] + segment.target[:4] + struct.pack("!BBH", 0, _TCP, len(tcp))
-    tcp = tcp[:16] + _checksum(pseudo + tcp) + tcp[18:]
+    tcp = _summed(segment, tcp)
     ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, _TTL, _TCP, 0) + segment.source[:4] + segment.target[:4]
     return ip[:10] + _checksum(ip) + ip[12:] + tcp
 
 
+def changed(packet: bytes, segment: Segment) -> bytes:
+    """Return *packet*, which is *segment*, with a bit in the middle of its payload changed, and the right checksum."""
+    begin = (packet[0] & 15) * 4
+    tcp = bytearray(packet[begin:])
+    tcp[len(tcp) - 1 - segment.nbytes // 2] ^= 1
+    return packet[:begin] + _summed(segment, bytes(tcp))
+
+
+def _summed(segment: Segment, tcp: bytes) -> bytes:
+    """Return *tcp*, headers and payload between the ends of *segment*, with its checksum."""
+    blank = tcp[:16] + b"\0\0" + tcp[18:]
+    pseudo = segment.source[:4] + segment.target[:4] + struct.pack("!BBH", 0, _TCP, len(tcp))
+    return tcp[:16] + _checksum(pseudo + blank) + tcp[18:]
+
+
 def _checksum(data: bytes) -> bytes:
-    """Return the Internet checksum (RFC 1071) of *data*, of even length."""
+    """Return the Internet checksum (RFC 1071) of *data*."""
+    data += bytes(len(data) % 2)
     total = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)

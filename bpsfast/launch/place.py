@@ -62,13 +62,23 @@ def job_key(settings: Settings, scheduler: str) -> bytes:
     Raises
     ------
     ConfigError
-        The file cannot be read, or the key is too short or no hex.
+        The file cannot be read, or the key is too short or no hex; or encryption is asked for under a key that anyone
+        could derive.
     """
     text = given_key(settings)
+    if not text:
+        check_secret(settings, "the job's key would be derived from the scheduler's address, which is no secret")
     if not text and settings.local_rank in (0, -1) and not is_loopback(parse_address(scheduler, "the scheduler")[0]):
         _log.warning("no BPSFAST_JOB_KEY: the job's key is derived from the scheduler's address %s, so anyone who "
                      "reaches it can join; set BPSFAST_JOB_KEY to the same random hex on all roles", scheduler)
     return security.job_key(text or None, f"bpsfast|{scheduler}")
+
+
+def check_secret(settings: Settings, otherwise: str) -> None:
+    """Raise `ConfigError` if encryption is asked for without a key from the user; *otherwise*: what becomes of it."""
+    if settings.encryption == "on":
+        raise ConfigError(f"encryption='on' needs a job key that is given: {otherwise}. Set BPSFAST_JOB_KEY to the "
+                          "same random hex on all roles (openssl rand -hex 32), or BPSFAST_JOB_KEY_FILE")
 
 
 def given_key(settings: Settings) -> str:

@@ -32,7 +32,7 @@ from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLos
 from ..orchestration.unreadable import UNREADABLE
 from ..settings import Settings, parse_address
 from .daemons import reserve_port
-from .place import Place, format_address, given_key, is_loopback, job_key
+from .place import Place, check_secret, format_address, given_key, is_loopback, job_key
 from .reach import chosen_host, outward_host, source_towards
 
 _LOOPBACK = "127.0.0.1"
@@ -229,6 +229,8 @@ def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
         elif is_loopback(address[0]) and len(_machines(entries)) > 1:
             raise ConfigError(f"BPSFAST_SCHEDULER = {settings.scheduler} cannot be reached from the other machines: "
                               "name an address of rank 0's machine that can, or leave it out")
+        if not key and not is_loopback(address[0]):
+            check_secret(settings, "one that rank 0 draws goes through the ranks' store, which is not encrypted")
     except BpsError as exc:
         with contextlib.suppress(PeerLostError):  # the store has failed: that is what the others see, too
             line.tell(_Table(error=type(exc).__name__, reason=str(exc)))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..orchestration.errors import PeerLostError
 from .frames import DATA, EAGER_NBYTES, HEADER, Frame, unpack
+from .sealed_socket import SealedSocket
 
 _STAGING_NBYTES = 64 << 10
 #: Taken from one connection, or given to it, before others have their turn.
@@ -102,7 +103,7 @@ class Link:
     def read(self) -> None:
         """Take what has arrived, up to a turn's share, and hand over every whole frame."""
         budget = _TURN_NBYTES
-        while budget > 0:
+        while budget > 0 or (isinstance(self.sock, SealedSocket) and self.sock.is_pending):
             target = self._sink if self._sinking is not None else self._view[self._end:]
             try:
                 n = self.sock.recv_into(target)

@@ -2,9 +2,10 @@
 
 Every post listens on a local socket, and on a port if the job has several nodes. Whoever needs the other dials; both
 prove that they hold the job's key (`orchestration.security`) before anything is believed, and name themselves and each
-other. The acceptor then says one byte: JOINED, and frames follow; or CROSSED: both have dialled, and the connection of
-the lower rank is the one that counts; or REFUSED. A lower rank says CROSSED when its own connection is there: should it
-not come about, for a firewall that is open one way only, the other one counts.
+other. What follows is sealed between machines, if encryption is asked for. The acceptor then says one byte: JOINED, and
+frames follow; or CROSSED: both have dialled, and the connection of the lower rank is the one that counts; or REFUSED. A
+lower rank says CROSSED when its own connection is there: should it not come about, for a firewall that is open one way
+only, the other one counts.
 """
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostE
 from ..orchestration.losses import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
 from ..refusals import Refusals
+from ..transport.seals import check_library, seals_of
+from .sealed_socket import SealedSocket
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
@@ -106,6 +109,8 @@ class Meeting:
         self._local.listen(128)
         host, port = "", 0
         if session.n_nodes > 1:
+            if session.settings.encryption == "on":
+                check_library()
             host = session.host
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self.listeners.append(listener)
@@ -222,10 +227,13 @@ class Meeting:
             try:
                 with self._unproved(sock):
                     self._connect(sock, rank, found)
-                    hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH)
-                    answer = security.challenge_connect(sock, self._key, _CONTEXT, hello, self._patience_s)
+                    hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH,
+                                                 encrypted=self._is_encrypted(sock))
+                    answer, secret = security.greet_acceptor(sock, self._key, _CONTEXT, hello, self._patience_s)
                     if answer.peer != rank:
                         raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
+                sock = self._sealed(sock, secret, dialled=True)
+                with self._unproved(sock):
                     verdict = self._verdict(sock, rank)
             except BaseException:
                 sock.close()
@@ -291,11 +299,12 @@ class Meeting:
             else:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._unproved(sock):
-                hello = security.challenge_accept(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
-                                                  timeout_s=_CHALLENGE_S)
+                hello, secret = security.greet_dialler(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
+                                                       timeout_s=_CHALLENGE_S, encrypted=self._is_encrypted(sock))
             if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
                 raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
                                     f"{session.size}")
+            sock = self._sealed(sock, secret, dialled=False)
             taken = self._come(hello.peer, sock, _process_of(sock))
             if not taken:
                 sock.send(REFUSED)
@@ -309,6 +318,14 @@ class Meeting:
                 few = self._strangers == _MOST_STRANGERS - 1
             if few:
                 self._tell_listening()
+
+    def _sealed(self, sock: socket.socket, secret: bytes, *, dialled: bool) -> socket.socket:
+        """Return what is used in place of *sock* after the handshake, with its *secret*."""
+        return SealedSocket(sock, seals_of(secret, dialled=dialled)) if self._is_encrypted(sock) else sock
+
+    def _is_encrypted(self, sock: socket.socket) -> bool:
+        """Whether what is said on *sock* is to be: between machines, if that is asked for."""
+        return sock.family != socket.AF_UNIX and self._session.settings.encryption == "on"
 
     @property
     def _patience_s(self) -> float:

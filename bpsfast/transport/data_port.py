@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from ..orchestration.errors import BpsError
-from ..orchestration.security import StreamHello
+from ..orchestration.security import Greeted
 from . import tcp
 
 log = logging.getLogger("bpsfast.node")
@@ -47,17 +47,22 @@ class DataPort:
     mine, epoch
         This node's index, and the epoch that a dialler must know.
     came
-        Called with (socket, hello), in a thread of its own, once a connection has proven itself; the socket is its own.
+        Called with (socket, greeted), in a thread of its own, once a connection has proven itself; the socket goes with
+        it.
     n_expected
         Connections that the job itself may open at the same time.
+    encrypted
+        Whether this job's connections are.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, mine: int, epoch: int,
-                 came: Callable[[socket.socket, StreamHello], None], n_expected: int) -> None:
+                 came: Callable[[socket.socket, Greeted], None], n_expected: int,
+                 encrypted: bool = False) -> None:
         self._listener = listener
         self._key = key
         self._mine = mine
         self._epoch = epoch
+        self._encrypted = encrypted
         self._came = came
         self._room = N_STRANGERS + n_expected
         self._strangers: dict[socket.socket, float] = {}  # in the order in which they came
@@ -152,13 +157,13 @@ class DataPort:
     def _receive(self, sock: socket.socket) -> None:
         """Let one connection prove itself. A stranger is refused and logged, and harms nobody."""
         try:
-            hello = tcp.accept(sock, self._key, mine=self._mine, epoch=self._epoch)
+            greeted = tcp.accept(sock, self._key, mine=self._mine, epoch=self._epoch, encrypted=self._encrypted)
         except (BpsError, OSError) as exc:
             self._forget(sock)
             self._refuse(sock, exc)
             return
         self._forget(sock)
-        self._came(sock, hello)
+        self._came(sock, greeted)
 
     def _forget(self, sock: socket.socket) -> None:
         """From here on the socket is nobody's to push out."""

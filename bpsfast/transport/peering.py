@@ -14,7 +14,7 @@ from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
-from ..orchestration.security import StreamHello
+from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
 from ..trace.records import limits
@@ -23,6 +23,7 @@ from .data_port import DataPort
 from .links import Link
 from .rdma import rendezvous
 from .reunion import FAREWELL, KNOCK, Reunions
+from .seals import check as check_encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
 
@@ -32,6 +33,8 @@ _JOIN_S = 1.0
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if the setting asks for what cannot be."""
+    if settings.encryption == "on":
+        check_encryption(settings.transport)
     if settings.transport == "rdma":
         rails = rdma.Rails(settings, 0)
         try:
@@ -82,6 +85,7 @@ class Peering:
         self.reasons: dict[int, str] = {}
         self.error: BpsError | None = None
         self._settings = settings
+        self._encrypted = settings.encryption == "on"
         self._key = key
         self._epoch = epoch
         self._me = me
@@ -104,9 +108,10 @@ class Peering:
         self._to_be_told: set[int] = set()
         self._told: set[int] = set()  # of our own farewell, or not to be reached
         self._threads: list[threading.Thread] = []
-        self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections)
+        self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections,
+                              self._encrypted)
         self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
-                                  settings.start_timeout_s, self._offer_again, self._drop, notify)
+                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encrypted)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
@@ -121,7 +126,9 @@ class Peering:
 
     def describe(self) -> dict[str, str]:
         """Return "node N" -> "transport: reason"."""
-        return {f"node {index}": f"{self.links[index].kind}: {self.reasons[index]}" for index in sorted(self.links)}
+        how = {"tcp": "; encrypted"} if self._encrypted else {}
+        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{how.get(link.kind, '')}"
+                for index, link in sorted(self.links.items())}
 
     def expect(self, peer: NodeInfo) -> None:
         """Let *peer*, which comes late, connect from now on: `links` has it then."""
@@ -263,7 +270,9 @@ class Peering:
                     raise ConfigError(f"transport='shm' was asked for, but node {peer.index} ({peer.host}) shares no "
                                       f"memory with this node: {exc}") from exc
                 reason = f"no shared memory with it ({exc})"
-        if self._settings.transport in ("auto", "rdma"):
+        if self._encrypted:
+            reason += "; no rdma: encryption=on" if self._settings.transport == "auto" else ""
+        elif self._settings.transport in ("auto", "rdma"):
             try:
                 self._dial_rdma(peer, reason)
                 return
@@ -273,7 +282,8 @@ class Peering:
 
     def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
         link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
-                        n_streams=self._settings.n_connections, epoch=self._epoch, deadline=self._deadline)
+                        n_streams=self._settings.n_connections, epoch=self._epoch, deadline=self._deadline,
+                        encrypted=self._encrypted)
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
@@ -346,7 +356,8 @@ class Peering:
     def _say_farewell(self, peer: NodeInfo) -> None:
         try:
             tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
-                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s, pid=self._me.pid).close()
+                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s, pid=self._me.pid,
+                        encrypted=self._encrypted).close()
         except (BpsError, OSError) as exc:
             log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
         with self._lock:
@@ -364,14 +375,15 @@ class Peering:
             log.warning("process %d says that all ranks of node %d have left, and is not that node with ranks",
                         hello.pid, hello.peer)
 
-    def _came(self, sock: socket.socket, hello: StreamHello) -> None:
+    def _came(self, sock: socket.socket, greeted: Greeted) -> None:
         """Take in a connection that has proven itself."""
+        hello = greeted.hello
         if hello.stream == FAREWELL:
             self._hear_farewell(hello)
             sock.close()
             return
         if hello.link > 0 or hello.stream == KNOCK:
-            self._reunions.came(sock, hello)
+            self._reunions.came(sock, greeted)
             return
         if hello.stream == rendezvous.STREAM:
             self._accept_rdma(sock, hello.peer)
@@ -383,7 +395,7 @@ class Peering:
                 log.warning("refused stream %d of node %d: not expected", hello.stream, hello.peer)
                 sock.close()
                 return
-            half.sockets[hello.stream] = sock
+            half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if self._encrypted else None)
             whole = len(half.sockets) == self._settings.n_connections
             if whole:
                 del self._accepting[hello.peer]

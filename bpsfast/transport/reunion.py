@@ -24,9 +24,11 @@ import msgspec
 
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..orchestration.messages import NodeInfo
-from ..orchestration.security import StreamHello
+from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
+from ..pyx.seal import RECORD_NBYTES, TAG_NBYTES
 from . import tcp
+from .seals import seals_of
 
 log = logging.getLogger("bpsfast.node")
 
@@ -63,7 +65,7 @@ class _Pair:
     made: int = 0
     over: int = -1
     newest: int = 0
-    half: dict[int, socket.socket] = field(default_factory=dict)
+    half: dict[int, tuple[socket.socket, bytes]] = field(default_factory=dict)
     called: bool = False
     gone: str = ""
     heard: float = 0.0
@@ -86,11 +88,13 @@ class Reunions:
         order, one at a time.
     notify
         Called from any thread when `called` or `gone` has changed.
+    encrypted
+        Whether links are encrypted.
     """
 
     def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epoch: int, n_streams: int,
                  lease_s: float, patience_s: float, offer: Callable[[tcp.TcpLink], None], drop: Callable[[int], None],
-                 notify: Callable[[], None]) -> None:
+                 notify: Callable[[], None], encrypted: bool = False) -> None:
         self._me = me
         self._peers = peers
         self._key = key
@@ -101,6 +105,7 @@ class Reunions:
         self._offer = offer
         self._drop = drop
         self._notify = notify
+        self._encrypted = encrypted
         self._pairs = {index: _Pair() for index in peers}
         self._changed = threading.Condition()
         self._busy: set[socket.socket] = set()
@@ -175,7 +180,7 @@ class Reunions:
                 if index < self._me.index:
                     self._dial(peer, pair, awaited)
                 else:
-                    self._connect(peer, pair, KNOCK, pair.over).close()
+                    self._connect(peer, pair, KNOCK, pair.over)[0].close()
                 refused_at = float("inf")
             except (BpsError, OSError) as exc:
                 why, now = str(exc), time.monotonic()
@@ -202,18 +207,19 @@ class Reunions:
             pair.gone = why
         self._notify()
 
-    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int) -> socket.socket:
+    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int) -> tuple[socket.socket, bytes]:
         left_s = self._lease_s - (time.monotonic() - pair.heard)
         sock = tcp.reach_once(peer.address, min(_CONNECT_S, max(_PAUSE_S, left_s)))
-        hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number)
+        hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number,
+                            encrypted=self._encrypted)
         try:
             with self._at_work(sock):
-                tcp.greet(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
+                secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
         except BaseException:
             sock.close()
             raise
         pair.heard = time.monotonic()
-        return sock
+        return sock, secret
 
     def _dial(self, peer: NodeInfo, pair: _Pair, awaited: Awaited) -> None:
         with self._changed:
@@ -223,7 +229,8 @@ class Reunions:
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             for stream in range(self._n_streams):
-                link.sockets[stream] = self._connect(peer, pair, stream, number)
+                sock, secret = self._connect(peer, pair, stream, number)
+                link.take(stream, sock, seals_of(secret, dialled=True) if self._encrypted else None)
             try:
                 link.awaited_there = self._told(link)
                 self._tell(link, awaited())
@@ -235,8 +242,9 @@ class Reunions:
 
     # -- being sought -------------------------------------------------------------------------------------
 
-    def came(self, sock: socket.socket, hello: StreamHello) -> None:
+    def came(self, sock: socket.socket, greeted: Greeted) -> None:
         """Take in a connection of a link after the first, or a knock; *sock* is this object's from now on."""
+        hello = greeted.hello
         pair = self._pairs.get(hello.peer)
         if pair is None:
             log.warning("refused a data connection of node %d: it is no peer", hello.peer)
@@ -245,7 +253,7 @@ class Reunions:
             sock.close()
             self._knocked(pair, hello)
         else:
-            self._gather(pair, sock, hello)
+            self._gather(pair, sock, greeted)
 
     def _knocked(self, pair: _Pair, hello: StreamHello) -> None:
         with self._changed:
@@ -253,8 +261,9 @@ class Reunions:
             pair.called = pair.called or (pair.awaited is None and hello.link >= pair.made and not pair.gone)
         self._notify()
 
-    def _gather(self, pair: _Pair, sock: socket.socket, hello: StreamHello) -> None:
+    def _gather(self, pair: _Pair, sock: socket.socket, greeted: Greeted) -> None:
         """Keep one stream of a new link until all of them are there, then go on with it."""
+        hello = greeted.hello
         with self._changed:
             pair.heard = time.monotonic()
             if hello.link > pair.newest:
@@ -265,10 +274,12 @@ class Reunions:
                 log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
                 sock.close()
                 return
-            pair.half[hello.stream] = sock
+            pair.half[hello.stream] = sock, greeted.secret
             if len(pair.half) < self._n_streams:
                 return
-            link = tcp.TcpLink(hello.peer, sockets=pair.half, number=hello.link)
+            link = tcp.TcpLink(hello.peer, number=hello.link)
+            for stream, (each, secret) in pair.half.items():
+                link.take(stream, each, seals_of(secret, dialled=False) if self._encrypted else None)
             pair.half = {}
             pair.called = pair.awaited is None
         self._notify()
@@ -294,7 +305,7 @@ class Reunions:
 
     @staticmethod
     def _close_half(pair: _Pair) -> None:
-        for sock in pair.half.values():
+        for sock, _ in pair.half.values():
             sock.close()
         pair.half = {}
 
@@ -311,16 +322,16 @@ class Reunions:
     def _tell(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
         data = msgspec.msgpack.encode(dict(awaited))
         with self._at_work(link.sockets[0]) as sock:
-            sock.sendall(len(data).to_bytes(4, "little") + data)
+            sock.sendall(_said(link, len(data).to_bytes(4, "little")) + _said(link, data))
 
     def _told(self, link: tcp.TcpLink) -> dict[int, int]:
         """Return what the peer awaits, once it has parted with the link before this one."""
         with self._at_work(link.sockets[0]) as sock:
-            nbytes = int.from_bytes(_receive(sock, 4), "little")
+            nbytes = int.from_bytes(_heard(link, sock, 4), "little")
             if nbytes > _MAX_NBYTES:
                 raise ProtocolError(f"node {link.index} says in {nbytes} bytes what it awaits: too many")
             try:
-                return _DECODER.decode(_receive(sock, nbytes))
+                return _DECODER.decode(_heard(link, sock, nbytes))
             except msgspec.MsgspecError as exc:
                 raise ProtocolError(f"what node {link.index} says that it awaits cannot be read: {exc}") from exc
 
@@ -339,6 +350,27 @@ class Reunions:
         finally:
             with self._changed:
                 self._busy.discard(sock)
+
+
+def _said(link: tcp.TcpLink, data: bytes) -> bytes:
+    """Return *data* as it travels over the first stream of *link*, before that is handed over."""
+    seals = link.seals.get(0)
+    if seals is None:
+        return data
+    pieces = range(0, len(data), RECORD_NBYTES)
+    return b"".join(seals.out.close(data[begin:begin + RECORD_NBYTES]) for begin in pieces)
+
+
+def _heard(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
+    """Return what the other side has `_said`, of *nbytes*; raises `ProtocolError` if somebody else has."""
+    seals = link.seals.get(0)
+    if seals is None:
+        return _receive(sock, nbytes)
+    try:
+        return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
+                        for begin in range(0, nbytes, RECORD_NBYTES))
+    except ValueError as exc:
+        raise ProtocolError(f"node {link.index} has not said what came over its connection: {exc}") from exc
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:

@@ -8,6 +8,7 @@ payload and announcement stay in order.
 """
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
 from ..trace.records import Limits
 from .pace import Paces
+from .seals import Seals, seals_of
 
 CONTEXT = "bpsfast data"
 #: A stranger on the data port holds up one accepting thread for at most this long.
@@ -61,11 +63,13 @@ class TcpLink:
 
     *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *bound*: what is expected
     from the peer, as in `RdmaLink`. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
-    *number*: which of the pair's links it is, *awaited_there*: what the peer has not got over those before.
+    *number*: which of the pair's links it is, *awaited_there*: what the peer has not got over those before. *seals*: of
+    the connections that are encrypted.
     """
 
     index: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)
+    seals: dict[int, Seals] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
     n_nodes: int = 1
     epoch: int = 1
@@ -84,19 +88,27 @@ class TcpLink:
     kind = "tcp"
     is_wire = True
 
+    def take(self, number: int, sock: socket.socket, seals: Seals | None) -> None:
+        """Have *sock* as stream *number*, encrypted with *seals* if there are any."""
+        self.sockets[number] = sock
+        if seals is not None:
+            self.seals[number] = seals
+
     def start(self, engine: Engine, source: int) -> None:
         """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
         for number in sorted(self.sockets):
             sock = self.sockets[number]
             nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
             pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
+            seals = self.seals.pop(number, None)
+            seal_out, seal_in = (seals.out.address, seals.incoming.address) if seals else (0, 0)
             if self.paces:
                 self.paces.prepare(sock)
             stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
                             n_slots=self.n_slots, send_buffer_nbytes=nbytes,
                             **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
-                            keep=(engine, self.paces))
+                            seal_out=seal_out, seal_in=seal_in, keep=(engine, self.paces, seals))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
         for part, bound in self.bound.items():
@@ -160,6 +172,8 @@ class TcpLink:
 
     def why(self, code: int) -> str:
         """Return in words why a stream was lost; *code* is the event's."""
+        if code == errno.EBADMSG:
+            return "what came over it was not what the peer has sent: the network, or somebody in it, has changed it"
         return os.strerror(code) if code else "closed"
 
     def lane_of(self, part: int) -> Stream:
@@ -195,8 +209,9 @@ class TcpLink:
             stream.close()
 
 
-def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float) -> TcpLink:
-    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
+def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float,
+         encrypted: bool = False) -> TcpLink:
+    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port"), *encrypted* or not.
 
     Raises
     ------
@@ -207,8 +222,10 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
     link = TcpLink(peer, epoch=epoch)
     try:
         for number in range(n_streams):
-            link.sockets[number] = connect(address, key, mine=mine, peer=peer, number=number, epoch=epoch,
-                                           deadline=deadline)
+            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, encrypted=encrypted)
+            sock = _reach(address, peer, deadline)
+            secret = prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()))
+            link.take(number, sock, seals_of(secret, dialled=True) if encrypted else None)
     except BaseException:
         link.close()
         raise
@@ -216,23 +233,33 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
 
 
 def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int, deadline: float,
-            pid: int = 0) -> socket.socket:
-    """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`."""
-    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid)
+            pid: int = 0, encrypted: bool = False) -> socket.socket:
+    """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`.
+
+    *encrypted*: whether this job's connections are. Nothing is said on this one that would have to be.
+    """
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid, encrypted=encrypted)
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
     return greet(_reach(address, peer, deadline), key, hello, peer, max(0.1, deadline - time.monotonic()))
 
 
 def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
-    """Prove to node *peer* at the other end of *sock* who we are, and have it do the same; return *sock*.
+    """As `prove_to`; return *sock*."""
+    prove_to(sock, key, hello, peer, timeout_s)
+    return sock
+
+
+def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> bytes:
+    """Prove to node *peer* at the other end of *sock* who we are, and have it do the same; return the secret of both.
 
     Raises
     ------
     BpsError
-        `MismatchError` for another job key, node or epoch; `StallError` after *timeout_s*. *sock* is closed then.
+        `MismatchError` for another job key, node, epoch or `encrypted`; `StallError` after *timeout_s*. *sock* is
+        closed then.
     """
     try:
-        answer = security.challenge_connect(sock, key, CONTEXT, hello, timeout_s)
+        answer, secret = security.greet_acceptor(sock, key, CONTEXT, hello, timeout_s)
         if (answer.peer, answer.epoch) != (peer, hello.epoch):
             host, port = sock.getpeername()[:2]
             raise MismatchError(f"{host}:{port} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
@@ -240,17 +267,18 @@ def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: in
     except BaseException:
         sock.close()
         raise
-    return sock
+    return secret
 
 
-def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int) -> security.StreamHello:
+def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int, encrypted: bool = False) -> security.Greeted:
     """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
     sock.setblocking(True)
-    hello = security.challenge_accept(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S)
-    if hello.epoch != epoch:
-        raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, this is epoch {epoch}")
+    greeted = security.greet_dialler(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S,
+                                     encrypted=encrypted)
+    if greeted.hello.epoch != epoch:
+        raise MismatchError(f"node {greeted.hello.peer} dialled for epoch {greeted.hello.epoch}, this is epoch {epoch}")
     prepare(sock)
-    return hello
+    return greeted
 
 
 def prepare(sock: socket.socket) -> None:

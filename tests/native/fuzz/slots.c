@@ -31,7 +31,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
         abort();
     shutdown(ends[0], SHUT_WR);
     while (rc == 0) {
-        rc = bps_slots_receive(&slots, ends[1], nbytes % 2 ? &pace : NULL, &closing, &header, &begin_ns);
+        rc = bps_slots_receive(&slots, ends[1], NULL, nbytes % 2 ? &pace : NULL, &closing, &header, &begin_ns);
         if (rc != 0)
             break;
         const uint8_t *payload = data + taken + sizeof header;

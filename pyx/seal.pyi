@@ -1,0 +1,13 @@
+"""Types of `bpsfast.pyx.seal`."""
+
+TAG_NBYTES: int
+KEY_NBYTES: int
+RECORD_NBYTES: int
+
+def load() -> None: ...
+
+class Seal:
+    address: int
+    def __init__(self, key: bytes, *, closes: bool) -> None: ...
+    def close(self, plain: bytes | bytearray | memoryview) -> bytes: ...
+    def open(self, record: bytes | bytearray | memoryview) -> bytes: ...

@@ -1,0 +1,88 @@
+"""Two ends of a connection as native streams, their engine a mailbox: what the tests of streams run on."""
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.pyx.tcp import Stream
+
+MAGIC = 0x31575042
+EPOCH = 5
+NBYTES = 1 << 16
+
+
+@contextlib.contextmanager
+def mailbox() -> Iterator[Engine]:
+    """Yield an engine that only serves as the streams' mailbox: arrivals of a member's results and events."""
+    board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
+    ring.format_board(board)
+    ring.format_doorbell(bell)
+    made = Engine(board, bell, n_threads=1)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield both ends of a connection over the loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+    with left, right:
+        yield left, right
+
+
+def stream(engine: Engine, sock: socket.socket, **options: int) -> Stream:
+    """Return a stream over *sock*, which becomes its own, of 64 slots; nothing is bound, and it is not started."""
+    return Stream(sock.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
+                  notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
+
+
+@contextlib.contextmanager
+def bound(engine: Engine, sender: Stream, receiver: Stream, nbytes: int) -> Iterator[np.ndarray]:
+    """Start both streams, part 1 of *nbytes* bound at the receiver; yield the bytes of even and of odd rounds."""
+    with Segment(2 * nbytes) as slots:
+        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
+                          owner=receiver.peer, partial=(0, 0, 0))
+        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
+        sender.start()
+        receiver.start()
+        yield np.frombuffer(slots, np.uint8, 2 * nbytes).reshape(2, nbytes)
+        sender.close()
+        receiver.close()
+
+
+def header(slot: int = 1, round: int = 1, epoch: int = EPOCH, flags: int = 0, nbytes: int = NBYTES, magic: int = MAGIC,
+           immediate: int | None = None) -> bytes:
+    """Return the header of a write, as `pyx/wire.h` draws it."""
+    if immediate is None:
+        immediate = slot & 0xFFFFF | (round & 15) << 20 | (epoch & 255) << 24
+    return struct.pack("<6IQ", magic, immediate, slot, round, epoch, flags, nbytes)
+
+
+def receive(sock: socket.socket, nbytes: int) -> bytes:
+    """Return the next *nbytes* that come over *sock*."""
+    sock.settimeout(20)
+    data = b""
+    while len(data) < nbytes:
+        piece = sock.recv(nbytes - len(data))
+        assert piece, f"the connection ended after {len(data)} of {nbytes} bytes"
+        data += piece
+    return data
+
+
+def events(engine: Engine, n: int, timeout_s: float = 20) -> list[tuple[int, ...]]:
+    """Return the next *n* events of *engine*."""
+    found = []
+    while len(found) < n:
+        batch = engine.events(timeout_s)
+        assert batch, f"only {found} of {n} events came in {timeout_s} s"
+        found += batch
+    return found
