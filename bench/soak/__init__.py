@@ -49,7 +49,8 @@ def run(options: dict[str, Any]) -> bool:
     seconds, begin_unix_s = 60.0 * options["minutes"], time.time()
     with tempfile.TemporaryDirectory(prefix="bpsfast-soak-") as folder:
         values = {**_VALUES, "transport": options["transport"]}
-        with Burners(options.get("load", 0)), Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
+        with Burners(options.get("load", 0)), \
+                Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
             looks = _watch(processes, seconds)
             codes = processes.wait(time.monotonic() + _END_S)
             ends = [json.loads(processes.path(rank).read_text().splitlines()[-1]) for rank in range(3)]
