@@ -38,7 +38,7 @@ lint: $(stamp)
 	$(bin)/ruff check bpsfast orchestration tests bench examples pyx
 	rm -rf $(view) && mkdir -p $(view)/bpsfast
 	ln -s $(CURDIR)/bpsfast/* $(CURDIR)/orchestration $(CURDIR)/pyx $(view)/bpsfast/
-	MYPYPATH=$(view) $(bin)/mypy --config-file pyproject.toml -p bpsfast
+	MYPYPATH=$(view) $(bin)/mypy --no-incremental --config-file pyproject.toml -p bpsfast
 	$(bin)/mypy bench
 
 # Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
