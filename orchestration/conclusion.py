@@ -65,7 +65,8 @@ def conclude(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, Account], sende
             # retired by all since: others have given it back
             if over := [number for number in account.rejoin.prepared_units if number not in kept]:
                 said.append(m.Retired(units=tuple(over)))
-        said.append(m.Resume())
+        # whoever missed that others have come would number the next one wrongly
+        said.append(m.Resume(missed=tuple(nodes[len(account.rejoin.nodes):]) if account.ranks else ()))
         if not account.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
             said.append(m.Rates(nic_rate_bytes=tuple(rates)))
         if account.rejoin.barrier < barrier:

@@ -177,6 +177,8 @@ class Ledger:
 
     def _resumed(self, message: m.Resume) -> None:
         self._prepared = None
+        self._nodes += message.missed
+        self._lost.update(node.index for node in message.missed)
 
     def _retired(self, message: m.Retired) -> None:
         for number in message.units:

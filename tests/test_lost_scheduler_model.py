@@ -172,5 +172,24 @@ def test_a_scheduler_is_lost_between_a_commit_and_its_last_reader():
     world.teardown()
 
 
+def test_a_worker_that_was_never_told_of_a_newcomer_numbers_the_next_one_as_others_do():
+    """One worker has read that a helper comes, the other not when all are recalled: that helper is lost to both."""
+    world = Orphans()
+    world.start(APART[0], "optimal", 0)
+    world.go_on(Random(1))
+    world.come("x", seed=0, n_steps=0)
+    while world.inbox(world.nodes[0]):
+        world.let_hear(world.nodes[0])
+    world.cut_off(number=1)
+    world.go_on(Random(1))
+    assert [len(next(world.ledger(worker).account()).nodes) for worker in (0, 1)] == [5, 5]
+    world.come("y", seed=0, n_steps=10_000)
+    for worker in (0, 1):
+        assert [node.index for node in next(world.ledger(worker).account()).nodes] == list(range(6))
+    world.lose_the_scheduler()
+    world.teardown()
+    assert not world.table.job.over and world.table.job.lost == {4}
+
+
 TestOrphans = Orphans.TestCase
 TestOrphans.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
