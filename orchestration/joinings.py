@@ -94,9 +94,9 @@ class Joinings:
         coming.is_welcomed = True
         nodes = tuple(msgspec.structs.replace(node, nic_rate_bytes=rates[node.index], probes=False)
                       for node in self._roster.nodes)
-        absent = tuple(sorted(self._roster.absent - {message.node}))
         return [(self._roster.senders[message.node], m.Welcome(
-            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, lost=absent, job=job,
+            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, job=job,
+            lost=tuple(sorted(self._roster.lost)), joining=tuple(sorted(self._roster.joining - {message.node})),
             kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units})),
             share_nbytes=self._share_nbytes(nodes[message.node], nodes, units)))]
 

@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 13
+VERSION = 14
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -445,8 +445,8 @@ class Welcome(Message):
     """All have joined: your index, everybody in node order (the order of the association), the epoch.
 
     `is_late`: the job runs already; connect, answer `Meets`, and take part from the next `Freeze` on. `lost`: those of
-    `nodes` that are not there any more, or not yet; `kinds`: (dtype, op) of what is summed; `share_nbytes`: how much of
-    that you may get to own then. `job`: a name that no other job has.
+    `nodes` that are not there any more, `joining`: not yet; `kinds`: (dtype, op) of what is summed; `share_nbytes`: how
+    much of that you may get to own then. `job`: a name that no other job has.
     """
 
     index: int
@@ -454,6 +454,7 @@ class Welcome(Message):
     nodes: tuple[NodeInfo, ...]
     is_late: bool = False
     lost: tuple[int, ...] = ()
+    joining: tuple[int, ...] = ()
     kinds: tuple[tuple[str, str], ...] = ()
     share_nbytes: int = 0
     job: str = ""

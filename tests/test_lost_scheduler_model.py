@@ -191,5 +191,26 @@ def test_a_worker_that_was_never_told_of_a_newcomer_numbers_the_next_one_as_othe
     assert not world.table.job.over and world.table.job.lost == {4}
 
 
+def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
+    """The one that is taken in later is not there when the other one is, and has to know it as lost no more."""
+    world = Orphans()
+    world.start(APART[0], "optimal", 0)
+    world.go_on(Random(1))
+    world.come("x", seed=0, n_steps=0)
+    world.come("y", seed=0, n_steps=0)
+    for worker in (0, 1):
+        while world.inbox(world.nodes[worker]):
+            world.let_hear(world.nodes[worker])
+        while world.up[worker]:
+            world.hear_of(worker)
+    world.go_on(Random(1), without=5)
+    assert world.table.job.absent == {5}
+    world.go_on(Random(1))
+    assert world.table.job.absent == set() and next(world.ledger(5).account()).lost == ()
+    world.lose_the_scheduler()
+    world.teardown()
+    assert not world.table.job.over and world.table.job.absent == set()
+
+
 TestOrphans = Orphans.TestCase
 TestOrphans.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
