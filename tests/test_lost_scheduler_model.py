@@ -204,9 +204,9 @@ def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
         while world.up[worker]:
             world.hear_of(worker)
     world.go_on(Random(1), without=5)
-    assert world.table.job.absent == {5}
+    assert world.table.job.job.absent == {5}
     world.go_on(Random(1))
-    assert world.table.job.absent == set() and next(world.ledger(5).account()).lost == ()
+    assert world.table.job.job.absent == set() and next(world.ledger(5).account()).lost == ()
     world.lose_the_scheduler()
     world.teardown()
     assert not world.table.job.over and world.table.job.absent == set()
