@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from . import messages as m
 
 #: Units in one message: each may have thousands of partitions, and a message has a longest size.
@@ -154,9 +156,7 @@ class Ledger:
         if plan is None or plan.generation != message.generation:
             return  # whoever acts on it says so
         self._committed = message.generation
-        for unit in plan.units:
-            if unit.unit in self._units or isinstance(plan, m.Plan):  # not what was retired meanwhile
-                self._units[unit.unit] = unit
+        self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):
             self._frozen = False
             self._lent |= {each.part: each for each in plan.successions if each.lacking}
@@ -181,6 +181,10 @@ class Ledger:
         self._lost.update(node.index for node in message.missed)
 
     def _retired(self, message: m.Retired) -> None:
+        plan = self._prepared
+        if isinstance(plan, m.Recover):  # retired after that commit, of which this node is still to hear
+            self._prepared = msgspec.structs.replace(plan, units=tuple(
+                unit for unit in plan.units if unit.unit not in message.units))
         for number in message.units:
             unit = self._units.pop(number, None)
             self._retiring.pop(number, None)

@@ -212,5 +212,33 @@ def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
     assert not world.table.job.over and world.table.job.absent == set()
 
 
+def test_only_one_that_came_late_has_read_who_inherits_what():
+    """It was never told of the unit before, but by that commit; those who have it from the start are behind."""
+    world = Orphans()
+    world.start(APART[0], "optimal", 0)
+    world.declare()
+    world.go_on(Random(1))
+    world.come("x", seed=0, n_steps=10_000)
+    world.die(number=0, at_once=False)
+    world.unnoticed.clear()
+    world.table.post(world.table.job.unreachable(0.0, world.senders[2]))
+    for n_tenths in range(0, 13, 4):
+        world.table.tick(n_tenths / 10)
+    while not any(isinstance(message, m.Commit) for message in world.inbox(world.nodes[4])):
+        for index, node in enumerate(world.nodes):
+            while world.up[index]:
+                world.hear_of(index)
+            if node.alive and world.inbox(node) and not isinstance(world.inbox(node)[0], m.Commit):
+                world.let_hear(node)
+    world.let_hear(world.nodes[4])
+    world.lose_the_scheduler()
+    world.notice()
+    owners = {part.owner for unit in world.table.job.job._generations.units for part in unit.parts}
+    assert 2 not in owners
+    world.come("y", seed=0, n_steps=10_000)
+    world.teardown()
+    assert not world.table.job.over
+
+
 TestOrphans = Orphans.TestCase
 TestOrphans.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
