@@ -470,8 +470,8 @@ class Recall(Message):
 class Resume(Message):
     """This scheduler knows all that the one before did. What you have prepared and it has not committed is dropped.
 
-    `missed`: to a node with ranks, the nodes that have come late after all that it knows of, of which it was never told,
-    and which the job goes on without.
+    `missed`: to a node with ranks, the nodes that have come late after all that it knows of, of which it was never
+    told, and which the job goes on without.
     """
 
     missed: tuple[NodeInfo, ...] = ()

@@ -60,6 +60,11 @@ class Side:
         while not happened():
             self.news.get(timeout=WAIT_S)
 
+    def until_dialled(self, number: int) -> None:
+        reunions = self.reunions
+        with reunions._changed:
+            assert reunions._changed.wait_for(lambda: reunions._pairs[1 - self.index].newest == number, WAIT_S)
+
     def close(self) -> None:
         self.reunions.close()
         self.port.close()
@@ -192,6 +197,7 @@ def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
     for sock in socks:
         sock.close()
     half = dialled(sides[0], 0, 2)
+    sides[0].until_dialled(2)
     sides[1].seek()
     assert are_one(*(side.link() for side in sides))
     half.close()

@@ -269,6 +269,7 @@ class Reunions:
             if hello.link > pair.newest:
                 pair.newest = hello.link
                 self._close_half(pair)
+                self._changed.notify_all()  # an answer to the dial before it is not worth waiting for
             if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
                     or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams):
                 log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
