@@ -146,6 +146,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                              "lost", "s", gt=0)] = 60.0
     heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
     lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
+    helper_lease_s: Annotated[float, _about(
+        "the same for a helper, whose loss costs little, if not even its native threads are heard; 0: lease_s", "s",
+        agree=True, ge=0)] = 1.0
     first_round: Annotated[int, _about(
         "number of the first round of each tensor; near 4294967295 a job soon shows what it does when counters wrap",
         ge=0, lt=1 << 32)] = 1

@@ -53,17 +53,21 @@ class Doorkeeper:
         """Connections over which something was read, and which `look` has not seen end."""
         return len(self._known)
 
-    def knows(self, frame: zmq.Frame) -> None:
-        """Note that *frame*, received without a copy, came over a connection: it has proved the key."""
+    def knows(self, frame: zmq.Frame) -> int | None:
+        """Note that *frame*, received without a copy, came over a connection: it has proved the key.
+
+        Returns the connection's descriptor, which stays libzmq's; None if that does not tell.
+        """
         try:
             fd = int(frame.get(zmq.SRCFD))
         except (zmq.ZMQError, KeyError):  # a libzmq that does not tell any more: better nobody is cut off
             self._is_blind = True
-            return
+            return None
         if fd not in self._known:
             self._hear()  # that it came was said before what it has sent could be read
             self._strangers.pop(fd, None)
             self._known.add(fd)
+        return fd
 
     def look(self) -> None:
         """Hear who came and went; cut off who costs too much."""
@@ -87,18 +91,18 @@ class Doorkeeper:
             self._strangers.pop(fd, None)
             self._known.discard(fd)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                with contextlib.suppress(OSError), _view(fd) as view:
-                    self._strangers[fd] = view.getpeername()
+                with contextlib.suppress(OSError), view(fd) as sock:
+                    self._strangers[fd] = sock.getpeername()
 
     def _examine(self, fd: int, is_surplus: bool) -> None:
         try:
-            with _view(fd) as view:
+            with view(fd) as sock:
                 # Another one has that descriptor by now: that will be heard. Should it get it after this line, a
                 # newcomer is cut off, who connects again.
-                if view.getpeername() != self._strangers[fd]:
+                if sock.getpeername() != self._strangers[fd]:
                     return
-                if is_surplus or _nbytes_received(view) > STRANGER_MAX_NBYTES:
-                    view.shutdown(socket.SHUT_RDWR)
+                if is_surplus or _nbytes_received(sock) > STRANGER_MAX_NBYTES:
+                    sock.shutdown(socket.SHUT_RDWR)
                     self.n_cut += 1
                     del self._strangers[fd]
         except OSError:  # it is gone
@@ -120,13 +124,13 @@ def interface(host: str) -> str:
 
 
 @contextlib.contextmanager
-def _view(fd: int) -> Iterator[socket.socket]:
+def view(fd: int) -> Iterator[socket.socket]:
     """Look at the connection *fd*, which stays libzmq's; raises OSError if there is none. Needs no free descriptor."""
-    view = socket.socket(fileno=fd)
+    sock = socket.socket(fileno=fd)
     try:
-        yield view
+        yield sock
     finally:
-        view.detach()
+        sock.detach()
 
 
 def _nbytes_received(sock: socket.socket) -> int:

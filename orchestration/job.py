@@ -1,7 +1,7 @@
 """What the scheduler decides. Pure: no I/O and no clock inside; messages and the time go in, messages come out.
 
     joins -> Admission -> Welcome
-    declarations -> Declarations -> Generations: Plan -> Ready from all -> Commit
+    declarations -> Planning: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
     a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
@@ -20,8 +20,8 @@ import msgspec
 from . import messages as m
 from .admission import Admission, Expected
 from .barriers import Barriers
-from .declarations import Declarations, Failed
-from .errors import BpsError, CapacityError, ConfigError, PeerLostError, ProtocolError, StallError
+from .declarations import Declarations
+from .errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
 from .generations import Generations
 from .inquiries import Inquiries
 from .job_settings import JobSettings as JobSettings
@@ -29,7 +29,9 @@ from .joinings import Joinings
 from .losses import FIRST_EPOCH, Losses
 from .past import Past
 from .placement import check_policy
+from .planning import Planning
 from .roster import Roster
+from .silence import Silence
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -52,28 +54,31 @@ class Job:
         self._admission = Admission(
             Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
-        self._started = self._last_tick = now
+        self._started = now
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
-        self._last_seen: dict[bytes, float] = {}
+        self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
         self._moved: set[bytes] = set()  # identities of processes that have others by now
         self._left: set[int] = set()
         self._unmeasured: set[int] = set()
         self._rates: list[float] = []
-        self._held: list[tuple[bytes, m.Declare]] = []
         self._roster = Roster(())
         self._admitted = False
         self._deferred: list[tuple[bytes, m.Message]] = []
         self._credit: m.CreditChanged | None = None
         self._declarations: Declarations
         self._generations: Generations
+        self._planning: Planning
         self._losses: Losses
         self._joinings: Joinings
         self._barriers: Barriers
         self._inquiries: Inquiries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Measured: self._measured, m.Declare: self._declare, m.Retire: self._retire, m.Ready: self._ready,
-            m.PrepareFailed: self._prepare_failed, m.Room: self._room, m.Frozen: self._frozen, m.Meets: self._meets,
+            m.Measured: self._measured, m.Ready: self._ready, m.Room: self._room, m.Meets: self._meets,
+            m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
+            m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
+            m.Retire: lambda now, sender, message: self._planning.retire(message),
+            m.Frozen: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
@@ -99,7 +104,7 @@ class Job:
     def heard(self) -> dict[bytes, tuple[int, float]]:
         """Return each node that takes part, and when it was heard, by sender."""
         alive = set(self._roster.alive_senders)
-        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._last_seen.items()
+        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._silence.seen.items()
                 if sender in alive}
 
     @property
@@ -128,11 +133,11 @@ class Job:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
         if sender in self._moved:
             return []
-        if isinstance(message, m.Join) and (self.over or sender not in self._last_seen):
+        if isinstance(message, m.Join) and (self.over or sender not in self._silence):
             return self._newcomer(now, sender, message)
-        if self.over or sender not in self._last_seen:
+        if self.over or sender not in self._silence:
             return []
-        self._last_seen[sender] = now
+        self._silence.heard(now, sender)
         settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
         out = [each for helper, error in settled for each in self._gone(now, helper, error)]
         return out + self._understand(now, sender, message)
@@ -154,36 +159,34 @@ class Job:
         if self._losses.recovery is not None and isinstance(message, _DEFERRED):
             self._deferred.append((sender, message))
             return []
-        return self._handlers[type(message)](now, sender, message)
+        try:
+            return self._handlers[type(message)](now, sender, message)
+        except BpsError as exc:
+            return self.abort(exc)
 
     def unreachable(self, now: float, sender: bytes) -> Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
-        if self.over or sender not in self._last_seen:
+        if self.over or sender not in self._silence:
             return []
         return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
                                                      "without leaving: its process is gone"))
 
     def tick(self, now: float) -> Outgoing:
         """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
-        slept_s, self._last_tick = now - self._last_tick, now
+        self._silence.tick(now)
         if self.over:
             return []
-        if slept_s > self.settings.lease_s / 2:
-            # We were stopped ourselves: what the others said meanwhile is still to be read.
-            self._last_seen = {sender: seen + slept_s for sender, seen in self._last_seen.items()}
         if not self._admitted and now - self._started >= self.settings.start_timeout_s:
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}"))
         out: Outgoing = []
-        silent = [(sender, seen) for sender, seen in self._last_seen.items() if now - seen >= self.settings.lease_s]
+        silent = self._silence.silent(now, self._only_sums)
         if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
             self.is_deposed = True
             return []
-        for sender, seen in silent:
+        for sender, words in silent:
             if not self.over:
-                out += self._gone(now, sender, PeerLostError(
-                    f"{self._name(sender)} has been silent for {now - seen:.1f} s (lease_s = "
-                    f"{self.settings.lease_s:g})"))
+                out += self._gone(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
         if self._admitted:
             out += self._expire(now)
         if self.over:
@@ -195,6 +198,17 @@ class Job:
         if self._admitted:
             out += self._inquiries.expire(now)
         return out
+
+    def quiet(self, now: float) -> list[bytes]:
+        """Return the nodes of which `pulse` wants to be told before the next `tick`."""
+        return [] if self.over else self._silence.quiet(now, self._only_sums)
+
+    def pulse(self, sender: bytes, at: float | None) -> None:
+        """Note when the last byte of *sender*'s connection came; None: nobody knows."""
+        self._silence.pulse(sender, at)
+
+    def _only_sums(self, sender: bytes) -> bool:
+        return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
 
     def _expire(self, now: float) -> Outgoing:
         out: Outgoing = []
@@ -218,7 +232,7 @@ class Job:
         refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
         if refusal is not None:
             return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
-        self._last_seen[sender] = now
+        self._silence.heard(now, sender)
         if self._admitted:
             self._rates.append(join.nic_rate_bytes)
             return self._joinings.admit(now, sender, join)
@@ -254,7 +268,7 @@ class Job:
             return [(sender, refuse), *self.abort(mismatch, but=[sender])]
         before = self._admission.add(sender, join)
         if before is not None:
-            del self._last_seen[before]
+            self._silence.forget(before)
             self._moved.add(before)
         contradiction = self._admission.contradiction()
         if contradiction is not None:
@@ -286,6 +300,7 @@ class Job:
         self._unmeasured = {node.index for node in roster.nodes if node.probes}
         self._inquiries = Inquiries(roster, self._left, self._barriers, self._declarations, self._generations,
                                     self._unmeasured, self._losses)
+        self._planning = Planning(roster, self._declarations, self._generations, self._losses, self._unmeasured)
         self._handlers |= self._inquiries.handlers
         self._admitted = True
 
@@ -293,7 +308,7 @@ class Job:
         """Go on where another scheduler has left off."""
         self._seat(past.roster)
         self.name = past.job
-        self._last_seen = dict.fromkeys(set(past.roster.alive_senders) - {b""}, now)
+        self._silence.restart(now, set(past.roster.alive_senders) - {b""})
         self._roster.lost |= past.lost
         self._rates[:] = [*past.rates, *self._rates[len(past.rates):]]
         self._unmeasured &= set(past.unmeasured)
@@ -321,54 +336,15 @@ class Job:
         if self._unmeasured:
             return []
         self._know()
-        return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._take_in(now) + self._plan()
+        return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._take_in(now) + self._planning.plan()
 
-    # -- declaring ----------------------------------------------------------------------------------------
-
-    def _declare(self, now: float, sender: bytes, message: m.Declare) -> Outgoing:
-        out: Outgoing = []
-        if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
-            self._held.append((sender, message))  # the names are free once all ranks have retired them
-            return []
-        for failed in self._declarations.add(message.rank, message.tensors, message.positions):
-            out += self._declare_failed(failed, self._roster.senders_of(failed.ranks))
-        return out + self._plan()
-
-    def _plan(self) -> Outgoing:
-        """Begin a generation with everything that is complete, unless one is in flight or NICs are being measured."""
-        if self._generations.in_flight is not None or self._unmeasured or self._losses.recovery is not None:
-            return []
-        specs = self._losses.take_withdrawn() or self._declarations.take_complete()
-        if not specs:
-            return []
-        try:
-            return self._to_all(self._generations.propose(specs))
-        except BpsError as exc:
-            return self._give_up([spec.name for spec in specs], exc) + self._plan()
+    # -- what nodes can do --------------------------------------------------------------------------------
 
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
         commits = self._losses.ready(index, message.generation)
-        if commits:
-            return commits + self._go_on(now)
-        commit = self._generations.ready(index, message.generation)
-        return [] if commit is None else self._to_all(commit) + self._plan()
-
-    def _prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
-        self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
-        names = self._generations.abandon(message.generation)
-        recovery = self._losses.recovery
-        if recovery is not None and message.generation == recovery.generation:
-            if recovery.joined:
-                return self._losses.leave_as_it_is(now, f"{self._name(sender)} cannot prepare for that: "
-                                                        f"{message.reason}")
-            return self.abort(CapacityError(f"{self._name(sender)} cannot go on without what the job has lost "
-                                            f"({recovery.reason}): {message.reason}"))
-        if not names:
-            return []
-        error = CapacityError(f"{self._name(sender)} cannot prepare generation {message.generation}: {message.reason}")
-        return self._give_up(names, error) + self._plan()
+        return commits + self._go_on(now) if commits else self._planning.ready(index, message.generation)
 
     def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
         self._credit = m.CreditChanged(nbytes=message.nbytes)
@@ -377,33 +353,6 @@ class Job:
     def _room(self, now: float, sender: bytes, message: m.Room) -> Outgoing:
         self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
         return []
-
-    def _give_up(self, names: Sequence[str], error: BpsError) -> Outgoing:
-        self._declarations.give_up(names, error)
-        return self._declare_failed(Failed(tuple(names), error, ()), self._roster.alive_senders)
-
-    @staticmethod
-    def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
-        message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
-        return [(sender, message) for sender in senders]
-
-    # -- retiring -----------------------------------------------------------------------------------------
-
-    def _retire(self, now: float, sender: bytes, message: m.Retire) -> Outgoing:
-        """Once all ranks have no more use for units, let all nodes give back what they use, before any later plan."""
-        over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
-        if unknown:
-            return self.abort(ProtocolError(f"{self._roster.describe(f'rank {message.rank}')} retires units {unknown}, "
-                                            "which are not committed, or were retired before"))
-        if not over:
-            return []
-        names = dict.fromkeys(member.name for unit in over for member in unit.members)
-        self._declarations.forget([name for name in names if not self._generations.is_committed(name)])
-        out = self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
-        held, self._held = self._held, []
-        for declarer, declaration in held:
-            out += self._declare(now, declarer, declaration)
-        return out
 
     # -- waiting and leaving ------------------------------------------------------------------------------
 
@@ -433,11 +382,11 @@ class Job:
 
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
-        if self.over or sender not in self._last_seen:
+        if self.over or sender not in self._silence:
             return []
         if not self._admitted or self._losses.is_worker(sender):
             return self.abort(error)
-        del self._last_seen[sender]
+        self._silence.forget(sender)
         index = self._roster.index_of(sender)
         if self._joinings.is_coming(index):
             return self._joinings.give_up(index, error)
@@ -447,19 +396,13 @@ class Job:
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
-    def _frozen(self, now: float, sender: bytes, message: m.Frozen) -> Outgoing:
-        try:
-            return self._losses.frozen(self._roster.index_of(sender), message)
-        except BpsError as exc:
-            return self.abort(exc)
-
     def _go_on(self, now: float) -> Outgoing:
         """Do what was put off until a recovery's commit; newcomers come first."""
         out = self._take_in(now)
         if self._losses.recovery is not None:
             return out
         deferred, self._deferred = self._deferred, []
-        out += self._plan()
+        out += self._planning.plan()
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out

@@ -20,6 +20,7 @@ class JobSettings:
     fusion_nbytes: int = 4096000
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
+    helper_lease_s: float = 1.0
     start_timeout_s: float = 60.0
     first_round: int = 1
     name: str = ""  # that no other job has

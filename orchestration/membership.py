@@ -31,16 +31,18 @@ class Membership:
     Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
     `tick`. The scheduler need not run yet: connecting is tried again and again until `start_timeout_s` after *now*.
     If it is lost later it has as long to come back: `tick` dials anew.
+    *pulse_s*: so often libzmq's own thread sends a sign of life, whatever this one does; 0: it does not.
     *asks_time*: heartbeats ask for the scheduler's monotonic clock, and `clock` knows how far it is ahead of ours.
     """
 
     def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,
-                 start_timeout_s: float = 60.0, asks_time: bool = False) -> None:
+                 start_timeout_s: float = 60.0, pulse_s: float = 0.0, asks_time: bool = False) -> None:
         self.address = f"{host}:{port}"
         self._host, self._port, self._key = host, port, key
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s
         self._start_timeout_s = start_timeout_s
+        self._pulse_s = pulse_s
         self._started = self._last_tick = now
         self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # a short job has a trace, too
         self._n_heartbeats = 0
@@ -65,6 +67,9 @@ class Membership:
         socket.curve_serverkey = curve_pair(self._key, "scheduler")[0]
         socket.identity = f"{os.getpid()}-{secrets.token_hex(12)}".encode()
         socket.sndhwm = socket.rcvhwm = 0
+        if self._pulse_s:
+            socket.heartbeat_ivl = max(10, round(1000 * self._pulse_s))
+            socket.heartbeat_timeout = max(10, round(1000 * self._lease_s))  # by default as short as that
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 500
         host = self._host

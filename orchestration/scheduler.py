@@ -21,6 +21,7 @@ from .doorkeeper import Doorkeeper
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
 from .job import Outgoing
 from .job_settings import JobSettings
+from .pulses import Pulses
 from .security import curve_pair
 from .tenure import Tenure
 from .unreadable import UNREADABLE
@@ -74,6 +75,7 @@ class Scheduler:
         self._zap = self._context.socket(zmq.REP)
         self._router = self._context.socket(zmq.ROUTER)
         self._doorkeeper = Doorkeeper(self._router)
+        self._pulses = Pulses()
         try:
             self._zap.bind(_ZAP_ADDRESS)
             self.port = self._listen(key, bind_host, port)
@@ -176,7 +178,11 @@ class Scheduler:
         if self._wake in ready:
             os.eventfd_read(self._wake)
             self._send(self._job.abort(ClosedError(self._stop_reason)))
-        self._send(self._job.tick(time.monotonic()))
+        now = time.monotonic()
+        for sender in self._job.quiet(now):
+            silence_s = self._pulses.silence_s(sender)
+            self._job.pulse(sender, None if silence_s is None else now - silence_s)
+        self._send(self._job.tick(now))
 
     def _admit(self) -> None:
         """Answer libzmq's question whether a client's CURVE key is the job's."""
@@ -194,12 +200,13 @@ class Scheduler:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            self._doorkeeper.knows(frames[-1])
+            fd = self._doorkeeper.knows(frames[-1])
             try:
                 sender, data = (frame.bytes for frame in frames)
             except ValueError:  # not two frames: authenticated, but no node of ours
                 self._send(self._job.abort(ProtocolError("a client of the scheduler sent what is no message")))
                 continue
+            self._pulses.knows(sender, fd)
             try:
                 message = m.decode(data, "node")
             except (ProtocolError, *UNREADABLE) as exc:

@@ -87,6 +87,14 @@ class Tenure:
         out += self.job.tick(now)
         return out + self._begin(now) if self.job.is_deposed else out
 
+    def quiet(self, now: float) -> list[bytes]:
+        """Return the nodes of which `pulse` wants to be told before the next `tick`."""
+        return self.job.quiet(now) if self._rebuilding is None else []
+
+    def pulse(self, sender: bytes, at: float | None) -> None:
+        """Note when the last byte of *sender*'s connection came; None: nobody knows."""
+        self.job.pulse(sender, at)
+
     def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> Outgoing:
         """End the job with *error* on everybody except *but*."""
         if self._rebuilding is None or self.over:

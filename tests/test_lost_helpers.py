@@ -49,12 +49,13 @@ def test_two_helpers_are_lost_at_once(job, tmp_path, transport):
     assert [outcome.text or outcome.value for outcome in started.outcomes(60)] == [[]] * 3
 
 
+@pytest.mark.parametrize("values", [{"lease_s": 60.0}, {"lease_s": 2.0, "heartbeat_s": 0.5, "helper_lease_s": 0}],
+                         ids=["helper_lease_s", "lease_s"])
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_a_helper_that_hangs_is_left_behind_after_its_lease(job, tmp_path, transport):
+def test_a_helper_that_hangs_is_left_behind_after_its_lease(job, tmp_path, transport, values):
     """It goes on later, in the middle of a sum maybe: by then nothing of it reaches anybody."""
     machines, path = SHAPES[1, 1], tmp_path / "step"
-    started = job((1, 1), helpers=1, transport=transport, placement="ps", partition_bytes=65536,
-                  lease_s=2.0, heartbeat_s=0.5)
+    started = job((1, 1), helpers=1, transport=transport, placement="ps", partition_bytes=65536, **values)
     started.begin(train, machines, 0, 40, str(path))
     until_step(path, 12)
     helper = started.daemons.pop("helper 0")
@@ -67,7 +68,7 @@ def test_a_helper_that_hangs_is_left_behind_after_its_lease(job, tmp_path, trans
 
 def test_a_helper_that_hangs_for_less_than_its_lease_is_kept(job, tmp_path):
     machines, path = SHAPES[1, 1], tmp_path / "step"
-    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536)
+    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536, helper_lease_s=8.0)
     started.begin(train, machines, 0, 40, str(path))
     until_step(path, 12)
     stop(started.daemons["helper 0"])

@@ -6,7 +6,7 @@ and cuts (`bpsfast.cluster.FaultyLink`). Each step's sums are compared with NumP
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ LEASE_S = 6.0
 class SplitJob(Job):
     """A job on the two machines of a link; it trains once or more often, and says how far it is."""
 
-    def __init__(self, folder: Path, **values: Any) -> None:
+    def __init__(self, folder: Path, far: Sequence[str] = ("node 1", "rank 1"), **values: Any) -> None:
+        """*far*: what runs on the second machine."""
         self.link = FaultyLink("a", "b", mtu=9000)
+        self._far = far
         self._folder = folder
         self.trains = False
         try:
@@ -42,7 +44,7 @@ class SplitJob(Job):
             raise
 
     def _start(self, command: Any, values: dict[str, Any]) -> None:
-        machine = self.link["ab"[command.name in ("node 1", "rank 1")]]
+        machine = self.link["ab"[command.name in self._far]]
         environ = {**command.environ, "BPSFAST_SCHEDULER": f"{self.link['a'].address}:{PORT}",
                    "BPSFAST_NODE_HOST": machine.address, "BPSFAST_LOG_LEVEL": "INFO"}
         super()._start(msgspec.structs.replace(command, argv=(*machine.via(), *command.argv), environ=environ), values)
@@ -277,3 +279,17 @@ def test_a_machine_that_is_cut_off_for_longer_than_the_lease_is_lost_by_name(doo
     assert {outcome.error for outcome in outcomes} == {"PeerLostError"}, outcomes
     assert "node 1" in outcomes[0].text and "silent for 3" in outcomes[0].text
     assert "node 0" in outcomes[1].text and "within lease_s = 3 s" in outcomes[1].text
+
+
+def test_a_helper_whose_machine_is_cut_off_is_done_without_long_before_the_lease_is_over(tmp_path):
+    """As one that is switched off: nothing ends the connections. The ranks train on, beside each other."""
+    found = SplitJob(tmp_path, far=("helper 0",), helpers=1, placement="ps", lease_s=3 * PATIENCE_S)
+    try:
+        found.train()
+        found.link.cut()
+        found.go_on(4)
+        found.lose("helper 0")
+        found.finish()
+        found.close()
+    finally:
+        found.kill()

@@ -62,8 +62,8 @@ def ears(tmp_path):
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_others_are_not_held_up(job, ears, transport):
-    started = job(ranks=(1, 1), helpers=2, placement="ps", transport=transport, lease_s=60.0, partition_bytes=N_BYTES,
-                  fusion_bytes=0, credit_bytes=N_BYTES)
+    started = job(ranks=(1, 1), helpers=2, placement="ps", transport=transport, lease_s=60.0, helper_lease_s=0,
+                  partition_bytes=N_BYTES, fusion_bytes=0, credit_bytes=N_BYTES)
     theirs, same = started.run(declare)
     assert theirs == same and 1 < len(theirs) < N_TENSORS, "more of it than there is credit"
     helper = started.daemons["helper 0"]

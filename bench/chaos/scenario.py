@@ -37,6 +37,8 @@ DECK = sum(_HANDS.values())
 
 #: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
 LEASE_S = 3.0
+#: In trials of the kind "hung helper"; else helpers have the same one.
+HELPER_LEASE_S = 1.0
 #: The job trains for so many steps after the one of the last fault.
 N_STEPS_AFTER = 10
 #: The role of what is no process.

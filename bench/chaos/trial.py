@@ -16,7 +16,7 @@ from . import elastic_trial
 from .gradients import PARTITION_NBYTES
 from .history import RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
-from .scenario import LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
+from .scenario import HELPER_LEASE_S, LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
 
 #: Nobody may wait for longer: a job that has not ended by then hangs.
 _HANG_S = 120.0
@@ -137,6 +137,7 @@ def _may_be_left(name: str, code: int, scenario: Scenario) -> bool:
 
 def _values(scenario: Scenario) -> dict[str, object]:
     return {"transport": scenario.transport, "placement": scenario.placement, "lease_s": LEASE_S,
+            "helper_lease_s": HELPER_LEASE_S if scenario.kind == "hung helper" else 0,
             "heartbeat_s": LEASE_S / 6, "partition_bytes": PARTITION_NBYTES, "timeout_s": 60, "start_timeout_s": 60}
 
 

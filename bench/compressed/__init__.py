@@ -34,7 +34,7 @@ _COMPUTE_S = 0.1
 #: Enough under way to one peer that no link is idle, little enough that what is urgent need not wait long.
 _CREDIT_NBYTES = 2 * PARTITION_NBYTES
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
+_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:

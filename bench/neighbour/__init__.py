@@ -34,7 +34,7 @@ MOST_CHANGE = 0.05
 CONTESTANTS = ("quota", "free")
 _STEP_S = 0.1  # of the quota-bound job
 _START_S = 60.0
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 60.0, "start_timeout_s": 120.0, "log_level": "ERROR"}
+_PATIENT = {"heartbeat_s": 2.0, "lease_s": 60.0, "helper_lease_s": 0, "start_timeout_s": 120.0, "log_level": "ERROR"}
 #: So much of a window is asked for at once: asking takes time as well.
 _BATCH_SHARE = 0.2
 #: A window is void in which others have taken more of all CPUs.

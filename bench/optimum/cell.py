@@ -16,7 +16,7 @@ from bpsfast.orchestration.shares import Machine
 #: A busier machine is measured itself, not the network.
 MOST_BUSY = 0.8
 #: The control plane may be slow to hear of anything here: two cores hold dozens of processes.
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
+_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from bpsfast.simulator.workload import Workload, workload
 PARTITION_NBYTES, CREDIT_NBYTES = 32 << 10, 64 << 10
 #: A ring's steps are n times smaller than what is reduced, and each waits for the slowest machine.
 GLOO_PARTITION_NBYTES, GLOO_CREDIT_NBYTES = 256 << 10, 1 << 20
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0}
+_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 
 @dataclass(frozen=True)

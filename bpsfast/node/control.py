@@ -145,7 +145,7 @@ class Node:
             self._membership = Membership(
                 host, port, self._key, now=time.monotonic(), heartbeat_s=self._settings.heartbeat_s,
                 lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s,
-                asks_time=bool(self._settings.trace_dir))
+                pulse_s=self._settings.helper_lease_s / 4, asks_time=bool(self._settings.trace_dir))
             self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
         ranks = self._home.wished_ranks()

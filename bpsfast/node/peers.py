@@ -71,7 +71,8 @@ class Peers:
         vertex = self._node.vertex
         self._peering = Peering(self._settings, self._key, message.epoch, message.nodes[message.index], message.nodes,
                                 self._listener, vertex.doorstep, vertex.rails,
-                                lambda: self._loop.call_soon(self._changed), (*message.lost, *message.joining), message.is_late)
+                                lambda: self._loop.call_soon(self._changed), (*message.lost, *message.joining),
+                                message.is_late)
         self._peering.start()
         self._changed()
 

@@ -30,7 +30,7 @@ from tests.guest.training import (
 )
 from tests.guest.verbs_end import until
 
-PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "heartbeat_s": 5}
+PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "helper_lease_s": 0, "heartbeat_s": 5}
 
 
 class HostedJob(Job):
