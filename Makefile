@@ -26,7 +26,7 @@ test: $(stamp) sshd mpi
 test-guest: $(stamp) guest
 	$(bin)/pytest -q --durations=10 tests/guest
 
-# The examples for Lightning, Accelerate, Transformers and Ray, which take 700 MB and some minutes to install.
+# The examples for Lightning, Accelerate, Transformers, Ray and torchft, which take 700 MB and some minutes to install.
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py

@@ -82,3 +82,13 @@ def test_digits_by(name, modules):
     needs(*modules)
     said = by_torchrun(name)
     assert "bpsfast: " in said and read_right(said) > 60, said
+
+
+def test_digits_by_torchft_whose_replicas_are_lost_and_come_back():
+    needs("torchft")
+    said = output([sys.executable, str(EXAMPLES / "mnist_torchft.py")])
+    found = re.findall(r"replica (\d): weights ([0-9a-f]{16}), ([\d.]+)%", said)
+    assert {number for number, _, _ in found} == {"0", "1", "2"} and len({digest for _, digest, _ in found}) == 1, said
+    assert min(float(share) for _, _, share in found) > 60, said
+    assert "of 3 replicas" in said and "replica 2 is lost" in said, said
+    assert re.search(r"replica 0: step \d+ of 2 replicas", said), "nobody trained on without it"

@@ -1,4 +1,4 @@
-"""A torch process group without its calls: who it is, how a call is started and noted, how the group ends."""
+"""A torch process group without its calls: how a call is started and noted, how the group ends."""
 from __future__ import annotations
 
 import contextlib
@@ -16,6 +16,7 @@ from ...collective.group import Group
 from ...orchestration.errors import BpsError
 from . import shim, worlds
 from .messages import Messages
+from .named_group import NamedGroup
 from .operands import Operand
 from .work import Work, torch_error
 
@@ -27,46 +28,23 @@ _REMARK_S = 5.0
 _GOODBYE_S = 10.0
 
 
-class BaseGroup(dist.ProcessGroup):
+class BaseGroup(NamedGroup):
     """Carries out calls by *group*, in their order. `ProcessGroup` has the calls, and says what holds for all of them.
 
     *world* is left when the group ends.
     """
 
     def __init__(self, world: worlds.World, group: Group, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, group.name)
         self._world: worlds.World | None = world
         self._group = group
         self._messages = Messages(group)
         self._conductor = Conductor(group.name)
         self._coalesced: list[Work] | None = None
         self._sequence = 0
-        self._names = {"name": group.name, "desc": "undefined"}
+        self._failure: BaseException | None = None
 
-    # -- who it is -------------------------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        """Return the name under which it is registered."""
-        return shim.NAME
-
-    name = _get_backend_name = getBackendName
-
-    def _set_group_name(self, name: str) -> None:
-        self._names["name"] = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._names["desc"] = text
-
-    def getGroupName(self) -> str:
-        """Return what torch calls the group."""
-        return self._names["name"]
-
-    def getGroupDesc(self) -> str:
-        """Return what torch's user calls the group."""
-        return self._names["desc"]
-
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    # -- what it can ----------------------------------------------------------------------------------------------
 
     @property
     def supports_splitting(self) -> bool:
@@ -88,6 +66,11 @@ class BaseGroup(dist.ProcessGroup):
         """Let calls from now on take *timeout* at most."""
         self._group.timeout_s = timeout.total_seconds()
 
+    def errored(self) -> BaseException | None:
+        """Return what the first call that failed has failed with, as its `Work` raises it; None: none has. Any thread.
+        """
+        return self._failure
+
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def _start(self, text: str, results: Sequence[torch.Tensor], opts: Any, run: Callable[[], None],
@@ -95,6 +78,7 @@ class BaseGroup(dist.ProcessGroup):
         self._sequence += 1
         timeout_s = shim.timeout_of(opts, self._group.timeout_s)
         work = Work(results, timeout_s, text)
+        work.tell_failure(self._failed)
 
         def job() -> None:
             with self._group.within(timeout_s):
@@ -121,7 +105,11 @@ class BaseGroup(dist.ProcessGroup):
             work = begin()
         except BpsError as exc:
             raise torch_error(exc) from exc
+        work.tell_failure(self._failed)
         return self._noted(work)
+
+    def _failed(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of calls from now on."""

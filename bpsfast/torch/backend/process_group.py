@@ -273,6 +273,19 @@ def _run_all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
+def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: float) -> ProcessGroup:
+    """Make the group of *ranks* of *world*, of which this process is the one at *rank*; without one the world is left.
+    """
+    try:
+        group = groups.make(world.session, world.session_ranks(ranks), timeout_s)
+        made = ProcessGroup(world, group, rank, len(ranks))
+        world.members.add(made)
+        return made
+    except BaseException:
+        worlds.quit(world)
+        raise
+
+
 def create(options: Any, _: Any = None) -> ProcessGroup:
     """Make a group as torch asks for it (`DistributedBackendOptions`): on all its members, in one order.
 
@@ -285,14 +298,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     try:
         world = worlds.enter(options.store, options.group_rank, options.group_size, options.global_ranks_in_group,
                              timeout_s)
-        try:
-            ranks = options.global_ranks_in_group or range(options.group_size)
-            group = groups.make(world.session, world.session_ranks(ranks), timeout_s)
-            made = ProcessGroup(world, group, options.group_rank, options.group_size)
-            world.members.add(made)
-            return made
-        except BaseException:
-            worlds.quit(world)
-            raise
+        return group_in(world, options.global_ranks_in_group or range(options.group_size), options.group_rank,
+                        timeout_s)
     except BpsError as exc:
         raise torch_error(exc) from exc

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,15 @@ class Work(dist.Work):
         self._base: Any = None
         self._future: Any = None
         self._source = -1
+        self._failed: Callable[[BaseException], None] | None = None
+
+    def tell_failure(self, failed: Callable[[BaseException], None]) -> None:
+        """Call ``failed(error)`` if the call fails, or has failed: before anybody who waits hears of it."""
+        with self._lock:
+            if not self._event.is_set():
+                self._failed = failed
+            elif self._error is not None:
+                failed(self._error)
 
     def finish(self, error: BaseException | None, source: int = -1) -> None:
         """Enter how the call ended, and from which member it was received. The first end counts."""
@@ -44,6 +53,9 @@ class Work(dist.Work):
                 return
             self._error = None if error is None else torch_error(error)
             self._source = source
+            if self._error is not None and self._failed is not None:
+                self._failed(self._error)
+            self._failed = None  # who keeps a work need not keep its group
             self._event.set()
             base = self._base
         if base is not None:

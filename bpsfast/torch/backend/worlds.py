@@ -75,6 +75,16 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
         return world
 
 
+def make(store: Any, rank: int, size: int, timeout_s: float) -> World:
+    """Make a world for one group of *size* ranks, whatever else this process takes part in; `quit` ends it.
+
+    Raises what `rendezvous.place` and `joining.join` raise.
+    """
+    world = _make(store, rank, size, range(size), timeout_s)
+    world.n_groups = 1
+    return world
+
+
 def _end_leftovers() -> None:
     """End what older versions of torch leave behind when the default group is destroyed: they tell only NCCL of it."""
     with _lock:

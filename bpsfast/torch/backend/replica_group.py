@@ -1,0 +1,183 @@
+"""A process group that is made again and again of those who are there: what torchft's managers ask for.
+
+torchft decides, step by step, which replicas of a model train together, and tells each one's process group its next
+members (`configure`). In between it asks whether a call has failed (`errored`). So
+
+    manager = torchft.Manager(pg=ReplicaGroup(timeout=timedelta(seconds=30)), ...)
+
+has the gradients of all replicas summed by bpsfast. No code of torchft is needed, nor its classes: whoever has a quorum
+of his own calls the same.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
+from ...settings import parse_address
+from . import worlds
+from .named_group import NamedGroup
+from .process_group import ProcessGroup, group_in
+from .work import torch_error
+
+_REGISTERED_S = 60.0
+
+
+class ReplicaGroup(NamedGroup):
+    """The calls of `ProcessGroup`, among the members of the last `configure`. Any thread; `configure` one at a time.
+
+    A group has one life for each `configure`: a job of its own, with daemons and memory of its own, which takes about a
+    second to make. Once a call has failed, or after `abort`, all further calls fail until the next `configure`. Results
+    have the bits that a group of the same members always has.
+
+    Parameters
+    ----------
+    timeout
+        Of `configure`, and of each call.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(0, 1, "replicas")
+        self._timeout = timeout
+        self._inner: ProcessGroup | None = None
+        self._why_none: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank()} of {self.size()})"
+
+    # -- torchft's extras ------------------------------------------------------------------------------------------
+
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int | None = None,
+                  group_rank: int | None = None, group_world_size: int | None = None,
+                  global_ranks: Sequence[int] | None = None) -> None:
+        """Become member *rank* of *world_size*, who all call this; what was before is aborted. Blocks until all have.
+
+        Parameters
+        ----------
+        store_addr
+            "host:port/prefix" of a `TCPStore` that runs; no two configurations may have the same.
+        replica_id, quorum_id, group_rank, group_world_size, global_ranks
+            Whose member this is, for error messages: nothing else follows from them.
+
+        Raises
+        ------
+        DistBackendError
+            Some members did not come in time (it names them), or the store cannot be reached. Configure again.
+        ConfigError
+            The arguments are no such address, or no such rank; then all is as before.
+        """
+        who = f"replica {replica_id!r}" + (f" of quorum {quorum_id}" if quorum_id is not None else "")
+        address, _, prefix = store_addr.partition("/")
+        host, port = parse_address(address, f"the store_addr of {who}")
+        if not prefix:
+            raise ConfigError(f"{who}: store_addr is {store_addr!r}, but has to be host:port/prefix, with a prefix "
+                              "that no other configuration has")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"{who}: rank = {rank} must be at least 0 and less than world_size = {world_size}")
+        self._leave(lambda inner: inner.abort(), None)
+        try:
+            store = self._store(host, port, prefix)
+            world = worlds.make(store, rank, world_size, self._timeout.total_seconds())
+            self._inner = group_in(world, range(world_size), rank, self._timeout.total_seconds())
+        except BpsError as exc:
+            self._why_none = torch_error(type(exc)(f"{who} (rank {rank} of {world_size}): {exc}"))
+            raise self._why_none from exc
+
+    def _store(self, host: str, port: int, prefix: str) -> Any:
+        try:
+            return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False,
+                                                          timeout=self._timeout))
+        except (RuntimeError, ValueError) as exc:  # torch's DistError is a RuntimeError
+            first = str(exc).partition("\n")[0]
+            raise PeerLostError(f"no store answers at {host}:{port} within {self._timeout.total_seconds():g} s: {first}"
+                                ) from exc
+
+    def errored(self) -> BaseException | None:
+        """Return why calls will fail until the next `configure`: what one has failed with, or that it was aborted.
+
+        None if all is well, and before the first `configure`.
+        """
+        inner = self._inner
+        return self._why_none if inner is None else inner.errored()
+
+    def abort(self, errored: bool = True) -> None:
+        """Leave the group at once: calls under way fail. Does nothing before `configure`.
+
+        *errored*: whether `errored` is to say so.
+        """
+        why = torch_error(ClosedError("this process group was aborted: configure it anew")) if errored else None
+        self._leave(lambda inner: inner.abort(), why)
+
+    def shutdown(self) -> None:
+        """Leave the group, once its calls are over."""
+        self._leave(lambda inner: inner.shutdown(), None)
+
+    def _leave(self, end: Callable[[ProcessGroup], None], why: BaseException | None) -> None:
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            self._why_none = why
+            end(inner)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let `configure`, and calls from now on, take *timeout* at most."""
+        self._timeout = timeout
+        if self._inner is not None:
+            self._inner.set_timeout(timeout)
+
+    def register(self, name: str) -> dist.ProcessGroup:
+        """Let torch know this group as *name*, for functional collectives and device meshes; returns it. Once.
+
+        torch takes it for a group of this rank alone: sizes that change are nothing for a mesh. `unregister` ends that.
+        """
+        backend = f"{self.getBackendName()}:{name}"
+        dist.Backend.register_backend(backend, lambda *_: self, devices=["cpu"])
+        group = dist.new_group(ranks=[dist.get_rank()], backend=backend, group_desc=backend,
+                               timeout=timedelta(seconds=_REGISTERED_S))
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def unregister(self) -> None:
+        """Take back `register`; the group is shut down."""
+        dist.destroy_process_group(self)
+
+    # -- the group of now ------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Return the number of members; 1 if there is no group now."""
+        return 1 if self._inner is None else self._inner.size()
+
+    def rank(self) -> int:
+        """Return which member this is; 0 if there is no group now."""
+        return 0 if self._inner is None else self._inner.rank()
+
+    getSize, getRank = size, rank
+
+    def _now(self) -> ProcessGroup:
+        inner = self._inner
+        if inner is not None:
+            return inner
+        if self._why_none is not None:
+            raise self._why_none
+        raise torch_error(ClosedError("this process group has no members yet: configure(store_addr, replica_id, rank, "
+                                      "world_size) says who they are"))
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def call(self: ReplicaGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self._now(), name)(*args, **options)
+
+    call.__name__, call.__qualname__ = name, f"ReplicaGroup.{name}"
+    call.__doc__ = getattr(ProcessGroup, name).__doc__
+    return call
+
+
+for _name in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
+              "_reduce_scatter_base", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "broadcast",
+              "allgather", "allgather_coalesced", "all_gather_single", "_allgather_base", "all_gather_single_coalesced",
+              "allgather_into_tensor_coalesced", "barrier", "gather", "scatter", "alltoall", "all_to_all_single",
+              "alltoall_base", "send", "recv", "recv_anysource", "monitored_barrier", "_start_coalescing",
+              "_end_coalescing", "_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+    setattr(ReplicaGroup, _name, _forwarded(_name))
