@@ -2,9 +2,9 @@
 
     python examples/mnist_torchft.py
 
-Three replicas train. The last one is killed in the middle of its 20th step, and started again; it gets its state from
-the others. At the end all have the same weights. torchft decides who takes part in a step, `ReplicaGroup` is what it is
-given for a process group.
+Three replicas train. The last one is killed in the middle of a step, and started again, while the others train on; it
+gets its state from them. After so many steps of all three they have the same weights. torchft decides who takes part in
+a step; `ReplicaGroup` is what it is given for a process group.
 """
 import argparse
 import hashlib
@@ -17,42 +17,53 @@ from datetime import timedelta
 import mnist_ddp
 import torch
 import torch.distributed as dist
-from torchft import DistributedDataParallel, LighthouseServer, Manager, Optimizer
+from torchft import Manager, Optimizer
+from torchft.coordination import LighthouseServer
 
 from bpsfast.torch.backend import ReplicaGroup
 
-N_REPLICAS, N_STEPS, LOST_STEP, BATCH = 3, 60, 20, 32
+#: It ends after so many steps of all replicas; one is killed in the middle of a step before.
+N_STEPS, KILLED = 60, 20
+N_REPLICAS, BATCH = 3, 32
 TIMEOUT = timedelta(seconds=60)
 
 
 def replica(number, lighthouse, dies):
-    """Train as one replica until `N_STEPS` steps were made."""
+    """Train as one replica; kill yourself if *dies*."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     training, testing = mnist_ddp.digits()
     network = mnist_ddp.network()
     sgd = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 
+    n_full = 0  # steps that all replicas have made together
+
     def load(state):
+        nonlocal n_full
+        n_full = state["n_full"]
         network.load_state_dict(state["network"])
         sgd.load_state_dict(state["sgd"])
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(pg=ReplicaGroup(TIMEOUT), load_state_dict=load,
-                      state_dict=lambda: {"network": network.state_dict(), "sgd": sgd.state_dict()},
+                      state_dict=lambda: {"n_full": n_full, "network": network.state_dict(), "sgd": sgd.state_dict()},
                       min_replica_size=2, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
                       hostname="127.0.0.1", lighthouse_addr=lighthouse, replica_id=f"digits_{number}", timeout=TIMEOUT)
-    model, optimizer = DistributedDataParallel(manager, network), Optimizer(manager, sgd)
-    while manager.current_step() < N_STEPS:
+    optimizer = Optimizer(manager, sgd)
+    while n_full < N_STEPS:
         step = manager.current_step()
         draw = torch.Generator().manual_seed(1000 * step + number)
         images, labels = training[torch.randint(len(training), (BATCH,), generator=draw)]
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
-        if dies and step == LOST_STEP:
+        loss = torch.nn.functional.cross_entropy(network(images), labels)
+        if dies and n_full == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
+        # Not torchft's DistributedDataParallel: it (0.2.0) ends with an AssertionError where a call fails on the CPU.
+        for work in [manager.allreduce(weight.grad) for weight in network.parameters()]:
+            work.wait()
         optimizer.step()
+        n_full += manager.current_step() > step and manager.num_participants() == N_REPLICAS
         print(f"replica {number}: step {step} of {manager.num_participants()} replicas, loss {loss.item():.4f}",
               flush=True)
     network.eval()

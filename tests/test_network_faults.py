@@ -15,6 +15,7 @@ import pytest
 
 import bpsfast
 from bpsfast.cluster import FaultyLink, faulty_link
+from bpsfast.launch.daemons import LEFT_BEHIND
 from tests.checked_training import train
 from tests.conftest import Job
 
@@ -288,7 +289,9 @@ def test_a_helper_whose_machine_is_cut_off_is_done_without_long_before_the_lease
         found.train()
         found.link.cut()
         found.go_on(4)
-        found.lose("helper 0")
+        helper = found.daemons.pop("helper 0")
+        found.link.mend()
+        assert helper.wait(PATIENCE_S) == LEFT_BEHIND, "it is told so"
         found.finish()
         found.close()
     finally:
