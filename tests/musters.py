@@ -98,7 +98,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
     try:
         yield make
     finally:
-        current.abandon("the test is over")
+        current.shutdown()
+        if member_module._member is not None:
+            made.append(member_module._member)
         for each in made:
             if each._quiet_fd >= 0:
                 each._line._socket.linger = 0  # nobody may be there any more
