@@ -129,14 +129,14 @@ def test_a_word_now_and_then_is_enough_to_wait_on_and_on(muster, end, monkeypatc
     first = made.speaker(0)
     first.say(Come, node="a")
     assert first.hears(Formed).size == 1
-    member = end(made.address, 1, start_timeout_s=2.0, stall_warn_s=1.0)
+    member = end(made.address, 1, start_timeout_s=2.0, stall_warn_s=0.8)
     until_connected(member)
 
     class Listener(logging.Handler):
-        """Ends the training once the wait was told of four times, which is longer than silence may last."""
+        """Ends the training once the wait was told of three times, which is longer than silence may last."""
 
         def emit(self, record):
-            if len(caplog.messages) == 4:
+            if len(caplog.messages) == 3:
                 first.say(Done)
 
     listener = Listener()
