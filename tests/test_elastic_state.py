@@ -75,6 +75,25 @@ def test_run_without_a_muster_calls_once(shared_job):
     assert shared_job(ranks=(2, 1)).run(run_without_a_muster) == [[6, [], "The user's own."]] * 3
 
 
+def fail_without_a_muster():
+    """Lose somebody in the training function; return what becomes of that, and where the state is then."""
+    state = state_of(step=0)
+
+    @elastic.run
+    def train(state):
+        state.step += 1
+        raise PeerLostError("rank 9 is gone")
+
+    try:
+        return train(state)
+    except PeerLostError as exc:
+        return [str(exc), state.step]
+
+
+def test_run_without_a_muster_raises_what_ends_the_call(shared_job):
+    assert shared_job(ranks=(2, 1)).run(fail_without_a_muster) == [["rank 9 is gone", 1]] * 3
+
+
 def test_a_loss_is_seen_through_what_was_raised_from_it():
     lost = PeerLostError("x")
     outer = RuntimeError("y")
