@@ -25,6 +25,7 @@ from .orchestration.placement import check_policy
 
 PREFIX = "BPSFAST_"
 _LEAST_LIMIT_GBPS = 0.001
+_LEAST_HELPER_LEASE_S = 0.5
 _MOST_TCP_STREAMS = 4
 
 
@@ -327,6 +328,11 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
             f"BPSFAST_LEASE_S = {settings.lease_s} ({origins['lease_s']}) must be more than twice BPSFAST_HEARTBEAT_S "
             f"= {settings.heartbeat_s} ({origins['heartbeat_s']}): one late heartbeat would end the job"
         )
+    if 0.0 < settings.helper_lease_s < _LEAST_HELPER_LEASE_S:
+        raise ConfigError(
+            f"BPSFAST_HELPER_LEASE_S = {settings.helper_lease_s} ({origins['helper_lease_s']}) must be at least "
+            f"{_LEAST_HELPER_LEASE_S}, or 0 for as long as BPSFAST_LEASE_S: the scheduler looks five times a second, "
+            "and helpers that are only slow would be lost")
     if 0 < settings.trace_last_step < settings.trace_first_step:
         raise ConfigError(f"BPSFAST_TRACE_FIRST_STEP = {settings.trace_first_step} ({origins['trace_first_step']}) "
                           f"comes after BPSFAST_TRACE_LAST_STEP = {settings.trace_last_step} "

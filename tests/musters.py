@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from bpsfast.orchestration import muster_line
 from bpsfast.orchestration.muster import Rules
 from bpsfast.settings import Settings, load
 from bpsfast.trainer import current
+from tests.line_ends import receive
 from tests.test_muster_service import Worker
 
 KEY = secrets.token_bytes(32)  # of this process alone: ports come back
@@ -30,19 +30,11 @@ class Puppet:
 
     def __init__(self) -> None:
         self._line = muster_line.listen(line_key(KEY), "127.0.0.1")
-        self._quiet = os.eventfd(0)
         self.address = f"127.0.0.1:{self._line.port}"
 
     def hear(self, n: int) -> list[Any]:
         """Return the next *n* messages, and no more."""
-        heard: list[Any] = []
-        deadline = time.monotonic() + LIMIT_S
-        while len(heard) < n:
-            assert time.monotonic() < deadline, f"{heard} within {LIMIT_S} s"
-            self._line.wait(self._quiet, 0.5)
-            heard += self._line.recv_nowait()
-        assert len(heard) == n, heard
-        return heard
+        return receive(self._line, n)
 
     def say(self, *spoken: msgspec.Struct) -> None:
         """Say that to all who are there."""
@@ -51,10 +43,7 @@ class Puppet:
 
     def close(self) -> None:
         """Be gone. Idempotent."""
-        if self._quiet >= 0:
-            self._line.close()
-            os.close(self._quiet)
-            self._quiet = -1
+        self._line.close()
 
 
 class RealMuster:
@@ -105,6 +94,25 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
             if each._quiet_fd >= 0:
                 each._line._socket.linger = 0  # nobody may be there any more
             each.close()
+
+
+@pytest.fixture
+def end(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
+    """A way to make workers' ends: see `ends`."""
+    with ends(monkeypatch) as make:
+        yield make
+
+
+@pytest.fixture
+def muster(no_leaks: None) -> Iterator[Callable[..., RealMuster]]:
+    """A way to make real musters."""
+    with contextlib.ExitStack() as stack:
+        def make(n: int, **rules: Any) -> RealMuster:
+            made = RealMuster(n, **rules)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """How a worker gets into real jobs: one after another, again where one does not come together, and not for ever."""
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 
@@ -12,26 +11,14 @@ from bpsfast.launch import rendezvous
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.orchestration.muster_line import Come, Formed, Void
 from bpsfast.trainer import current
-from tests.musters import LIMIT_S, RealMuster, ends, meanwhile, settings_of, until_connected
-
-
-@pytest.fixture
-def end(no_leaks, monkeypatch):
-    """A way to make workers' ends: see `tests.musters`."""
-    with ends(monkeypatch) as make:
-        yield make
-
-
-@pytest.fixture
-def muster(no_leaks):
-    """A way to make real musters."""
-    with contextlib.ExitStack() as stack:
-        def make(n, **rules):
-            made = RealMuster(n, **rules)
-            stack.callback(made.close)
-            return made
-
-        yield make
+from tests.musters import (  # fixtures
+    LIMIT_S,
+    end as end,
+    meanwhile,
+    muster as muster,
+    settings_of,
+    until_connected,
+)
 
 
 def test_one_job_after_another_is_joined(muster, end):

@@ -1,7 +1,6 @@
 """A worker's end of the muster: what it says, whom it believes, when it gives up, and whose process it belongs to."""
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -20,26 +19,16 @@ from bpsfast.orchestration.errors import BpsError, CapacityError, ConfigError, M
 from bpsfast.orchestration.muster_line import Come, Done, Formed, Hello, Newcomers, Over, Refused, Value, Void, Want
 from bpsfast.settings import load
 from bpsfast.trainer import current
-from tests.musters import KEY, LIMIT_S, Puppet, RealMuster, ends, settings_of, until, until_connected
-
-
-@pytest.fixture
-def end(no_leaks, monkeypatch):
-    """A way to make workers' ends: see `tests.musters`."""
-    with ends(monkeypatch) as make:
-        yield make
-
-
-@pytest.fixture
-def muster(no_leaks):
-    """A way to make real musters."""
-    with contextlib.ExitStack() as stack:
-        def make(n, **rules):
-            made = RealMuster(n, **rules)
-            stack.callback(made.close)
-            return made
-
-        yield make
+from tests.musters import (  # fixtures
+    KEY,
+    LIMIT_S,
+    Puppet,
+    end as end,
+    muster as muster,
+    settings_of,
+    until,
+    until_connected,
+)
 
 
 @pytest.fixture

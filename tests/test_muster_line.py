@@ -1,7 +1,6 @@
 """What workers and their muster say to each other, over real sockets on loopback: what arrives, and what does not."""
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
@@ -30,6 +29,7 @@ from bpsfast.orchestration.muster_line import (
     listen,
     stored_nbytes,
 )
+from tests.line_ends import look, receive
 
 KEY = secrets.token_bytes(32)
 LIMIT_S = 20.0
@@ -47,26 +47,6 @@ def lines(no_leaks):
     yield muster, workers
     for line in (muster, *workers.values()):
         line.close()
-
-
-def look(line, is_enough):
-    """Wait until *is_enough* says so of what was received; return that."""
-    wake, received, until = os.eventfd(0), [], time.monotonic() + LIMIT_S
-    try:
-        while not is_enough(received):
-            assert time.monotonic() < until, f"{received} within {LIMIT_S} s"
-            line.wait(wake, 0.5)
-            received += line.recv_nowait()
-    finally:
-        os.close(wake)
-    return received
-
-
-def receive(line, n):
-    """The next *n* messages, and no more."""
-    received = look(line, lambda found: len(found) >= n)
-    assert len(received) == n, received
-    return received
 
 
 def greet(muster, workers):

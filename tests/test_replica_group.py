@@ -105,6 +105,21 @@ def test_who_does_not_come_is_named_and_the_next_life_is_a_good_one(processes, s
     assert on(ranks, (0, 1), total) == [[3.0]] * 2
 
 
+def waits_in_vain():
+    """Nobody sends; return what the wait says, and what `errored` does."""
+    try:
+        _kept["group"].recv([torch.ones(3)], 1, 0).wait()
+    except dist.DistBackendError as exc:
+        return str(exc), str(_kept["group"].errored())
+
+
+def test_a_message_that_does_not_come_is_a_call_that_failed(processes, store):
+    ranks = processes(2)
+    assert on(ranks, (0, 1), begin, store(0), [0, 1], 2.0) == [(0, 2, None), (1, 2, None)]
+    ((said, after),) = on(ranks, (0,), waits_in_vain)
+    assert said.startswith("StallError") and after == said
+
+
 def many_lives(addresses):
     found = []
     for address in addresses:

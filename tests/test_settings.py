@@ -107,6 +107,9 @@ def test_the_job_key_is_never_shown():
 def test_values_that_contradict_are_an_error_that_names_both():
     with pytest.raises(ConfigError, match=r"BPSFAST_LEASE_S.*BPSFAST_HEARTBEAT_S"):
         read(lease_s=1, heartbeat_s=1)
+    with pytest.raises(ConfigError, match=r"BPSFAST_HELPER_LEASE_S = 0\.1 .* at least 0\.5, or 0 "):
+        read(helper_lease_s=0.1)
+    assert read(helper_lease_s=0).helper_lease_s == 0
     with pytest.raises(ConfigError, match=r"BPSFAST_TRACE_FIRST_STEP = 5.*BPSFAST_TRACE_LAST_STEP = 4"):
         read(trace_first_step=5, trace_last_step=4)
     with pytest.raises(ConfigError, match=r"BPSFAST_TRANSPORT.*BPSFAST_ALLOW_SHM"):

@@ -11,6 +11,7 @@ import pytest
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
 from bpsfast.orchestration.turn_line import Begun, Failed, FollowerLine, Hello, LeaderLine, Left, Turns
 from bpsfast.orchestration.turns import Entry
+from tests.line_ends import receive
 
 KEY = secrets.token_bytes(32)
 LIMIT_S = 20.0
@@ -25,20 +26,6 @@ def lines():
     yield leader, followers
     for line in (leader, *followers):
         line.close()
-
-
-def receive(line, n):
-    """The next *n* messages."""
-    wake = os.eventfd(0)
-    received, until = [], time.monotonic() + LIMIT_S
-    try:
-        while len(received) < n:
-            assert time.monotonic() < until, f"{received} within {LIMIT_S} s"
-            line.wait(wake, 0.5)
-            received += line.recv_nowait()
-    finally:
-        os.close(wake)
-    return received
 
 
 def greet(leader, followers):

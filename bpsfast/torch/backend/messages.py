@@ -66,7 +66,9 @@ class MessageWork(Work):
             try:
                 self._transfer.wait(given_s if given_s > 0 else self._timeout_s)
             except BpsError as exc:
-                raise torch_error(exc) from exc
+                error = torch_error(exc)
+                self._note(error)
+                raise error from exc
         return super().wait()
 
 

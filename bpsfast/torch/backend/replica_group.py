@@ -59,8 +59,10 @@ class ReplicaGroup(NamedGroup):
         ----------
         store_addr
             "host:port/prefix" of a `TCPStore` that runs; no two configurations may have the same.
-        replica_id, quorum_id, group_rank, group_world_size, global_ranks
-            Whose member this is, for error messages: nothing else follows from them.
+        replica_id, quorum_id
+            Whose member this is: errors name it.
+        group_rank, group_world_size, global_ranks
+            torchft passes them; members of a group are known by their rank in it, so nothing follows from them here.
 
         Raises
         ------
@@ -160,7 +162,7 @@ class ReplicaGroup(NamedGroup):
         if inner is not None:
             return inner
         if self._why_none is not None:
-            raise self._why_none
+            raise self._why_none.with_traceback(None)  # what was raised before would keep its callers' frames
         raise torch_error(ClosedError("this process group has no members yet: configure(store_addr, replica_id, rank, "
                                       "world_size) says who they are"))
 

@@ -46,6 +46,12 @@ class Work(dist.Work):
             elif self._error is not None:
                 failed(self._error)
 
+    def _note(self, error: BaseException) -> None:
+        """Tell who wants to know that a wait has failed, though the call is not over."""
+        with self._lock:
+            if self._failed is not None:
+                self._failed(error)
+
     def finish(self, error: BaseException | None, source: int = -1) -> None:
         """Enter how the call ended, and from which member it was received. The first end counts."""
         with self._lock:
