@@ -120,6 +120,19 @@ def slots() -> list[bytes]:
     return [writes, framed, _header(1, 1, 0, 1), writes + framed, longer]
 
 
+def sealed() -> list[bytes]:
+    """What nobody has sealed; writes that were, one of them changed, or repeated; a header of the peer's own making."""
+    def write(slot: int, round: int, payload: bytes, flags: int = 0) -> bytes:
+        return bytes([slot, round, flags, len(payload), 0]) + payload
+
+    two = write(1, 1, bytes(range(16))) + write(2, 2, bytes(64))
+    framed = write(3, 1, struct.pack("<Q", 16) + bytes(16)) + write(5, 3, bytes(8)) + write(1, 3, b"", 1)
+    odd = bytes([1, 1, 0, 16, 255]) + _header(1, 1, 16) + bytes(16)
+    whole, changed, repeated = (struct.pack("<QB", *each) for each in ((4097, 0), (60, 0), (4097, 1)))
+    return [b"\1" + bytes(48), b"\3" + bytes(200), b"\0" + whole + two + framed, b"\2" + whole + framed + two,
+            b"\0" + changed + two, b"\0" + repeated + two, b"\0" + whole + odd, b"\0" + whole + write(6, 1, bytes(8))]
+
+
 def rows() -> list[bytes]:
     """Four frames of the target's shape, summed by two ranks and a node before and after; changes while that lasts."""
     def frame(*indices: int) -> bytes:

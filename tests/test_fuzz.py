@@ -1,6 +1,7 @@
 """Whatever reads a peer's bytes, for a moment each, from the seeds on and unguided: `make fuzz` does it at length."""
 from __future__ import annotations
 
+import signal
 import subprocess
 
 import numpy as np
@@ -41,10 +42,22 @@ def test_no_native_parser_reads_or_writes_beyond_its_memory(name, tmp_path):
     ("rows.h", "n_rows > shape->max_rows || ", "", "rows"),
     ("core.h", "nbytes > room || input->offset > room - nbytes", "nbytes > room", "engine"),
     ("lane.h", "lane->entries[tail & (capacity - 1)]", "lane->entries[tail & capacity]", "memory"),
-], ids=["a frame longer than its slot", "more rows than there is room for", "an offset beyond", "an index beyond"])
+    ("seal.h", "(BPS_SEAL_RECORD + 64u + 2u * BPS_SEAL_TAG)", "64u", "sealed"),
+], ids=["a frame longer than its slot", "more rows than there is room for", "an offset beyond", "an index beyond",
+        "a record longer than what holds it"])
 def test_a_hole_made_on_purpose_is_found(header, right, wrong, name, tmp_path):
     done = fuzzed(10, name, tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
     assert done.returncode != 0 and ("Sanitizer" in done.stderr or "runtime error" in done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(("right", "wrong"), [
+    ("DecryptFinal_ex(seal->context, out + n, &rest) == 1", "DecryptFinal_ex(seal->context, out + n, &rest) >= 0"),
+    ("seal->n_records++;", ""),
+], ids=["whose tag nobody looks at", "whose records have no number"])
+def test_a_seal_is_found_wanting(right, wrong, tmp_path):
+    """Without the tag anything arrives, without the number a record arrives twice."""
+    done = fuzzed(10, "sealed", tmp_path, sanitized.spoilt_headers(tmp_path, "seal.h", right, wrong))
+    assert done.returncode == -signal.SIGABRT, done.stderr
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -1,0 +1,151 @@
+/* What a peer sends over an encrypted TCP stream: records that nobody has sealed, and records that were sealed by a peer
+ * who says what it likes. The first byte tells which. Every slot ends where its memory ends, so a byte beyond is a
+ * report; what was not sealed must not arrive, and what arrives must be what was sealed. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "input.h"
+#include "slots.h"
+
+enum { EPOCH = 5, N_SLOTS = 6, MOST_WRITES = 16, MOST_PAYLOAD = 256 };
+
+/* Slots 0 and 4 are not bound; 3 and 5 take frames of up to so much. */
+static const uint64_t sizes[N_SLOTS] = {0, 16, 64, 40, 0, 8};
+static const unsigned char key[BPS_SEAL_KEY] = "the key of this connection";
+static struct bps_crypto crypto;
+
+struct receiver {
+    struct bps_slots slots;
+    struct bps_seal *seal;
+    char *memory[N_SLOTS][2];
+    int ends[2];
+};
+
+static void begin(struct receiver *receiver)
+{
+    static int is_loaded;
+    if (!is_loaded && bps_crypto_load(&crypto, "libcrypto.so.3") != NULL
+        && bps_crypto_load(&crypto, "libcrypto.so.1.1") != NULL) {
+        fprintf(stderr, "libcrypto is missing (package libssl3)\n");
+        abort();
+    }
+    is_loaded = 1;
+    memset(receiver, 0, sizeof *receiver);
+    receiver->seal = bps_seal_make(&crypto, key, 0);
+    if (receiver->seal == NULL || bps_slots_init(&receiver->slots, N_SLOTS, EPOCH) != 0 ||
+        socketpair(AF_UNIX, SOCK_STREAM, 0, receiver->ends) != 0)
+        abort();
+    for (uint32_t i = 0; i < N_SLOTS; i++) {
+        for (int parity = 0; parity < 2 && sizes[i] != 0; parity++)
+            receiver->memory[i][parity] = malloc(sizes[i]);
+        bps_slots_bind(&receiver->slots, i, (uint64_t)receiver->memory[i][0], (uint64_t)receiver->memory[i][1], sizes[i],
+                       i == 3 || i == 5, 1);
+    }
+}
+
+static int receive(struct receiver *receiver, struct bps_pace *pace, struct bps_header *header)
+{
+    uint32_t closing = 0;
+    uint64_t begin_ns;
+    return bps_slots_receive(&receiver->slots, receiver->ends[1], receiver->seal, pace, &closing, header, &begin_ns);
+}
+
+static void end(struct receiver *receiver)
+{
+    close(receiver->ends[0]);
+    close(receiver->ends[1]);
+    for (uint32_t i = 0; i < N_SLOTS; i++)
+        for (int parity = 0; parity < 2; parity++)
+            free(receiver->memory[i][parity]);
+    bps_slots_free(&receiver->slots);
+    bps_seal_free(receiver->seal);
+}
+
+/* Bytes that nobody has sealed. */
+static void nobody(const uint8_t *data, size_t nbytes, struct bps_pace *pace)
+{
+    struct receiver receiver;
+    struct bps_header header;
+    begin(&receiver);
+    if (nbytes != 0 && send(receiver.ends[0], data, nbytes, 0) != (ssize_t)nbytes)
+        abort();
+    shutdown(receiver.ends[0], SHUT_WR);
+    int rc = receive(&receiver, pace, &header);
+    if (rc == 0 || (nbytes >= sizeof header + BPS_SEAL_TAG && rc != EBADMSG))
+        abort();
+    for (uint32_t i = 0; i < N_SLOTS; i++)
+        if (bps_slots_next(&receiver.slots, i) != 1)
+            abort();
+    end(&receiver);
+}
+
+/* Writes whose headers are the input's, each sealed; one of the sealed bytes may be changed on the way, and the first
+ * write may come again at the end. */
+static void a_peer(struct input *input, struct bps_pace *pace)
+{
+    struct receiver receiver;
+    struct bps_header sent[MOST_WRITES], header;
+    static uint8_t payloads[MOST_WRITES][MOST_PAYLOAD], wire[MOST_WRITES * (MOST_PAYLOAD + 128)];
+    size_t ends[MOST_WRITES], used = 0;
+    int n = 0, n_arrived = 0, rc = 0;
+    begin(&receiver);
+    struct bps_seal *seals = bps_seal_make(&crypto, key, 1);
+    size_t changed = (size_t)(input_word(input) % (2 * sizeof wire));
+    int is_repeated = input_byte(input) & 1;
+    while (input->nbytes != 0 && n < MOST_WRITES) {
+        struct bps_header *write = &sent[n];
+        *write = (struct bps_header){.magic = BPS_WIRE_MAGIC, .slot = input_byte(input) % 8, .round = input_byte(input) % 4,
+                                     .flags = input_byte(input) % 3, .epoch = EPOCH, .nbytes = input_byte(input)};
+        write->immediate = bps_immediate(write->slot, write->round, write->epoch);
+        uint8_t odd = input_byte(input);
+        if (odd >= 250) /* any header at all */
+            input_take(input, write, sizeof *write);
+        size_t nbytes = write->nbytes < MOST_PAYLOAD ? (size_t)write->nbytes : MOST_PAYLOAD;
+        input_take(input, payloads[n], nbytes);
+        if (bps_seal_close(seals, write, sizeof *write, wire + used) != 0)
+            abort();
+        used += sizeof *write + BPS_SEAL_TAG;
+        if (nbytes != 0) {
+            if (bps_seal_close(seals, payloads[n], nbytes, wire + used) != 0)
+                abort();
+            used += nbytes + BPS_SEAL_TAG;
+        }
+        ends[n++] = used;
+    }
+    if (is_repeated && n != 0) {
+        memcpy(wire + used, wire, ends[0]);
+        used += ends[0];
+    }
+    if (changed < used)
+        wire[changed] ^= 1;
+    if (used != 0 && send(receiver.ends[0], wire, used, 0) != (ssize_t)used)
+        abort();
+    shutdown(receiver.ends[0], SHUT_WR);
+    while ((rc = receive(&receiver, pace, &header)) == 0) {
+        if (n_arrived >= n || ends[n_arrived] > (changed < used ? changed : used) ||
+            memcmp(&header, &sent[n_arrived], sizeof header) != 0 || header.slot >= N_SLOTS ||
+            header.nbytes > sizes[header.slot])
+            abort();
+        if (header.nbytes != 0 &&
+            memcmp(receiver.memory[header.slot][header.round & 1], payloads[n_arrived], header.nbytes) != 0)
+            abort();
+        n_arrived++;
+    }
+    bps_seal_free(seals);
+    end(&receiver);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
+{
+    struct bps_pace pace = {.ns_per_byte = 0, .piece_nbytes = 7};
+    struct input input = {data, nbytes};
+    if (nbytes > 2048)
+        return -1;
+    uint8_t kind = input_byte(&input);
+    if (kind & 1)
+        nobody(nbytes ? data + 1 : data, nbytes ? nbytes - 1 : 0, kind & 2 ? &pace : NULL);
+    else
+        a_peer(&input, kind & 2 ? &pace : NULL);
+    return 0;
+}
