@@ -8,14 +8,15 @@
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
     the scheduler before was lost -> `Tenure`
 
+Longer than other files: what each message leads to, and in which order, is read in one place; each noun's own knowledge
+is in its file.
+
 Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
 Welcome, Plans and Commits in the same order, or the same Abort.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import msgspec
 
 from . import messages as m
 from .admission import Admission, Expected
@@ -27,6 +28,7 @@ from .inquiries import Inquiries
 from .job_settings import JobSettings as JobSettings
 from .joinings import Joinings
 from .losses import FIRST_EPOCH, Losses
+from .measuring import Measuring
 from .past import Past
 from .placement import check_policy
 from .planning import Planning
@@ -60,8 +62,6 @@ class Job:
         self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
         self._moved: set[bytes] = set()  # identities of processes that have others by now
         self._left: set[int] = set()
-        self._unmeasured: set[int] = set()
-        self._rates: list[float] = []
         self._roster = Roster(())
         self._admitted = False
         self._deferred: list[tuple[bytes, m.Message]] = []
@@ -69,6 +69,7 @@ class Job:
         self._declarations: Declarations
         self._generations: Generations
         self._planning: Planning
+        self._measuring: Measuring
         self._losses: Losses
         self._joinings: Joinings
         self._barriers: Barriers
@@ -234,18 +235,18 @@ class Job:
             return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
         self._silence.heard(now, sender)
         if self._admitted:
-            self._rates.append(join.nic_rate_bytes)
+            self._measuring.add(join.nic_rate_bytes)
             return self._joinings.admit(now, sender, join)
         return self._join(sender, join)
 
     def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
-        welcome = self._joinings.meets(sender, message, self.name, self._rates, self._generations.units)
+        welcome = self._joinings.meets(sender, message, self.name, self._measuring.rates, self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
         return welcome + tuned + self._take_in(now)
 
     def _take_in(self, now: float) -> Outgoing:
         """Let newcomers take part who are connected, and give those their share who have not got it."""
-        if self._losses.recovery is not None or self._unmeasured:
+        if self._losses.recovery is not None or self._measuring.waiting:
             return []
         out = self._losses.take_in(now, self._joinings.take_linked())
         self._know()
@@ -253,8 +254,7 @@ class Job:
 
     def _know(self) -> None:
         """Count on the nodes that there are, with what is known of their NICs."""
-        self._generations.know([msgspec.structs.replace(node, nic_rate_bytes=rate)
-                                for node, rate in zip(self._roster.nodes, self._rates)], self._roster.absent)
+        self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
 
     def _join(self, sender: bytes, join: m.Join) -> Outgoing:
         """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
@@ -296,11 +296,11 @@ class Job:
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
-        self._rates = [node.nic_rate_bytes for node in roster.nodes]
-        self._unmeasured = {node.index for node in roster.nodes if node.probes}
+        self._measuring = Measuring(roster.nodes)
         self._inquiries = Inquiries(roster, self._left, self._barriers, self._declarations, self._generations,
-                                    self._unmeasured, self._losses)
-        self._planning = Planning(roster, self._declarations, self._generations, self._losses, self._unmeasured)
+                                    self._measuring.waiting, self._losses)
+        self._planning = Planning(roster, self._declarations, self._generations, self._losses,
+                                  self._measuring.waiting)
         self._handlers |= self._inquiries.handlers
         self._admitted = True
 
@@ -310,8 +310,7 @@ class Job:
         self.name = past.job
         self._silence.restart(now, set(past.roster.alive_senders) - {b""})
         self._roster.lost |= past.lost
-        self._rates[:] = [*past.rates, *self._rates[len(past.rates):]]
-        self._unmeasured &= set(past.unmeasured)
+        self._measuring.resume(past.rates, past.unmeasured)
         self._know()
         self._generations.resume(past)
         self._declarations.resume(past.committed, past.failed, past.n_declared)
@@ -325,18 +324,15 @@ class Job:
 
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> Outgoing:
         """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
-        index = self._roster.index_of(sender)
-        if index not in self._unmeasured:
+        if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
             return self.abort(ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
-        self._unmeasured.remove(index)
-        self._rates[index] = message.nic_rate_bytes
         return self._all_measured(now)
 
     def _all_measured(self, now: float) -> Outgoing:
-        if self._unmeasured:
+        if self._measuring.waiting:
             return []
         self._know()
-        return self._to_all(m.Rates(nic_rate_bytes=tuple(self._rates))) + self._take_in(now) + self._planning.plan()
+        return self._to_all(self._measuring.message) + self._take_in(now) + self._planning.plan()
 
     # -- what nodes can do --------------------------------------------------------------------------------
 
@@ -391,8 +387,7 @@ class Job:
         if self._joinings.is_coming(index):
             return self._joinings.give_up(index, error)
         out = self._losses.lose(now, sender, error)
-        if index in self._unmeasured:
-            self._unmeasured.remove(index)
+        if self._measuring.give_up(index):
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 

@@ -11,6 +11,8 @@ threads pop the ready ones of the oldest step by their integer rank, run the ker
 so a job on one machine never enters Python per partition. Policy lives outside: integer ranks come with
 `commit`, and what is sent next is decided by whoever reads `events`. Results are double-buffered by round
 parity; inputs are never written.
+
+Longer than other files: one extension type can only be written in one place; what its methods do is in the headers.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer

@@ -2,100 +2,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 import msgspec
 import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.generations import Generations
-from bpsfast.orchestration.job_settings import JobSettings
 from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.tenure import Tenure
+from tests.court import NODES, RANKS, Court, court as court
 from tests.job_table import join, spec
-
-NODES = {"A": 2, "B": 2, "C": 1, "H": 0}
-RANKS = {"A": (0, 1), "B": (2, 3), "C": (4,), "H": ()}
-SETTINGS = JobSettings(num_nodes=3, num_helpers=1, name="this job")
-
-
-class Court:
-    """A scheduler and its nodes, which read what they are sent when told to; `over`: the connection of each.
-
-    *deaf*: those that have not read yet that they are welcome.
-    """
-
-    def __init__(self, deaf=""):
-        self.now = 0.0
-        self.settings = SETTINGS
-        self.tenure = Tenure(self.settings, 0.0)
-        self.over = {name: name.encode() for name in NODES}
-        self.inbox = defaultdict(list)
-        self.ledgers = {name: Ledger("1.0", {"transport": "tcp"}) for name in NODES}
-        for name, n_ranks in NODES.items():
-            self.post(self.tenure.receive(0.0, self.over[name], join(name.lower(), n_ranks)))
-        self.read(*[name for name in NODES if name not in deaf])
-
-    def post(self, outgoing):
-        for sender, message in outgoing:
-            self.inbox[sender].append(message)
-
-    def say(self, name, *spoken):
-        for message in spoken:
-            self.ledgers[name].said(message)
-            self.post(self.tenure.receive(self.now, self.over[name], message))
-
-    def read(self, *names):
-        """Let nodes read all they were sent, and answer; return what that was."""
-        found = {}
-        for name in names:
-            found[name] = self.inbox.pop(self.over[name], [])
-            for message in found[name]:
-                self.ledgers[name].heard(message)
-                if isinstance(message, m.Plan | m.Recover):
-                    self.say(name, m.Ready(generation=message.generation))
-                if isinstance(message, m.Recall):
-                    for each in self.ledgers[name].account(message.number):
-                        self.post(self.tenure.receive(self.now, self.over[name], each))
-        return found
-
-    def declare(self, *tensors, only="ABC"):
-        for name in only:
-            self.say(name, *(m.Declare(rank=rank, tensors=tensors) for rank in RANKS[name]))
-
-    def dial(self, *names):
-        for name in names:
-            self.over[name] += b"'"
-            for message in self.ledgers[name].account():
-                self.post(self.tenure.receive(self.now, self.over[name], message))
-
-    def lose_scheduler(self, *back):
-        self.tenure = Tenure(self.settings, self.now)
-        self.inbox.clear()
-        self.dial(*(back or NODES))
-
-    def tick(self, to, beating=()):
-        while self.now < to:
-            self.now += 0.5
-            for name in beating:
-                self.post(self.tenure.receive(self.now, self.over[name], m.Heartbeat(sequence=1)))
-            self.post(self.tenure.tick(self.now))
-
-    def kinds(self, name):
-        return [type(message) for message in self.inbox[self.over[name]] if not isinstance(message, m.Heartbeat)]
-
-    def got(self, name, kind):
-        return [message for message in self.inbox[self.over[name]] if isinstance(message, kind)]
-
-
-@pytest.fixture
-def court():
-    """Everybody is welcome, and "w" committed everywhere."""
-    court = Court()
-    court.declare(spec("w"))
-    court.read(*NODES)
-    court.read(*NODES)
-    return court
 
 
 def test_another_scheduler_goes_on_when_all_have_told_it(court):
@@ -296,132 +212,6 @@ def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
         for message in said:
             court.post(court.tenure.receive(0.0, court.over[name], message))
     assert court.tenure.aborted.error == "ProtocolError" and "is not prepared for 1" in court.tenure.aborted.reason
-
-
-def stranger(host, n_ranks, **fields):
-    """A node of a job that began later at the same address."""
-    return join(f"new {host}", n_ranks, pid=2, **fields)
-
-
-def gather(court, *hosts):
-    """Let another job's nodes join, one by one; return who was welcomed."""
-    for host in hosts:
-        court.post(court.tenure.receive(court.now, b"new " + host.encode(), stranger(host, NODES[host])))
-    return {host for host in hosts
-            if any(isinstance(message, m.Welcome) for message in court.inbox[b"new " + host.encode()])}
-
-
-@pytest.mark.parametrize("n_before", [0, 1, 3])
-def test_a_node_left_over_from_an_earlier_job_is_refused_by_one_that_gathers(court, n_before):
-    court.tenure = Tenure(replace(court.settings, name="that job"), court.now)
-    assert not gather(court, *"ABC"[:n_before])
-    court.dial("A")
-    if n_before:
-        assert court.kinds("A")[0] is m.Refuse
-    assert gather(court, *"ABCH"[n_before:]) == set("ABCH"[n_before:])
-    (refuse,) = court.got("A", m.Refuse)
-    assert refuse.error == "PeerLostError" and "another job gathers, of which the node on host new A" in refuse.reason
-    assert court.tenure.job.admitted and [node.host for node in court.tenure.job._roster.nodes] == [
-        "new A", "new B", "new C", "new H"]
-    court.dial("B")
-    assert court.kinds("B")[0] is m.Refuse and not court.tenure.over, "so are those that come later"
-
-
-def test_leftovers_that_end_are_forgotten(court):
-    court.lose_scheduler("A", "H")
-    court.post(court.tenure.unreachable(court.now, court.over["A"]))
-    court.tick(55.0, "H")
-    assert not court.tenure.over
-    court.post(court.tenure.unreachable(court.now, court.over["H"]))
-    court.tick(100.0)
-    assert not court.tenure.over, "the deadline is the new job's own"
-    assert gather(court, *"ABCH") == set("ABCH")
-
-
-def test_a_job_of_which_a_majority_lives_is_rebuilt_whoever_joins_meanwhile(court):
-    court.lose_scheduler("A", "B")
-    gather(court, "A")
-    assert not court.kinds("A")
-    court.dial("C", "H")
-    assert all(court.kinds(name) == [m.Resume] for name in NODES)
-    (refuse,) = court.inbox[b"new A"]
-    assert isinstance(refuse, m.Refuse) and "already complete" in refuse.reason
-
-
-def test_a_job_that_cannot_go_on_makes_room_for_one_that_gathers(court):
-    court.lose_scheduler("A", "B", "H")
-    gather(court, "A")
-    court.tick(10.0, "ABH")
-    assert "did not come back within lease_s" in court.got("A", m.Refuse)[0].reason and not court.tenure.over
-    assert gather(court, *"BCH") == set("BCH")
-
-
-def test_a_job_that_has_ended_well_makes_room_for_one_that_gathers(court):
-    for name in "ABC":
-        court.say(name, *(m.RankLeft(rank=rank) for rank in RANKS[name][:-1]))
-    court.lose_scheduler("A", "B")
-    gather(court, "A")
-    for name in "ABC":
-        court.ledgers[name].said(m.RankLeft(rank=RANKS[name][-1]))
-    court.dial("A", "B", "C")
-    assert court.kinds("A") == [m.Finish] and not court.tenure.over
-    assert gather(court, *"BCH") == set("BCH")
-
-
-def test_while_nodes_are_recalled_a_stranger_changes_nothing(court):
-    court.dial("A")
-    assert court.got("B", m.Recall)
-    gather(court, "A")
-    for name in NODES:
-        court.post(court.tenure.unreachable(court.now, name.encode()))
-    court.dial(*NODES)
-    assert all(court.kinds(name)[-1] is m.Resume for name in NODES)
-
-
-def test_who_dials_anew_while_a_job_gathers_has_one_seat(court):
-    tenure, sent = Tenure(court.settings, 0.0), []
-    for sender, name in ((b"A", "A"), (b"B", "B"), (b"A2", "A"), (b"C", "C"), (b"A3", "A")):
-        sent += tenure.receive(0.0, sender, join(name.lower(), NODES[name]))
-        sent += tenure.unreachable(0.0, b"A")  # a heartbeat found nobody: also before the other connection has spoken
-    assert not sent and not tenure.job.admitted
-    tenure.tick(5.0)
-    assert not tenure.over
-    tenure.receive(5.0, b"A", join("a", 1))  # was under way over the first connection
-    welcomes = tenure.receive(5.0, b"H", join("h", 0))
-    assert [sender for sender, _ in welcomes] == [b"A3", b"B", b"C", b"H"]
-    assert welcomes[0][1].nodes[0].ranks == (0, 1)
-    assert {sender for sender, message in tenure.tick(9.0)} == {b"A3", b"B", b"C", b"H"}
-
-
-def test_who_closes_its_connection_while_a_job_gathers_has_a_second_to_come_back():
-    tenure = Tenure(SETTINGS, 0.0)
-    tenure.receive(0.0, b"A", join("a", 2))
-    tenure.receive(0.0, b"B", join("b", 2))
-    tenure.unreachable(0.0, b"A")
-    tenure.tick(0.5)
-    tenure.tick(0.9)
-    assert not tenure.over
-    assert any(isinstance(message, m.Abort) for _, message in tenure.tick(1.0))
-    assert "host a" in tenure.aborted.reason and "closed its connection" in tenure.aborted.reason
-
-
-@pytest.mark.parametrize("names", ["C", "H", "ABCH"], ids=str)
-def test_who_dials_anew_before_it_has_read_its_welcome_keeps_its_seat(names):
-    court = Court(deaf=names)
-    for name in names:
-        court.over[name] += b"'"
-        court.post(court.tenure.receive(0.0, court.over[name], join(name.lower(), NODES[name])))
-    court.read(*[name for name in NODES if name not in names])
-    for name in names:
-        court.post(court.tenure.unreachable(0.0, name.encode()))
-        assert court.kinds(name) == [m.Welcome, m.Resume]
-        assert court.got(name, m.Welcome)[0].index == "ABCH".index(name)
-    court.read(*NODES)
-    assert len(court.tenure.job.nodes) == 4 and court.tenure.job.name == "this job"
-    court.declare(spec("w"))
-    assert court.read(*NODES)["A"] and not court.tenure.over
-    court.tick(5.0, NODES)
-    assert [name for name in NODES if court.got(name, m.Commit)] == list(NODES)
 
 
 def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):

@@ -137,17 +137,17 @@ class Peers:
     def take_leave(self) -> None:
         """Tell all peers that the ranks of this node have left, for there is no scheduler to tell them."""
         assert self._peering is not None
-        self._peering.take_leave()
+        self._peering.farewells.take_leave()
 
     @property
     def farewells(self) -> set[int]:
         """The peers that have said that all their ranks have left."""
-        return self._peering.farewells if self._peering is not None else set()
+        return self._peering.farewells.said if self._peering is not None else set()
 
     @property
     def has_taken_leave(self) -> bool:
         """Whether all peers that can be reached know that the ranks of this node have left."""
-        return self._peering is not None and self._peering.has_taken_leave
+        return self._peering is not None and self._peering.farewells.are_taken
 
     def close(self) -> None:
         """Stop connecting; close what was not handed on."""

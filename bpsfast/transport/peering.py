@@ -14,12 +14,13 @@ from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
-from ..orchestration.security import Greeted, StreamHello
+from ..orchestration.security import Greeted
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
 from ..trace.records import limits
 from . import pace, rdma, shm, tcp
 from .data_port import DataPort
+from .farewells import Farewells
 from .links import Link
 from .rdma import rendezvous
 from .reunion import FAREWELL, KNOCK, Reunions
@@ -104,14 +105,13 @@ class Peering:
         self._gathered = threading.Condition(self._lock)
         self._closed = False
         self._taken: set[int] = set()
-        self._farewells: set[int] = set()
-        self._to_be_told: set[int] = set()
-        self._told: set[int] = set()  # of our own farewell, or not to be reached
         self._threads: list[threading.Thread] = []
         self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections,
                               self._encrypted)
         self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
                                   settings.start_timeout_s, self._offer_again, self._drop, notify, self._encrypted)
+        #: Who has said that all its ranks have left.
+        self.farewells = Farewells(me, self._peers, key, epoch, settings.lease_s, self._encrypted, self._begin, notify)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
@@ -164,23 +164,6 @@ class Peering:
         with self._lock:
             self.reasons[index] = reason or self.reasons[index]
         self._reunions.seek(index, awaited)
-
-    def take_leave(self) -> None:
-        """Tell all peers that all ranks of this node have left; `has_taken_leave` then says when they know. Once."""
-        self._to_be_told = set(self._peers)
-        for peer in list(self._peers.values()):
-            self._begin(partial(self._say_farewell, peer))
-
-    @property
-    def has_taken_leave(self) -> bool:
-        """Whether all peers have been told that all ranks of this node have left, but for those not to be reached."""
-        return self._told >= self._to_be_told
-
-    @property
-    def farewells(self) -> set[int]:
-        """Return the peers that have said so."""
-        with self._lock:
-            return set(self._farewells)
 
     def give_up(self, index: int, why: str) -> None:
         """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
@@ -353,33 +336,11 @@ class Peering:
     def _missing(self) -> list[int]:
         return [index for index in self._first if index > self._me.index and index not in self.links]
 
-    def _say_farewell(self, peer: NodeInfo) -> None:
-        try:
-            tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
-                        epoch=self._epoch, deadline=time.monotonic() + self._settings.lease_s, pid=self._me.pid,
-                        encrypted=self._encrypted).close()
-        except (BpsError, OSError) as exc:
-            log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
-        with self._lock:
-            self._told.add(peer.index)
-
-    def _hear_farewell(self, hello: StreamHello) -> None:
-        with self._lock:
-            peer = self._peers.get(hello.peer)
-            is_its_own = peer is not None and bool(peer.ranks) and peer.pid == hello.pid
-            if is_its_own:
-                self._farewells.add(hello.peer)
-        if is_its_own:
-            self._notify()
-        else:
-            log.warning("process %d says that all ranks of node %d have left, and is not that node with ranks",
-                        hello.pid, hello.peer)
-
     def _came(self, sock: socket.socket, greeted: Greeted) -> None:
         """Take in a connection that has proven itself."""
         hello = greeted.hello
         if hello.stream == FAREWELL:
-            self._hear_farewell(hello)
+            self.farewells.hear(hello)
             sock.close()
             return
         if hello.link > 0 or hello.stream == KNOCK:

@@ -35,11 +35,11 @@ def say_farewell(end, index, pid):
 
 
 def test_a_node_takes_leave_of_all_others(ends):
-    ends[1].peering.take_leave()
+    ends[1].peering.farewells.take_leave()
     until = time.monotonic() + LIMIT_S
-    while not (ends[1].peering.has_taken_leave and ends[0].peering.farewells):
+    while not (ends[1].peering.farewells.are_taken and ends[0].peering.farewells.said):
         assert time.monotonic() < until
-    assert ends[0].peering.farewells == {1} and not ends[1].peering.farewells
+    assert ends[0].peering.farewells.said == {1} and not ends[1].peering.farewells.said
 
 
 def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
@@ -48,7 +48,7 @@ def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
     helper = msgspec.structs.replace(ends[1].info, index=2, ranks=())
     ends[0].peering.expect(helper)
     say_farewell(ends[0], 2, os.getpid())
-    assert not ends[0].peering.farewells
+    assert not ends[0].peering.farewells.said
     assert caplog.text.count("and is not that node with ranks") == 5
     say_farewell(ends[0], 1, os.getpid())
-    assert ends[0].peering.farewells == {1}
+    assert ends[0].peering.farewells.said == {1}

@@ -1,0 +1,107 @@
+"""A communication service with real streams, whose other ends are the test's."""
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import time
+
+import pytest
+
+from bpsfast.node.dispatch import Dispatcher
+from bpsfast.pyx import ring
+from bpsfast.pyx.engine import Engine
+from bpsfast.pyx.pages import Segment
+from bpsfast.trace import Limits, SendLog
+from bpsfast.transport.tcp import TcpLink
+
+HEADER = struct.Struct("<IIIIIIQ")  # wire.h
+NBYTES = 100
+
+
+def alone(n_parts: int) -> dict[int, int]:
+    """Each part is a unit of its own."""
+    return {part: part for part in range(n_parts)}
+
+
+class Service:
+    """A dispatcher with real streams; the other ends are plain sockets that read what was written."""
+
+    def __init__(self, n_peers: int, credit_nbytes: int, with_ranks: list[bool], fifo: bool = False) -> None:
+        self.board = Segment(ring.BOARD_NBYTES, huge=False, populate=False)
+        self.bell = Segment(ring.DOORBELL_NBYTES, huge=False)
+        ring.format_board(self.board)
+        ring.format_doorbell(self.bell)
+        self.payload = Segment(4096, huge=False)
+        self.engine = Engine(self.board, self.bell, n_threads=1)
+        self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.sends = SendLog(Limits(100))
+        self.dispatcher = Dispatcher(self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)),
+                                     self.sends, fifo=fifo)
+        self.readers = tuple(index for index in range(n_peers) if with_ranks[index])
+        self.links: list[TcpLink] = []
+        self.far: list[socket.socket] = []
+        for index in range(n_peers):
+            near, far = socket.socketpair()
+            far.settimeout(20)
+            link = TcpLink(index, {0: near}, n_slots=64)
+            source = self.engine.add_wire_peer()
+            assert source == index
+            self.dispatcher.add(source, link)
+            link.start(self.engine, source)
+            self.links.append(link)
+            self.far.append(far)
+
+    def commit(self, order: tuple[int, ...], first_parts: dict[int, int] | None = None) -> None:
+        """Commit parts, each a unit of its own unless *first_parts* says otherwise, that all peers with ranks read."""
+        readers = {part: self.readers for part in range(len(order))}
+        self.dispatcher.commit(order, first_parts or alone(len(order)), {}, readers)
+
+    def event(self, kind: int, source: int, part: int, round_: int = 1, nbytes: int = NBYTES) -> tuple[int, ...]:
+        return kind, source, part, round_, 0, self.payload.address, nbytes
+
+    def written(self, peer: int, n_writes: int) -> list[int]:
+        """Read *n_writes* whole writes that reached *peer*; return their parts."""
+        parts = []
+        for _ in range(n_writes):
+            header = HEADER.unpack(self._exactly(peer, HEADER.size))
+            self._exactly(peer, header[-1])
+            parts.append(header[2])
+        return parts
+
+    def sent(self, link: TcpLink, n_writes: int) -> int:
+        """Return how many writes *link* has counted as sent, once these are *n_writes* or nothing comes any more.
+
+        What is read here may not be counted there yet.
+        """
+        deadline = time.monotonic() + 20
+        while (n_sent := link.counters()["writes_sent"]) < n_writes and time.monotonic() < deadline:
+            pass
+        return n_sent
+
+    def _exactly(self, peer: int, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            piece = self.far[peer].recv(nbytes - len(data))
+            assert piece
+            data += piece
+        return data
+
+    def close(self) -> None:
+        self.dispatcher.stop()
+        for link in self.links:
+            link.close()
+        for sock in self.far:
+            sock.close()
+        self.engine.close()
+        self.links.clear()
+        self.dispatcher = self.engine = None
+        for segment in (self.payload, self.board, self.bell):
+            segment.close()
+
+
+@pytest.fixture
+def service(request):
+    made = Service(*request.param)
+    yield made
+    made.close()
