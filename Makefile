@@ -10,17 +10,21 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr3 chaos soak lint setup system sshd mpi guest \
-	clean
+.PHONY: demo test test-thorough test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr3 chaos soak lint setup system sshd mpi \
+	guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests but those that need RDMA devices, two files at a time.
+# All tests but those that need RDMA devices, two files at a time; of large matrices a third, drawn by the commit.
 test: $(stamp) sshd mpi
-	$(bin)/pytest -q --durations=10 --ignore=tests/guest --numprocesses=2 --dist=loadfile
+	$(bin)/pytest -q --durations=10 --ignore=tests/guest --numprocesses=2 --dist=loadfile $(THOROUGH)
 	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
+
+# The whole matrices, and what takes minutes: an hour on two cores.
+test-thorough: THOROUGH := --thorough
+test-thorough: test
 
 # Those, in an emulated machine that has two.
 test-guest: $(stamp) guest

@@ -34,7 +34,9 @@ from bpsfast import logs, settings
 from bpsfast.launch import daemons, job as launch
 from bpsfast.launch.supervisor import Kind
 from tests.every_shape import SHAPES, SturdyJob
+from tests.forked import ForkedRank, start_server
 from tests.sysfs_trees.machine import Machine
+from tests.thirds import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
 
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 
@@ -58,18 +60,19 @@ class Job:
     """A real job on this machine: one scheduler, a node and its ranks for each entry of *ranks*, helpers.
 
     The ranks' processes live as long as the job and run what `run` sends them. All processes are this object's
-    children; `close` ends the job in order and fails if something had to be killed.
+    children; `close` ends the job in order and fails if something had to be killed. *forked*: see `tests.forked`.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
-                 key: bytes = b"", **values: Any) -> None:
+                 key: bytes = b"", forked: bool = False, **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
         shape = launch.Shape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.key = key or secrets.token_bytes(32)
         self._port = daemons.reserve_port("127.0.0.1")
-        self.ranks: list[subprocess.Popen] = []
+        self.ranks: list[subprocess.Popen | ForkedRank] = []
         self.daemons: dict[str, subprocess.Popen] = {}
+        self._forked = forked
         self._pipes: list[Connection] = []
         self._commands: dict[str, Any] = {}
         try:
@@ -90,11 +93,14 @@ class Job:
         if command.kind is not Kind.RANK:
             self.daemons[command.name] = subprocess.Popen(command.argv, env=command.environ, stdin=subprocess.DEVNULL)
             return
+        self._start_rank(command.argv, command.environ)
+
+    def _start_rank(self, argv: list[str], environ: dict[str, str]) -> None:
         ours, theirs = Pipe()
         with theirs:
-            environ = {**command.environ, "BPSTEST_FD": str(theirs.fileno())}
-            self.ranks.append(subprocess.Popen(command.argv, env=environ, stdin=subprocess.DEVNULL,
-                                               pass_fds=[theirs.fileno()]))
+            self.ranks.append(ForkedRank(environ, theirs) if self._forked else subprocess.Popen(
+                argv, env={**environ, "BPSTEST_FD": str(theirs.fileno())}, stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()]))
         self._pipes.append(ours)
 
     # -- what tests do ---------------------------------------------------------------------------------------------
@@ -215,8 +221,19 @@ def unconfigured_logging() -> None:
         logs._handler = None
 
 
+def uses_torch(module: Any) -> bool:
+    """Whether the tests of *module* import torch, and so do their ranks."""
+    return hasattr(module, "torch")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start what ranks are forked from before any test counts descriptors."""
+    if any(uses_torch(getattr(item, "module", None)) for item in session.items):
+        start_server()
+
+
 @pytest.fixture
-def job() -> Iterator[Callable[..., Job]]:
+def job(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
     """Start jobs: ``job(ranks=(2, 1), helpers=0, transport="tcp", **settings)``. They are ended after the test.
 
     A test that breaks its job on purpose kills it: ``job(...).kill()``.
@@ -224,7 +241,7 @@ def job() -> Iterator[Callable[..., Job]]:
     started: list[Job] = []
 
     def start(*arguments: Any, **values: Any) -> Job:
-        started.append(Job(*arguments, **values))
+        started.append(Job(*arguments, **{"forked": uses_torch(request.module)} | values))
         return started[-1]
 
     yield start
@@ -232,14 +249,14 @@ def job() -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture(scope="module")
-def shared_job() -> Iterator[Callable[..., Job]]:
+def shared_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
     """As `job`, but jobs of the same arguments are started once in a module. Tests must use names of their own."""
     started: dict[str, Job] = {}
 
     def start(*arguments: Any, **values: Any) -> Job:
         key = repr((arguments, sorted(values.items())))
         if key not in started:
-            started[key] = Job(*arguments, **values)
+            started[key] = Job(*arguments, **{"forked": uses_torch(request.module)} | values)
         return started[key]
 
     yield start
@@ -282,7 +299,7 @@ def three(shared_job: Callable[..., Job]) -> Job:
 @pytest.fixture(scope="session", params=SHAPES, ids=lambda ranks: "+".join(map(str, ranks)))
 def everywhere(request: pytest.FixtureRequest) -> Iterator[SturdyJob]:
     """Each of the shapes of jobs in turn, for all tests that want it: see `tests.every_shape`."""
-    job = SturdyJob(lambda: Job(ranks=request.param), request.param)
+    job = SturdyJob(lambda: Job(ranks=request.param, forked=True), request.param)
     yield job
     job.close()
 
@@ -342,7 +359,8 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that writes the golden files again."""
+    """Add our options."""
+    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/thirds.py)")
     parser.addoption("--write-golden", action="store_true",
                      help="write tests/golden/* from what the code says now; read the difference before you commit it")
     parser.addoption("--strangers-messages", type=int, default=3000,

@@ -1,7 +1,7 @@
 """A rank of a test's job: attaches, then runs the functions that the test sends, one after another.
 
 Started as a program (see `conftest.Job`), so that it imports what a trainer imports: no pytest, unless the test's
-module does.
+module does. Ranks that use torch are forked (see `forked`).
 """
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def load(path: str) -> object:
     return sys.modules[name]
 
 
-def main() -> None:
-    commands = Connection(int(os.environ.pop("BPSTEST_FD")))
+def serve(commands: Connection) -> None:
+    """Run what *commands* says until it ends, or the job does."""
     while True:
         try:
             path, name, arguments = pickle.loads(commands.recv_bytes())
@@ -49,4 +49,5 @@ def main() -> None:
             return
 
 
-main()
+if __name__ == "__main__":
+    serve(Connection(int(os.environ.pop("BPSTEST_FD"))))

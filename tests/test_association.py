@@ -15,6 +15,8 @@ import bpsfast
 from bpsfast.dtypes import NAMES, TABLE
 from bpsfast.reference import reduce
 
+pytestmark = pytest.mark.matrix
+
 N_ELEMENTS = 9001  # several partitions of one page for every dtype, the last one short
 
 

@@ -12,6 +12,8 @@ import bpsfast
 from bpsfast import trace
 from bpsfast.orchestration.store import StoreSpec, workers_of
 
+pytestmark = pytest.mark.matrix
+
 N = 300_000  # two partitions
 STEPS = 12
 HALF = np.dtype(ml_dtypes.bfloat16)

@@ -71,6 +71,7 @@ def test_every_rank_makes_the_gradients_of_the_others():
     assert np.array_equal(first, again) and not np.array_equal(first, other) and first.dtype == np.float32
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(300)

@@ -101,6 +101,7 @@ def test_what_is_simulated_gains_by_urgency_and_by_crossing():
     assert steps["gloo priority, crossing"] * 1.1 < steps["gloo fifo, crossing"]
 
 
+@pytest.mark.thorough
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(300)

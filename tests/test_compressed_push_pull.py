@@ -11,6 +11,8 @@ from bpsfast.trainer import current
 from bpsfast.trainer.gradients import Gradients
 from tests.compressed_rounds import Replay, values
 
+pytestmark = pytest.mark.matrix
+
 CODECS = {
     "onebit": compression.onebit(error_feedback=True),
     "topk": compression.topk(0.05, error_feedback=True, momentum=0.9),

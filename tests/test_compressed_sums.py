@@ -16,6 +16,8 @@ from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.reference import reduce
 from bpsfast.trainer import current
 
+pytestmark = pytest.mark.matrix
+
 PAGE = 4096
 #: Three whole partitions of a page and a short one.
 N = {"float32": 3500, "float64": 1750, "float16": 7000, "bfloat16": 7000}

@@ -14,6 +14,8 @@ import bpsfast.torch as bps
 from bpsfast.orchestration.errors import BusyError, UnsupportedError
 from bpsfast.torch.wrapped import UnderWayError
 
+pytestmark = pytest.mark.matrix
+
 N_STEPS = 5
 
 

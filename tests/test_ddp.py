@@ -12,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.matrix
+
 SHAPES = [(2, 1), (2, 2), (3, 1), (4, 2)]
 N_STEPS = 10
 

@@ -23,6 +23,8 @@ from bpsfast.reference import reduce
 from bpsfast.settings import load_with_origins
 from tests import recorded_environment
 
+pytestmark = pytest.mark.matrix
+
 _TIMEOUT_S = 90.0
 _PROGRAM = """
 import bpsfast, hashlib

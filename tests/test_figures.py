@@ -22,12 +22,14 @@ def constants() -> Constants:
     return Constants(**wire, framework=tuple((name, fits[name]) for name in ("TensorFlow", "MXNet", "PyTorch")))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_efficiencies_at_256_gpus_are_within_five_points(constants: Constants) -> None:
     rows = figures_15_16(constants, scales=(32,))
     assert len(rows) == 22 and mean_error(rows) < 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_figure_13_is_predicted_within_006_on_average(constants: Constants) -> None:
     rows = figure_13(constants)

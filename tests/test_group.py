@@ -18,6 +18,8 @@ from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError
 from bpsfast.trainer import current
 from bpsfast.trainer.tensor_input import tensor_input
 
+pytestmark = pytest.mark.matrix
+
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 BITWISE = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}

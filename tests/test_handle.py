@@ -15,6 +15,8 @@ from bpsfast.dtypes import NAMES, TABLE
 from bpsfast.reference import reduce
 from bpsfast.trainer import current
 
+pytestmark = pytest.mark.matrix
+
 SHAPES = [(2, 1), "tcp"], [(2, 1), "shm"], [(3,), "auto"]
 
 
@@ -194,6 +196,7 @@ def large():
     return y.shape == x.shape, bool((y[-4096:] == 3).all()), bool((y[-8192:-4096] == 0).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_more_than_two_gibibytes(job):
     assert job(ranks=(2,), timeout_s=100).run(large, timeout_s=110) == [(True, True, True)] * 2

@@ -8,6 +8,8 @@ import torch
 import bpsfast.hvd as hvd
 from tests.hvd_ranks import of_shapes
 
+pytestmark = pytest.mark.matrix
+
 ranks = of_shapes((1,), (3,), (2, 2))
 
 

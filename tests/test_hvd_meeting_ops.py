@@ -11,6 +11,8 @@ import bpsfast
 import bpsfast.hvd as hvd
 from tests.hvd_ranks import begun, of_shapes
 
+pytestmark = pytest.mark.matrix
+
 ranks = of_shapes((1,), (2,), (3,), (2, 2))
 
 

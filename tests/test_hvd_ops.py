@@ -9,6 +9,8 @@ import torch
 import bpsfast.hvd as hvd
 from tests.hvd_ranks import of_shapes
 
+pytestmark = pytest.mark.matrix
+
 ranks = of_shapes((1,), (2,), (3,), (4,), (1, 1), (2, 1), (2, 2))
 REDUCED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
            torch.int64, torch.uint8]

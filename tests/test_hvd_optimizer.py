@@ -11,6 +11,8 @@ from bpsfast.trainer import current
 from tests.compressed_rounds import Replay, values
 from tests.hvd_ranks import begun, of_shapes
 
+pytestmark = pytest.mark.matrix
+
 SHAPE = (300, 100)
 TOP = hvd.Compression.topk(0.05, error_feedback=True)
 

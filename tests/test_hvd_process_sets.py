@@ -12,6 +12,8 @@ from bpsfast.orchestration.errors import StallError
 from bpsfast.trainer import current
 from tests.hvd_ranks import begun, of_shapes
 
+pytestmark = pytest.mark.matrix
+
 ranks = of_shapes((2,), (3,), (4,), (2, 2))
 
 

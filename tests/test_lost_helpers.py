@@ -14,6 +14,8 @@ import bpsfast
 from bpsfast.launch.daemons import LEFT_BEHIND
 from tests.lossy_training import counts, say_step, train, until_step
 
+pytestmark = pytest.mark.matrix
+
 #: Ranks of each machine, as the job has them.
 SHAPES = {(1, 1): ((0,), (1,)), (2, 1): ((0, 1), (2,)), (1, 1, 1): ((0,), (1,), (2,))}
 

@@ -11,6 +11,8 @@ import pytest
 import bpsfast
 from tests.lossy_training import counts, train, until_step
 
+pytestmark = pytest.mark.matrix
+
 #: Ranks of each machine, as the job has them.
 SHAPES = {(2,): ((0, 1),), (1, 1): ((0,), (1,)), (2, 1): ((0, 1), (2,))}
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(path.stem for path in (ROOT / "pyx").glob("*.pyx"))
 NOT_SOURCE = (".*", "build", "dist", "out", "*.egg-info", "__pycache__", "*.so", "pyx/*.c")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(400)]
 
 
 class Built(NamedTuple):

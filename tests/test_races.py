@@ -48,6 +48,7 @@ def test_a_race_made_on_purpose_is_found(header: str, right: str, wrong: str, na
         find(lambda: races.run_program(program, 1.0, tmp_path))
 
 
+@pytest.mark.thorough
 def test_no_race_between_a_stream_or_an_engine_and_python(tmp_path: Path) -> None:
     find(lambda: races.build_modules(tmp_path))
     assert "passed" in find(lambda: races.run_tests(["test_tcp", "test_engine_lifecycle"], tmp_path, tmp_path, 250))

@@ -198,6 +198,7 @@ def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
         sock.close()
     half = dialled(sides[0], 0, 2)
     sides[0].until_dialled(2)
+    sides[1].reunions._pairs[0].newest = 2  # these dials were its own: it never gives two of them one number
     sides[1].seek()
     assert are_one(*(side.link() for side in sides))
     half.close()

@@ -8,6 +8,8 @@ import torch
 
 import bpsfast.torch as bps
 
+pytestmark = pytest.mark.matrix
+
 N_STEPS = 200
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+pytestmark = pytest.mark.matrix
+
 N_STEPS = 6
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

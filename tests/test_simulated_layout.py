@@ -9,6 +9,8 @@ from bpsfast.simulator.layout import folded, full, is_symmetric
 from bpsfast.simulator.simulation import Options, simulate
 from bpsfast.simulator.workload import Layer, Workload, cut, one_bulk, workload
 
+pytestmark = pytest.mark.matrix
+
 RATE = 1e9
 
 

@@ -12,6 +12,8 @@ from bpsfast.simulator.cluster import Costs, cluster, uniform
 from bpsfast.simulator.simulation import Options, simulate
 from bpsfast.simulator.workload import Layer, Workload, cut, one_bulk, workload
 
+pytestmark = pytest.mark.matrix
+
 RATE = 1e9
 #: Placement, order and window that let the bulk reach the optimum.
 BEST = Options(interleave=True, partition_nbytes=32_768, credit_nbytes=131_072)

@@ -12,6 +12,8 @@ from bpsfast.reference import reduce_rows
 from bpsfast.trainer import current
 from bpsfast.trainer.table import table_of
 
+pytestmark = pytest.mark.matrix
+
 SHAPES = [(2, 1), "tcp", 1], [(2, 2), "shm", 0], [(1, 1), "tcp", 0], [(3,), "auto", 0]
 
 

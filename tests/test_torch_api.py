@@ -10,6 +10,8 @@ import bpsfast.torch as bps
 from bpsfast.orchestration.errors import ClosedError, ConfigError, UnsupportedError
 from tests.every_shape import numerical_gradient
 
+pytestmark = pytest.mark.matrix
+
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OTHERS = (torch.bool, torch.complex64)  # which can be broadcast

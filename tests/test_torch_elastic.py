@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.matrix
+
 pytest.importorskip("torch")
 
 _ROOT = Path(__file__).resolve().parents[1]

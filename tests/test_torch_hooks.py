@@ -24,6 +24,8 @@ from bpsfast.torch.packs import gradients_of
 from tests.compressed_rounds import Replay
 from tests.torch_ranks import keep_gloo
 
+pytestmark = pytest.mark.matrix
+
 PARTITION_NBYTES = 100_000
 HOOKS = ("onebit", "topk", "randomk", "dithering", "int8")
 N_STEPS = 5

@@ -11,6 +11,8 @@ import bpsfast.torch as bps
 from bpsfast import compression
 from bpsfast.orchestration.errors import MismatchError
 
+pytestmark = pytest.mark.matrix
+
 CODEC = compression.randomk(0.05, error_feedback=True, momentum=0.9, seed=5)
 SHAPE = {"ranks": (2, 1), "transport": "tcp", "min_compress_bytes": 1024}
 _kept = {}

@@ -13,6 +13,8 @@ import pytest
 from bpsfast.launch.daemons import clean_environment, reserve_port
 from bpsfast.launch.remote import addresses
 
+pytestmark = pytest.mark.matrix
+
 pytest.importorskip("torch")
 
 _BEGIN = """

@@ -9,6 +9,8 @@ import bpsfast.torch as bps
 from bpsfast.torch.compression import Compression
 from bpsfast.trainer import current
 
+pytestmark = pytest.mark.matrix
+
 N_RANKS = 3
 N_STEPS = 4
 

@@ -12,6 +12,8 @@ import bpsfast
 import bpsfast.torch as bps
 from bpsfast.torch.fragments import cut
 
+pytestmark = pytest.mark.matrix
+
 LR, MOMENTUM = 0.7, 0.9
 
 

@@ -10,6 +10,8 @@ from bpsfast.torch.parallel import DistributedDataParallel
 from tests.averaged_gradients import assert_close, averages, gradients, loss_of, network
 from tests.every_shape import SHAPES
 
+pytestmark = pytest.mark.matrix
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

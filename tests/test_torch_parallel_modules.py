@@ -12,6 +12,8 @@ import bpsfast.torch as bps
 from bpsfast.torch.parallel import DistributedDataParallel
 from tests.averaged_gradients import assert_close, averages, batch, gradients, loss_of, network
 
+pytestmark = pytest.mark.matrix
+
 
 class Branches(torch.nn.Module):
     """Uses the parameters that it is told to."""

@@ -9,6 +9,8 @@ from bpsfast.orchestration.errors import BusyError, ConfigError, MismatchError
 from bpsfast.torch.parallel import DistributedDataParallel
 from tests.averaged_gradients import assert_close, averages, gradients, loss_of, network
 
+pytestmark = pytest.mark.matrix
+
 
 def fails_between():
     """A backward pass that an exception ends: synchronize makes the step whole, and training goes on."""

@@ -9,6 +9,8 @@ from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.torch.backend import sparse
 from bpsfast.trainer import current
 
+pytestmark = pytest.mark.matrix
+
 
 def whole():
     session = current.current()

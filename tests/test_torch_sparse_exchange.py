@@ -8,6 +8,8 @@ import bpsfast
 import bpsfast.torch as bps
 from bpsfast.torch.compression import Compression, Compressor
 
+pytestmark = pytest.mark.matrix
+
 N_STEPS = 4
 N_WORDS, WIDTH = 4000, 6
 

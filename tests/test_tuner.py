@@ -14,6 +14,8 @@ from bpsfast.autotune.point import Point
 from bpsfast.trainer import current
 from bpsfast.trainer.gradients import Gradients
 
+pytestmark = pytest.mark.matrix
+
 LAYERS = {"conv.weight": ((16, 3, 3, 3), "f4"), "conv.bias": ((16,), "f4"), "fc.weight": ((700, 500), "f4"),
           "fc.bias": ((500,), "f4"), "scale": ((), "f4"), "half": ((70_000,), "f2"), "nothing": ((0,), "f4"),
           "middle": ((100, 300), "f4")}

@@ -17,16 +17,15 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from tests import rank_process
 from tests.conftest import Job, Outcome, RankError
+from tests.forked import ForkedRank
 
-_RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 #: Of a call. Longer than any takes, shorter than a test's deadline.
 LIMIT_S = 40.0
 _kept: list[Any] = []
@@ -36,21 +35,17 @@ class Processes(Job):
     """*n* processes without a job: there is no daemon until they make a group, and none once it is destroyed."""
 
     def __init__(self, n: int) -> None:
-        self.ranks: list[subprocess.Popen] = []
+        self.ranks: list[ForkedRank] = []
         self.daemons: dict[str, subprocess.Popen] = {}
         self.is_spoilt = False
+        self._forked = True
         self._pipes = []
         self._attached = False
         self._port = socket.socket()  # nobody listens there: it has the place of a job's
         self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-torch-")
         self._numbers = itertools.count()
         for rank in range(n):
-            ours, theirs = Pipe()
-            with theirs:
-                self.ranks.append(subprocess.Popen(
-                    [sys.executable, _RANK_PROGRAM], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "BPSTEST_FD": str(theirs.fileno())}))
-            self._pipes.append(ours)
+            self._start_rank([], {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)})
 
     def new_path(self) -> str:
         """Return the name of a file or folder that is not there yet."""
@@ -165,6 +160,4 @@ def keep_gloo() -> None:
 
 
 def _module(path: str) -> Any:
-    import __main__  # rank_process.py
-
-    return __main__.load(path)
+    return rank_process.load(path)

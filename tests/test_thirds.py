@@ -1,0 +1,81 @@
+"""What a run leaves out: never a whole test of a matrix, and over the three thirds nothing."""
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given, strategies as st
+
+from tests.thirds import chosen, left_out
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = [f"a.py::test[{row}-{column}]" for row in range(4) for column in range(3)]
+
+
+@given(st.sets(st.text(), min_size=1))
+def test_each_case_is_in_one_third(cases):
+    thirds = [chosen(cases, third) for third in range(3)]
+    assert set().union(*thirds) == cases and sum(map(len, thirds)) == len(cases)
+
+
+@given(st.sets(st.text(), min_size=3))
+def test_no_third_is_empty(cases):
+    assert all(chosen(cases, third) for third in range(3))
+
+
+def test_no_third_is_one_column():
+    """As every third in the order of the matrix would be."""
+    for third in range(3):
+        assert len({case[-2] for case in chosen(CASES, third)}) > 1
+
+
+def kept(names, third):
+    out = left_out(names, third)
+    return [name for index, (name, *_) in enumerate(names) if index not in out]
+
+
+def test_only_large_matrices_are_thinned():
+    others = [("a.py::alone", False, True), ("a.py::two[0]", False, True), ("a.py::two[1]", False, True),
+              *((f"b.py::no_matrix[{n}]", False, False) for n in range(6))]
+    names = [*others, *((case, False, True) for case in CASES)]
+    for third in range(3):
+        here = kept(names, third)
+        assert [name for name, *_ in others] == here[:len(others)] and len(here) == len(others) + 4
+
+
+def test_tests_of_one_name_in_two_files_are_two_matrices():
+    names = [(f"{file}.py::test[{n}]", False, True) for file, n in itertools.product("ab", range(3))]
+    assert [len([name for name in kept(names, third) if name[0] == "a"]) for third in range(3)] == [1, 1, 1]
+
+
+def test_nothing_thorough_is_run():
+    assert kept([("a.py::test", True, False), ("a.py::other[1]", True, True)], 0) == []
+
+
+def outcome(folder, *arguments):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=folder, env=environ, text=True,
+                          capture_output=True, timeout=60)
+    return done.stdout.splitlines()[-1].rpartition(" in ")[0]
+
+
+def test_what_is_named_is_run(tmp_path):
+    (tmp_path / "conftest.py").write_text("""
+from tests.thirds import pytest_collection_modifyitems, pytest_report_header
+def pytest_addoption(parser): parser.addoption("--thorough", action="store_true")
+""")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    matrix\n    thorough\n")
+    (tmp_path / "test_few.py").write_text("""
+import pytest
+@pytest.mark.matrix
+@pytest.mark.parametrize("n", range(6))
+def test(n): pass
+@pytest.mark.thorough
+def test_long(): pass
+""")
+    assert outcome(tmp_path) == "2 passed, 5 deselected"
+    assert outcome(tmp_path, "--thorough") == "7 passed"
+    assert outcome(tmp_path, "test_few.py::test", "test_few.py::test_long") == "7 passed"
