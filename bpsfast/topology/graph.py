@@ -7,6 +7,7 @@ copied to a socket is copied into that memory.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -51,13 +52,17 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str = ""
 
 
-class Link(msgspec.Struct, frozen=True):
-    """One link between the parts *a* and *b*, full duplex; several lanes or NVLinks between the same two are one."""
+class Link(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One link between the parts *a* and *b*, full duplex; several lanes or NVLinks between the same two are one.
+
+    `rate_bytes` is that of all together; `n_links`: how many NVLinks they are.
+    """
 
     a: str
     b: str
     kind: LinkKind
     rate_bytes: float
+    n_links: int = 1
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -72,15 +77,21 @@ class Topology(msgspec.Struct, frozen=True):
         double = {name for name in names if names.count(name) > 1}
         if double:
             raise ConfigError(f"machine {self.name}: two parts are named {', '.join(sorted(double))}")
+        for part in self.parts:
+            for rate in (part.memory_rate_bytes, part.wire_rate_bytes):
+                if not 0.0 <= rate < math.inf:
+                    raise ConfigError(f"machine {self.name}: {part.name} has a rate of {rate:g} bytes/s: a rate is a "
+                                      "number from 0 on, which means unknown")
         pairs = set()
         for link in self.links:
             for end in (link.a, link.b):
                 if end not in names:
                     raise ConfigError(f"machine {self.name}: a link from {link.a} to {link.b}, but no part is named "
                                       f"{end}")
-            if not link.rate_bytes > 0.0 or link.a == link.b:
+            if not 0.0 < link.rate_bytes < math.inf or link.n_links < 1 or link.a == link.b:
                 raise ConfigError(f"machine {self.name}: a link from {link.a} to {link.b} of {link.rate_bytes:g} "
-                                  "bytes/s: its ends must differ, its rate be more than 0")
+                                  f"bytes/s, {link.n_links} in one: its ends must differ, its rate and number be more "
+                                  "than 0")
             pair = frozenset((link.a, link.b)), link.kind
             if pair in pairs:
                 raise ConfigError(f"machine {self.name}: two {link.kind.value} links between {link.a} and {link.b}; "
