@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ..orchestration.errors import ConfigError
+from ..orchestration.unreadable import UNREADABLE
 
 
 class Kind(enum.Enum):
@@ -151,5 +152,5 @@ def from_json(text: str | bytes) -> Topology:
         return msgspec.json.decode(text, type=Topology)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"this JSON does not describe a machine: {exc}") from exc
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ConfigError(f"a machine's description is not JSON: {exc}") from exc
