@@ -126,7 +126,7 @@ def test_what_is_no_machine_is_refused_in_words(change: dict[str, Any], words: s
 
 @pytest.mark.parametrize("text", ["", "{", "[]", b'{"name": "\xff"}', '{"x": ' + "[" * 100_000])
 def test_what_is_no_json_is_refused_in_words(text: str | bytes) -> None:
-    with pytest.raises(ConfigError, match="not JSON|not describe a machine"):
+    with pytest.raises(ConfigError, match=r"not JSON|not describe a machine"):
         from_json(text)
 
 

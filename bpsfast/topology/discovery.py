@@ -1,7 +1,7 @@
 """The graph of this machine, or of a recorded one: from the kernel's files, and from NVML where there are GPUs.
 
-What cannot be found out is left out or has a default, named where it stands: a container without ``/sys`` is one socket,
-a virtual machine has its GPUs and cards directly at a socket. Nothing is measured.
+What cannot be found out is left out or has a default, named where it stands: a container without ``/sys`` is one
+socket, a virtual machine has its GPUs and cards directly at a socket. Nothing is measured.
 
 References
 ----------

@@ -103,7 +103,7 @@ def nvlinks(answer: Answer, gpus: Mapping[str, str]) -> tuple[list[Part], list[L
     The NVSwitches of a machine are one part: a GPU spreads what it sends over its links to all of them, and no program
     decides over which one its bytes go (so does NCCL). Links to GPUs that are not in *gpus* are left out.
     """
-    pairs: dict[frozenset[str], list[NvLinks]] = {}
+    pairs: dict[tuple[str, str], list[NvLinks]] = {}
     switches = set()
     for gpu in answer.gpus:
         for found in gpu.nvlinks:
@@ -114,11 +114,12 @@ def nvlinks(answer: Answer, gpus: Mapping[str, str]) -> tuple[list[Part], list[L
                 switches.add(found.remote)
             elif other < gpus[gpu.address] and _tells(answer, found.remote, gpu.address):
                 continue  # the other end has told it, too
-            pairs.setdefault(frozenset((gpus[gpu.address], other)), []).append(found)
-    links = [Link(*sorted(pair), LinkKind.NVLINK, sum(each.rate_bytes for each in found),
-                  sum(each.n_links for each in found)) for pair, found in pairs.items() if len(pair) == 2]
+            one = gpus[gpu.address]
+            pairs.setdefault((min(one, other), max(one, other)), []).append(found)
+    links = [Link(one, other, LinkKind.NVLINK, sum(each.rate_bytes for each in found),
+                  sum(each.n_links for each in found)) for (one, other), found in pairs.items() if one != other]
     model = f"{len(switches)} NVSwitch{'es' if len(switches) > 1 else ''}"
-    return [Part("nvswitch0", Kind.NVSWITCH, ",".join(sorted(switches - {""})), model)] if switches else [], links
+    return [Part("nvswitch0", Kind.NVSWITCH, model=model)] if switches else [], links
 
 
 def _tells(answer: Answer, address: str, of: str) -> bool:

@@ -24,7 +24,7 @@ from ..nic.sysfs import Tree
 
 DEVICES = "sys/bus/pci/devices"
 #: Bytes/s where the kernel tells no rate, as in virtual machines: PCIe 3 with 16 lanes, which NCCL takes as well.
-DEFAULT_RATE_BYTES = 8e9 * 16 * 128 / 130 / 8
+DEFAULT_RATE_BYTES = float(round(8e9 * 16 * 128 / 130 / 8))
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -119,8 +119,9 @@ def rate_bytes(tree: Tree, way: Iterable[str], sleeps: bool = False) -> float:
     the best speed that both ends can have, on the lanes that are there.
     """
     links = [link for folder in way if (link := pcie_link(tree, folder)) is not None]
-    return min((_awake(link) if sleeps else link.gbps for link in links), default=DEFAULT_RATE_BYTES * 8 / 1e9) * 1e9 / 8
+    rates = [(_awake(link) if sleeps else link).gbps * 1e9 / 8 for link in links]
+    return float(round(min(rates, default=DEFAULT_RATE_BYTES)))
 
 
-def _awake(link: PcieLink) -> float:
-    return dataclasses.replace(link, speed=max(link.speed, link.max_speed)).gbps
+def _awake(link: PcieLink) -> PcieLink:
+    return dataclasses.replace(link, speed=max(link.speed, link.max_speed))
