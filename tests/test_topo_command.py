@@ -88,6 +88,16 @@ def test_the_picture_names_every_part(name: str, recorded_machine: Machines, tmp
         assert f"<!-- {part['name']}" in drawn, part
 
 
+def test_any_name_and_no_part_at_all_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    file, picture = tmp_path / "m.json", tmp_path / "m.svg"
+    for parts in ((Part("$\\x$", Kind.GPU), Part("<b>&", Kind.NIC)), ()):
+        file.write_text(to_json(Topology("$m_$", parts, ())))
+        done = run("--read", str(file), "--svg", str(picture))
+        assert done.exit_code == 0 and ElementTree.parse(picture).getroot().tag.endswith("svg"), done.output
+        picture.unlink()
+
+
 def test_without_matplotlib_the_error_names_the_extra(recorded_machine: Machines, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

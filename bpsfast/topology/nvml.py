@@ -89,8 +89,14 @@ def examine() -> Answer:
         pynvml.nvmlInit()
     except pynvml.NVMLError as exc:
         return _none(str(exc))
+    gpus = []
     try:
-        return Answer(gpus=tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())))
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                gpus.append(_gpu(pynvml, index))
+            except pynvml.NVMLError as exc:  # fell off the bus, or belongs to somebody else
+                _log.info("NVML says nothing of GPU %d: %s", index, exc)
+        return Answer(gpus=tuple(gpus))
     except pynvml.NVMLError as exc:
         return _none(str(exc))
     finally:

@@ -27,13 +27,13 @@ def draw(topology: Topology, path: str) -> None:
     except ImportError as exc:
         raise ConfigError("a picture needs matplotlib: pip install 'bpsfast[plot]'") from exc
     places = layout(topology)
-    right, low = max(x for x, _ in places.values()), min(y for _, y in places.values())
+    right, low = (end([place[axis] for place in places.values()] or [0.0]) for axis, end in enumerate((max, min)))
     figure = Figure(figsize=((right + 1.0) * _COLUMN, (2.5 - low) * _ROW))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(-0.5, right + 0.5)
     axes.set_ylim(low - 1.5, 1.0)
     axes.set_axis_off()
-    axes.set_title(f"{topology.name}: GB/s per direction", y=0.93)
+    axes.set_title(f"{topology.name}: GB/s per direction", y=0.93, parse_math=False)
     for link in topology.links:
         a, b = places[link.a], places[link.b]
         # GPUs beside each other are joined by arcs below them
@@ -46,8 +46,9 @@ def draw(topology: Topology, path: str) -> None:
                       va="center", zorder=2, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     for part in topology.parts:
         x, y = places[part.name]
-        axes.text(x, y, "\n".join(_words(part)), fontsize=8, ha="center", va="center", zorder=3, bbox={
-            "facecolor": _COLORS[part.kind], "edgecolor": "#444444", "boxstyle": "round"})
+        box = {"facecolor": _COLORS[part.kind], "edgecolor": "#444444", "boxstyle": "round"}
+        axes.text(x, y, "\n".join(_words(part)), fontsize=8, ha="center", va="center", zorder=3, parse_math=False,
+                  bbox=box)
     figure.savefig(path, format="svg")
 
 
