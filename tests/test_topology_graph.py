@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology, from_json, to_json
@@ -37,11 +37,13 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(draw(texts), tuple(parts), tuple(links))
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_json_gives_back_the_same_machine(topology: Topology) -> None:
     assert from_json(to_json(topology)) == topology
 
 
+@settings(deadline=None)
 @given(topologies(), st.data())
 def test_a_path_leads_from_one_part_to_the_other(topology: Topology, data: st.DataObject) -> None:
     ends = st.sampled_from([part.name for part in topology.parts])

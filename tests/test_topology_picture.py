@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from bpsfast.topology import discovery, picture
 from bpsfast.topology.graph import Kind, Topology
@@ -22,6 +22,7 @@ def test_every_part_has_a_place_of_its_own(name: str, recorded_machine: Callable
     assert len({places[gpu.name][1] for gpu in topology.of(Kind.GPU)}) <= 1
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_any_machine_can_be_laid_out(topology: Topology) -> None:
     assert picture.layout(topology).keys() == {part.name for part in topology.parts}
