@@ -30,7 +30,7 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
-    Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client"}),
+    Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
     Layer("bench/schedule/training", _CORE | {"torch"}),
@@ -141,7 +141,8 @@ def loaded_after(code: str, cwd: Path) -> dict[str, list[str]]:
     return {"modules": json.loads(done.stdout.splitlines()[-1]), "files": [str(p) for p in cwd.rglob("*")]}
 
 
-FRAMEWORKS = {"torch", "tensorflow", "jax", "cupy", "numba", "llvmlite", "scipy", "matplotlib", "rich", "sklearn"}
+FRAMEWORKS = {
+    "torch", "tensorflow", "jax", "cupy", "numba", "llvmlite", "scipy", "matplotlib", "rich", "sklearn", "pynvml"}
 
 
 def test_import_loads_no_framework_and_compiles_nothing(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class Answers(msgspec.Struct, forbid_unknown_fields=True):
 
     `paths`: the largest packet (bytes) that reaches an address unsplit; addresses that are missing do not answer.
     `links`: pairs "interface>address" that answer, where not every interface reaches every address. `verbs` and `peer`:
-    what the doctor found with libibverbs, and at its peer, as it prints them in JSON.
+    what the doctor found with libibverbs, and at its peer, as it prints them in JSON. `nvml`: what NVML says of GPUs
+    (`bpsfast.topology.nvml.Answer`).
     """
 
     environ: dict[str, str] = {}
@@ -51,6 +52,7 @@ class Answers(msgspec.Struct, forbid_unknown_fields=True):
     links: list[str] | None = None
     verbs: Any = None
     peer: Any = None
+    nvml: Any = None
 
 
 class RecordedKernel(Kernel):

@@ -13,6 +13,9 @@
 sources and public reports: `mlx5_roce` a container on a GPU machine with two ConnectX-6 Dx and half of the usual
 troubles, `infiniband` a healthy cluster node with HDR InfiniBand in a SLURM job, `efa` an AWS instance, `none` a
 virtual machine without any of it. `answers.json` holds what no file tells (`bpsfast.nic.recorded`).
+
+`INSIDES` are machines with GPUs, and one without, written by hand for the graph of what is inside a machine: only what
+that reads. Where their figures come from stands at the top of each.
 """
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 NAMES = ("mlx5_roce", "infiniband", "efa", "rxe", "none")
+INSIDES = ("dgx1", "pcie_2x4", "p3_16xlarge", "hgx_h100", "asymmetric_3_5", "cpu_two_socket")
 
 
 def unpack(name: str, root: Path) -> Path:

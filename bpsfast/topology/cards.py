@@ -1,0 +1,62 @@
+"""Network cards: which functions on PCIe are one card, and what goes through its wires.
+
+Functions in one slot share the slot's PCIe link: they are one card, its wires added up, as NCCL has it (``xml.cc``). A
+virtual function counts where its card cannot be seen (in a guest); else the card's own functions tell all.
+"""
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from ..nic import netdevs
+from ..nic.devices import RdmaDevice
+from ..nic.host import Host
+from .pcie import Place, place
+
+_log = logging.getLogger("bpsfast.topology")
+
+
+@dataclass
+class Card:
+    """One card. `devices`: its RDMA devices and the interfaces without one; `rate_bytes`: 0 if nobody knows."""
+
+    place: Place
+    model: str
+    devices: list[str] = field(default_factory=list)
+    rate_bytes: float = 0.0
+
+
+def cards(host: Host) -> list[Card]:
+    """Return the cards with a wire that is plugged in, by address; others are named in the log."""
+    found: dict[str, Card] = {}
+    counted = set()
+    for device in host.devices:
+        own = place(host.tree, "sys/class/infiniband", device.name, "device")
+        model = host.tree.text("sys/class/infiniband", device.name, "hca_type") or device.driver
+        if own is not None:
+            counted.add(own)
+            _add(host, found, own, device.name, model, _rdma_rate(device))
+    for netdev in host.netdevs.values():
+        own = place(host.tree, netdevs.FOLDER, netdev.name, "device")
+        if own is not None and own not in counted:
+            rate = (netdev.speed_mbps or 0) * 1e6 / 8 if netdev.state != "down" else None
+            _add(host, found, own, netdev.name, netdev.driver or "", rate)
+    return sorted(found.values(), key=lambda card: card.place.address)
+
+
+def _rdma_rate(device: RdmaDevice) -> float | None:
+    """Return bytes/s of the ports that are up, None if none is."""
+    up = [port for port in device.ports if port.is_active]
+    return sum(port.rate_gbps or 0.0 for port in up) * 1e9 / 8 if up else None
+
+
+def _add(host: Host, found: dict[str, Card], own: Place, name: str, model: str, rate: float | None) -> None:
+    """Put the device *name* to its card, unless *rate* is None: not plugged in."""
+    if host.tree.exists(own.folder, "physfn"):
+        return
+    if rate is None:
+        _log.info("%s is left out of the machine's graph: its wire is not up", name)
+        return
+    card = found.setdefault(own.slot, Card(own, model))
+    card.devices.append(name)
+    card.rate_bytes += rate

@@ -1,0 +1,105 @@
+"""``bpsfast topo`` on recorded machines and on descriptions of machines."""
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bpsfast.cli import cli
+from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology, to_json
+from tests.sysfs_trees import INSIDES, NAMES
+from tests.sysfs_trees.machine import Machine
+
+Machines = Callable[[str], Machine]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["topo", *arguments])
+
+
+@pytest.mark.parametrize("name", [*INSIDES, *NAMES])
+def test_what_people_read_is_the_golden_text(name: str, recorded_machine: Machines,
+                                             golden: Callable[[str, str], None]) -> None:
+    done = run("--root", str(recorded_machine(name).root))
+    assert done.exit_code == 0, done.output
+    golden(f"topo_{name}.txt", done.stdout)
+
+
+@pytest.mark.parametrize("name", INSIDES)
+def test_json_read_back_is_the_same_machine(name: str, recorded_machine: Machines, tmp_path: Path) -> None:
+    root, file = str(recorded_machine(name).root), tmp_path / "machine.json"
+    assert run("--root", root, "--json", "-o", str(file)).stdout == ""
+    assert run("--read", str(file)).stdout == run("--root", root).stdout
+    assert json.loads(run("--read", str(file), "--json").stdout) == json.loads(file.read_text())
+
+
+def test_this_machine_is_shown() -> None:
+    done = run()
+    assert done.exit_code == 0 and "socket0" in done.stdout
+
+
+def test_a_machine_that_hangs_together_badly_is_shown_all_the_same(tmp_path: Path) -> None:
+    parts = tuple(Part(name, kind) for name, kind in [
+        ("gpu0", Kind.GPU), ("gpu1", Kind.GPU), ("a", Kind.SWITCH), ("b", Kind.SWITCH), ("c", Kind.SWITCH)])
+    links = tuple(Link(*ends, LinkKind.PCIE, 1e9) for ends in ("ab", "bc", "ca"))
+    file = tmp_path / "m.json"
+    file.write_text(to_json(Topology("m", parts, links)))
+    done = run("--read", str(file))
+    assert done.exit_code == 0 and done.stdout.startswith("m: 0 sockets, 3 PCIe switches, 2 GPUs, 0 network cards")
+    assert [line.split()[0] for line in done.stdout.splitlines()[-6:]] == ["PART", "gpu0", "gpu1", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ('{"name": "m", "parts": [], "links": [{"a": "x", "b": "y", "kind": "pcie", "rate_bytes": 1}]}',
+     "no part is named x"),
+    ("", "not JSON"), ('{"name": "m"}', "missing required field")])
+def test_a_file_that_describes_no_machine_is_refused_before_anything_is_written(
+        content: str, words: str, tmp_path: Path) -> None:
+    file, picture = tmp_path / "m.json", tmp_path / "m.svg"
+    file.write_text(content)
+    done = run("--read", str(file), "--svg", str(picture), "--json")
+    assert done.exit_code == 2 and not picture.exists()
+    told = json.loads(done.stdout)["error"]["text"]
+    assert words in told and told.startswith(f"--read {file}: ")
+
+
+def test_a_file_that_is_not_there_and_two_machines_at_once(tmp_path: Path) -> None:
+    missing = run("--read", str(tmp_path / "nothing.json"))
+    assert missing.exit_code == 3 and "No such file" in missing.output
+    both = run("--read", "a", "--root", "b")
+    assert both.exit_code == 2 and "choose one" in both.output
+    assert run("--root", str(tmp_path / "nothing")).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["dgx1", "hgx_h100", "cpu_two_socket"])
+def test_the_picture_names_every_part(name: str, recorded_machine: Machines, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    root, picture = str(recorded_machine(name).root), tmp_path / "m.svg"
+    done = run("--root", root, "--svg", str(picture), "--json")
+    assert done.exit_code == 0, done.output
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    drawn = picture.read_text()
+    for part in json.loads(done.stdout)["parts"]:
+        assert f"<!-- {part['name']}" in drawn, part
+
+
+def test_any_name_and_no_part_at_all_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    file, picture = tmp_path / "m.json", tmp_path / "m.svg"
+    for parts in ((Part("$\\x$", Kind.GPU), Part("<b>&", Kind.NIC)), ()):
+        file.write_text(to_json(Topology("$m_$", parts, ())))
+        done = run("--read", str(file), "--svg", str(picture))
+        assert done.exit_code == 0 and ElementTree.parse(picture).getroot().tag.endswith("svg"), done.output
+        picture.unlink()
+
+
+def test_without_matplotlib_the_error_names_the_extra(recorded_machine: Machines, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run("--root", str(recorded_machine("dgx1").root), "--svg", str(tmp_path / "m.svg"))
+    assert done.exit_code == 2 and "pip install 'bpsfast[plot]'" in done.output and not (tmp_path / "m.svg").exists()
