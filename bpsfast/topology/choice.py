@@ -1,0 +1,171 @@
+"""The best strategy that can be carried out: shares of ways, roots, sockets and cards by a linear program.
+
+Also strategies that are given in part: the paper's rule, and BytePS's variables, by islands and roots.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from ..orchestration.errors import ConfigError
+from .budget import OWN, TIME, Budget, Terms, Traffic
+from .copies import Copy, between_gpus, copies, islands_of, socket_of, switch_of
+from .graph import Kind, Link, LinkKind, Topology
+from .linear import LinearProgram
+from .strategy import NOTHING, Strategy, Way
+
+Islands = tuple[tuple[str, ...], ...]
+
+
+def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands] = (),
+           roots: Collection[str] = ()) -> Strategy:
+    """Return the strategy that takes least time, of these the one that loads links least.
+
+    Parameters
+    ----------
+    islands
+        Groupings to choose from; by default each GPU alone, by PCIe switch, and over NVLink.
+    roots
+        GPUs that share each island's copies to memory equally; an island without one of them uses all of its GPUs.
+        By default any GPU copies as much as is best.
+
+    Raises
+    ------
+    ConfigError
+        SciPy is missing; *islands* or *roots* name what the machine has not; a GPU has no way to memory.
+    """
+    _check(topology, islands, roots)
+    program = LinearProgram()
+    budget = Budget(topology, traffic)
+    sent = budget.send(program)
+    groupings = list(dict.fromkeys(islands or usual(topology)))
+    program.equal({("share", number): 1.0 for number in range(len(groupings))}, 1.0)
+    for number, grouping in enumerate(groupings):
+        _add(program, budget, number, grouping, roots, sent)
+    for socket, terms in sent.items():
+        program.equal({**terms, **{("at", number, socket): -1.0 for number in range(len(groupings))}}, 0.0)
+    total = budget.limit(program)
+    values = program.least({TIME: 1.0}, total)
+    ways = []
+    for number, grouping in enumerate(groupings):
+        share = values["share", number]
+        if share > NOTHING:
+            copied = {(key[2], key[3]): value / share for key, value in values.items()
+                      if isinstance(key, tuple) and key[:2] == ("copied", number) and value > NOTHING * share}
+            ways.append(Way(share, grouping, copied))
+    return Strategy(tuple(sorted(ways, key=lambda way: -way.share)), budget.loads(values))
+
+
+def usual(topology: Topology) -> Iterator[Islands]:
+    """Yield the groupings worth a thought; sockets stand for themselves where there is no GPU."""
+    if not topology.of(Kind.GPU):
+        yield tuple((part.name,) for part in topology.of(Kind.SOCKET))
+        return
+    yield islands_of(topology)
+    yield islands_of(topology, Kind.SWITCH)
+    yield islands_of(topology, Kind.NVSWITCH)
+
+
+def paper_rule(topology: Topology, traffic: Traffic = OWN) -> Strategy:
+    """Return what OSDI'20 section 4 does: its general rule by S_n and S_g, switches with GPUs with and without a card.
+
+    Over NVLink, if both kinds of switches are there, roots are the GPUs of those without a card, at a card's socket if
+    one is; else all GPUs. Without NVLink each switch sums in itself.
+    """
+    by_nvlink = islands_of(topology, Kind.NVSWITCH)
+    if all(len(island) == 1 for island in by_nvlink):
+        return choose(topology, traffic, [islands_of(topology, Kind.SWITCH) or next(usual(topology))],
+                      [part.name for part in topology.of(Kind.GPU)])
+    cards = [part.name for part in topology.of(Kind.NIC)]
+    burdened = {switch_of(topology, card) for card in cards} - {None}
+    gpus = [part.name for part in topology.of(Kind.GPU)]
+    free = [gpu for gpu in gpus if switch_of(topology, gpu) not in burdened]
+    near = {socket_of(topology, card) for card in cards}
+    roots = [gpu for gpu in free if socket_of(topology, gpu) in near] or free or gpus
+    return choose(topology, traffic, [by_nvlink], roots if len(free) < len(gpus) else gpus)
+
+
+def by_size(topology: Topology, n_gpus: int) -> Islands:
+    """Return islands of *n_gpus* GPUs in their order: what BYTEPS_PCIE_SWITCH_SIZE says."""
+    gpus = [part.name for part in topology.of(Kind.GPU)]
+    if n_gpus < 1 or len(gpus) % n_gpus:
+        raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE={n_gpus}: this machine's {len(gpus)} GPUs are no multiple of that")
+    return tuple(tuple(gpus[begin:begin + n_gpus]) for begin in range(0, len(gpus), n_gpus))
+
+
+def _check(topology: Topology, islands: Sequence[Islands], roots: Collection[str]) -> None:
+    gpus = {part.name for part in topology.of(Kind.GPU)}
+    strange = set(roots) - gpus
+    if strange:
+        raise ConfigError(f"{', '.join(sorted(strange))} cannot be a root: machine {topology.name} has the GPUs "
+                          f"{', '.join(sorted(gpus)) or '(none)'}")
+    for grouping in islands:
+        members = sorted(name for island in grouping for name in island)
+        if gpus and members != sorted(gpus):
+            raise ConfigError(f"the islands {grouping} do not hold each GPU of machine {topology.name} once")
+
+
+def _add(program: LinearProgram, budget: Budget, number: int, grouping: Islands, roots: Collection[str],
+         sent: dict[str, Terms]) -> None:
+    """Add one grouping's way to *program*: from GPUs to roots, to sockets, and to the socket that sends."""
+    share = "share", number
+    known = copies(budget.topology)
+    moves = [copy for copy in known if copy.begin in sent and copy.end in sent]
+    for place, island in enumerate(grouping):
+        balances: dict[str, Terms] = {socket: defaultdict(float) for socket in sent}
+        chosen = [gpu for gpu in island if gpu in roots] or list(island)
+        all_copied: Terms = {share: -1.0}
+        for root in chosen:
+            copied: Terms = {}
+            to_memory = [copy for copy in known if copy.begin == root and copy.end in sent] if root not in sent else \
+                [Copy(root, root, ())]
+            for copy in to_memory:
+                variable = "copied", number, root, copy.end
+                if copy.links:
+                    budget.carry(copy, variable)
+                _reduce(budget, island, root, variable)
+                balances[copy.end][variable] += 1.0
+                copied[variable] = 1.0
+            if not copied:
+                raise ConfigError(f"no path leads from {root} to a socket's memory in machine {budget.topology.name}")
+            if roots:
+                program.equal({**copied, share: -1.0 / len(chosen)}, 0.0)
+            all_copied |= copied
+        program.equal(all_copied, 0.0)
+        for index, copy in enumerate(moves):
+            flow = "flow", number, place, index
+            program.at_most({flow: 1.0, ("move", number, index): -1.0}, 0.0)
+            balances[copy.begin][flow] -= 1.0
+            balances[copy.end][flow] += 1.0
+        for socket, terms in balances.items():
+            program.equal({**terms, ("at", number, socket): -1.0}, 0.0)
+    for index, copy in enumerate(moves):
+        budget.carry(copy, ("move", number, index))
+
+
+def _reduce(budget: Budget, island: Sequence[str], root: str, variable: tuple[str, int, str, str]) -> None:
+    """Let the GPUs of *island* add *variable* of the gradient up at *root*.
+
+    Over NVLink as NCCL's rings do: each GPU sends and receives it all, over its links in proportion to their rates.
+    Below a switch directly, which with many roots is a reduce-scatter; elsewhere over whatever leads there.
+    """
+    topology = budget.topology
+    nvlinks = _nvlinks(topology, island)
+    if nvlinks:
+        budget.fill(nvlinks, variable)
+        return
+    for gpu in island:
+        if gpu != root:
+            copy = next(between_gpus(topology, gpu, root), None) or Copy(gpu, root, topology.path(gpu, root))
+            budget.fill(dict.fromkeys(copy.links, 1.0), variable)
+
+
+def _nvlinks(topology: Topology, island: Sequence[str]) -> dict[Link, float]:
+    """Return the island's NVLinks with what each carries of a byte, {} if they do not join all of it."""
+    if len(island) < 2 or not any(set(island) <= set(each) for each in islands_of(topology, Kind.NVSWITCH)):
+        return {}
+    ends = {*island, *(part.name for part in topology.of(Kind.NVSWITCH))}
+    links = [link for link in topology.links if link.kind is LinkKind.NVLINK and {link.a, link.b} <= ends]
+    of_gpu = {gpu: sum(link.rate_bytes for link in links if gpu in (link.a, link.b)) for gpu in island}
+    return {link: 2.0 * link.rate_bytes / min(of_gpu[end] for end in (link.a, link.b) if end in of_gpu)
+            for link in links if of_gpu.keys() & {link.a, link.b}}
