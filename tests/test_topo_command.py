@@ -38,6 +38,30 @@ def test_json_read_back_is_the_same_machine(name: str, recorded_machine: Machine
     assert json.loads(run("--read", str(file), "--json").stdout) == json.loads(file.read_text())
 
 
+@pytest.mark.parametrize("name", INSIDES)
+def test_strategies(name: str, recorded_machine: Machines) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    root = str(recorded_machine(name).root)
+    told = json.loads(run("--root", root, "--strategy", "--service", "0.75", "--json").stdout)
+    assert sum(way["share"] for way in told["ways"]) == pytest.approx(1.0)
+    assert told["bound_seconds_per_byte"] <= told["seconds_per_byte"] * (1 + 1e-6)
+    assert told["seconds_per_byte"] <= told["rule_seconds_per_byte"] * (1 + 1e-6)
+    text = run("--root", root, "--strategy", "--service", "0.75").stdout
+    assert f"{told['seconds_per_byte'] * 1e12:.3g} ms for each GB" in text and "and 0.75 of its size" in text
+
+
+def test_a_service_without_a_strategy_is_refused() -> None:
+    done = run("--service", "0.5")
+    assert done.exit_code == 2 and "--strategy" in done.output
+
+
+def test_a_machine_without_memory_has_no_strategy(tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    file.write_text(to_json(Topology("m", (Part("gpu0", Kind.GPU),), ())))
+    done = run("--read", str(file), "--strategy")
+    assert done.exit_code != 0 and "machine m has no socket" in done.output
+
+
 def test_this_machine_is_shown() -> None:
     done = run()
     assert done.exit_code == 0 and "socket0" in done.stdout

@@ -10,9 +10,11 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.topology.budget import Traffic
 from bpsfast.topology.choice import by_size, choose, paper_rule
 from bpsfast.topology.copies import islands_of
+from bpsfast.topology.discovery import discover
 from bpsfast.topology.graph import Kind
 from bpsfast.topology.optimum import optimum
 from tests.gpu_machines import GIGA, dgx1, load, switched
+from tests.sysfs_trees import INSIDES, NAMES
 
 #: Eight machines, no helpers.
 EIGHT = Traffic(service=0.75)
@@ -87,6 +89,16 @@ def machines(draw):
                     draw(rate) * GIGA, draw(st.sampled_from([0.0, 50 * GIGA])), draw(rate) * GIGA)
 
 
+@pytest.mark.parametrize("name", [*INSIDES, *NAMES])
+def test_recorded_machines(recorded_machine, name):
+    topology = discover(str(recorded_machine(name).root))
+    bound, found, rule = (solve(topology, EIGHT) for solve in (optimum, choose, paper_rule))
+    assert bound.time <= found.loads.time * (1 + 1e-6) and found.loads.time <= rule.loads.time * (1 + 1e-6)
+    [way] = found.ways
+    n_islands = {"dgx1": 1, "pcie_2x4": 2, "p3_16xlarge": 1, "hgx_h100": 1, "asymmetric_3_5": 2}
+    assert len(way.islands) == n_islands.get(name, len(topology.of(Kind.SOCKET)))
+
+
 @given(machines(), st.floats(0.0, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_nothing_beats_the_optimum_and_the_rule_beats_nothing(topology, service):
@@ -134,4 +146,6 @@ def test_strange_wishes_are_refused(values, text):
 def test_words():
     said = choose(switched(wire_rate=1e15)).lines()
     assert said[0].startswith("80.0% of the gradient: summed in {gpu0, gpu1, gpu2, gpu3} and in {gpu4")
-    assert said[1].startswith("20.0% of the gradient: copied by each GPU; gpu0 100% to socket")
+    assert said[1].startswith("20.0% of the gradient: by each for itself; 100% from gpu0 to socket")
+    assert choose(switched((), (0, 1))).lines() == [
+        "100.0% of the gradient: by each for itself; added in memory, where it is"]

@@ -19,11 +19,15 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
               help="Show the machine that FILE describes, which --json has written, instead of this one.")
 @click.option("--svg", "picture_path", type=click.Path(dir_okay=False), metavar="FILE",
               help="Draw it, too. Needs matplotlib.")
+@click.option("--strategy", "as_strategy", is_flag=True,
+              help="Show how its GPUs' gradients are best summed, instead. Needs scipy.")
+@click.option("--service", type=click.FloatRange(min=0.0), default=0.0, metavar="X", show_default=True,
+              help="For --strategy: how much the machine sums for others, in sizes of the gradient.")
 @root_option
 @output.options()
 @exits.errors_in_words
-def command(source: str | None, picture_path: str | None, root: str | None, as_json: bool, path: str | None,
-            no_color: bool) -> None:
+def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, root: str | None,
+            as_json: bool, path: str | None, no_color: bool) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
     Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
@@ -33,6 +37,7 @@ def command(source: str | None, picture_path: str | None, root: str | None, as_j
     bpsfast topo
     bpsfast topo --json >machine.json
     bpsfast topo --read machine.json --svg machine.svg
+    bpsfast topo --strategy --service 0.75
     """
     import msgspec
 
@@ -40,13 +45,21 @@ def command(source: str | None, picture_path: str | None, root: str | None, as_j
 
     if source is not None and root is not None:
         raise click.UsageError("--read has the machine from a file, --root from a folder: choose one")
+    if service and not as_strategy:
+        raise click.UsageError("--service says what --strategy shall reckon with: give both")
     chosen = output.form(as_json, path, no_color)
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
         from ..topology import picture
 
         picture.draw(topology, picture_path)
-    output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
+    if as_strategy:
+        from ..topology.advice import advise
+
+        advice = advise(topology, service)
+        output.show(chosen, lambda: "\n".join(advice.lines()), advice.as_dict())
+    else:
+        output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
 
 
 def read(source: str) -> Topology:

@@ -8,4 +8,12 @@
     discovery   the graph of this machine, or of a recorded one, from all of these
     joints      how two parts are joined, in nvidia-smi's words
     picture     a drawing
+
+    copies      the copies that a machine can make, and the links that each crosses
+    budget      what a step puts on each link, card and memory
+    linear      linear programs by names
+    optimum     what no use of the links can beat
+    choice      the best strategy that can be carried out, and the paper's
+    advice      the best strategy beside the bound and the paper's, for people
+    strategy    who adds in front of memory, who copies where, and how much
 """

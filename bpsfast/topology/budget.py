@@ -113,6 +113,7 @@ class Budget:
         Both in units of the fastest link's time for a byte: solvers take a difference of 1e-7 for none.
         """
         total: Terms = defaultdict(float)
+        program.at_most({TIME: -1.0}, 0.0)  # where nothing has a limit
         for terms, rate in self._limited():
             program.at_most({**terms, TIME: -rate / self._unit}, 0.0)
             for variable, factor in terms.items():
@@ -132,5 +133,6 @@ class Budget:
             return sum(factor * values.get(variable, 0.0) for variable, factor in terms.items())
 
         return Loads({link: value(self._links[link]) for link in self.topology.links},
-                     *({name: value(terms) for name, terms in each.items()} for each in (self._cards, self._memories)),
+                     {name: value(terms) for name, terms in self._cards.items()},
+                     {name: value(terms) for name, terms in self._memories.items()},
                      max((value(terms) / rate for terms, rate in self._limited()), default=0.0))

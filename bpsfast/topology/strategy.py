@@ -44,9 +44,10 @@ class Strategy:
         said = []
         for way in self.ways:
             joined = [island for island in way.islands if len(island) > 1]
-            how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "copied by each GPU"
-            roots = ", ".join(f"{root} {part:.0%} to {socket}" for (root, socket), part in way.copied.items())
-            said.append(f"{way.share:.1%} of the gradient: {how}" + (f"; {roots}" if roots else ""))
+            how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "by each for itself"
+            copied = ", ".join(f"{part:.0%} from {root} to {socket}" for (root, socket), part in way.copied.items()
+                               if root != socket)
+            said.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
         return said
 
 
