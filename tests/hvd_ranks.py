@@ -16,7 +16,7 @@ import torch
 import bpsfast.hvd as hvd
 
 if TYPE_CHECKING:  # ranks load this file as well
-    from tests.conftest import Job
+    from tests.jobs import Job
 
 
 def begin() -> None:

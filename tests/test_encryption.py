@@ -15,7 +15,7 @@ from bpsfast import reference
 from bpsfast.settings import environment, load
 from bpsfast.trainer import current
 from tests import rank_messages
-from tests.conftest import Job
+from tests.jobs import Job
 
 
 def sums(n_steps):

@@ -17,7 +17,7 @@ import bpsfast
 from bpsfast.cluster import FaultyLink, faulty_link
 from bpsfast.launch.daemons import LEFT_BEHIND
 from tests.checked_training import train
-from tests.conftest import Job
+from tests.jobs import Job
 
 LACKING = faulty_link.missing()
 pytestmark = [pytest.mark.root, pytest.mark.skipif(LACKING is not None, reason=f"{LACKING}")]

@@ -126,7 +126,7 @@ def test_without_a_quota_nothing_changes():
 
 def job_with_quota(options, *arguments, **values):
     """A job whose helper is started by hand, with these options."""
-    from tests.conftest import Job  # ranks load this file as well, and know no other tests
+    from tests.jobs import Job  # ranks load this file as well, and know no other tests
 
     class JobWithQuota(Job):
         def _start(self, command, values):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.orchestration.errors import ConfigError
 from bpsfast.topology.copies import between_gpus, copies, islands_of, socket_of, switch_of
 from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology
 from tests.gpu_machines import GIGA, dgx1, switched
@@ -58,3 +59,9 @@ def test_where_parts_hang():
     assert [switch_of(topology, name) for name in ("gpu3", "nic0")] == ["switch1", "switch0"]
     assert [socket_of(topology, name) for name in ("gpu3", "gpu4", "nic0")] == ["socket0", "socket1", "socket0"]
     assert switch_of(switched(), "nic0") is None
+
+
+def test_what_hangs_nowhere_is_named():
+    parts = Part("socket0", Kind.SOCKET), Part("gpu0", Kind.GPU)
+    with pytest.raises(ConfigError, match="no path leads from gpu0 to a socket's memory in machine loose"):
+        socket_of(Topology("loose", parts, ()), "gpu0")

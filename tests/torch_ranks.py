@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import rank_process
-from tests.conftest import Job, Outcome, RankError
 from tests.forked import ForkedRank
+from tests.jobs import Job, Outcome, RankError
 
 #: Of a call. Longer than any takes, shorter than a test's deadline.
 LIMIT_S = 40.0

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..orchestration.errors import ConfigError
 from .graph import Kind, Link, LinkKind, Topology
 
 
@@ -57,10 +58,13 @@ def switch_of(topology: Topology, name: str) -> str | None:
 
 
 def socket_of(topology: Topology, name: str) -> str:
-    """Return the socket nearest to the part *name*."""
+    """Return the socket nearest to the part *name*; raises `ConfigError` if none is joined to it."""
     sockets = [part.name for part in topology.of(Kind.SOCKET)]
     paths = {socket: topology.path(name, socket) for socket in sockets}
-    return min((len(path), socket) for socket, path in paths.items() if path)[1]
+    near = [(len(path), socket) for socket, path in paths.items() if path]
+    if not near:
+        raise ConfigError(f"no path leads from {name} to a socket's memory in machine {topology.name}")
+    return min(near)[1]
 
 
 def islands_of(topology: Topology, *kinds: Kind) -> tuple[tuple[str, ...], ...]:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from tests import lossy_training
-from tests.conftest import Job
 from tests.editions import editions
 from tests.guest import spare_device
 from tests.guest.training import (
@@ -29,6 +28,7 @@ from tests.guest.training import (
     train,
 )
 from tests.guest.verbs_end import until
+from tests.jobs import Job
 
 PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "helper_lease_s": 0, "heartbeat_s": 5}
 

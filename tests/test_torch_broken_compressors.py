@@ -1,0 +1,51 @@
+"""Compressors of the user's that break their word are named, and nothing is summed wrong."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bpsfast.torch as bps
+
+
+class Longer(bps.Compressor):
+    """Makes another tensor of every gradient."""
+
+    n = 0
+
+    @classmethod
+    def compress(cls, tensor):
+        cls.n += 1
+        return torch.zeros(cls.n), None
+
+
+class Loses(bps.Compressor):
+    """Does not give back what was there."""
+
+    @staticmethod
+    def decompress(tensor, context):
+        return tensor[:1]
+
+
+class Integer(bps.Compressor):
+    """Makes no tensor."""
+
+    @staticmethod
+    def compress(tensor):
+        return 1, None
+
+
+def wrong(compression):
+    p = torch.nn.Parameter(torch.zeros(2))
+    named = [(f"wrong {compression}", p)]
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), named, globals()[compression])
+    p.sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("compression", "error", "text"), [
+    ("Longer", "MismatchError", "(2,)"), ("Loses", "MismatchError", "decompress"),
+    ("Integer", "UnsupportedError", "int"), ("pytest", "ConfigError", "no functions compress"),
+])
+def test_compressors_that_break_their_word(two, compression, error, text):
+    for outcome in two.attempt(wrong, compression):
+        assert outcome.error == error and text in outcome.text, outcome
