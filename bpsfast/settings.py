@@ -114,6 +114,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
 
+    host_device: Annotated[bool, _about("do tensors of the CPU count as those of a device, copied by streams of their "
+                                        "own as a GPU's are: shows and tests that way without a GPU")] = False
+
     torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
                                            "(read by `import torch`)")] = False
 

@@ -32,7 +32,7 @@ def add_backend() -> None:
 
     if "BPSFAST" in dist.Backend._plugins:
         return
-    dist.Backend.register_backend("bpsfast", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("bpsfast", _create, extended_api=True, devices=["cpu", "cuda"])
     # of the module: in the package its name is a function's
     handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
     if "env" in handlers:

@@ -37,6 +37,10 @@ class CapacityError(BpsError, MemoryError):
     """The machine cannot hold what the job asks for; the text gives both numbers."""
 
 
+class DeviceError(BpsError, RuntimeError):
+    """A GPU, its driver or CuPy failed: at a call of ours, or at work of yours that was enqueued before it."""
+
+
 class ProtocolError(BpsError, RuntimeError):
     """Bytes disagree with the format: mixed versions, or *our* bug. Please report it."""
 

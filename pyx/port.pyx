@@ -16,7 +16,7 @@ from libc.string cimport memcpy
 from pyx.words cimport (
     BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT, BPS_DONE,
     BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_FLAG_RATE, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES,
-    BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, bps_board, bps_board_word, bps_convey, bps_count, bps_counted, bps_doorbell, bps_entry,
+    BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, bps_board, bps_board_word, bps_convey, bps_count, bps_counted, bps_doorbell, bps_entry,
     bps_lane, bps_lane_capacity, bps_leg, bps_load, bps_now_ns, bps_port, bps_port_announce, bps_port_wait, bps_reached,
     bps_record_add, bps_step, bps_steps_blocked, bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy,
     pthread_mutex_init,
@@ -119,6 +119,35 @@ cdef class Port:
                 self._raise(status, begin_ns)
         finally:
             bps_steps_blocked(&self.port.lane.tally, begin_ns)
+
+    def land(self, uint32_t part, uint32_t round, uint16_t segment, uint64_t offset, uint64_t nbytes,
+             uint64_t begin_ns):
+        """Announce partition *part*, whose copy from a device began at *begin_ns*. As `submit`, but for threads that
+        work beside the trainer's: it is not blocked.
+        """
+        cdef int status = BPS_INTERRUPTED
+        cdef uint64_t entered_ns = bps_now_ns()
+        self._check(part, 1)
+        bps_record_add(&self.port.records, BPS_TO_HOST, 0, part, round, nbytes, begin_ns, entered_ns)
+        while status == BPS_INTERRUPTED:
+            with nogil:
+                status = self._announce(part, 1, round, segment, offset, 0)
+            self._raise(status, entered_ns)
+
+    def look(self, uint32_t part, uint32_t round, double timeout_s):
+        """Wait for one partition as `wait`, and as `land`: beside the trainer."""
+        cdef int status = BPS_INTERRUPTED
+        cdef uint64_t deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        self._check(part, 1)
+        while status == BPS_INTERRUPTED:
+            with nogil:
+                status = bps_port_wait(&self.port, part, round, deadline_ns)
+        return status
+
+    def note_arrival(self, uint32_t part, uint32_t round, uint64_t nbytes, uint64_t begin_ns):
+        """Note for the trace that a partition's result, whose copy began at *begin_ns*, is on a device."""
+        self._check(part, 1)
+        bps_record_add(&self.port.records, BPS_TO_DEVICE, 0, part, round, nbytes, begin_ns, bps_now_ns())
 
     def copy_in(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
                 uint32_t round, uint16_t segment, uint64_t offset):

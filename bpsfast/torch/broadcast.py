@@ -13,6 +13,7 @@ from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.broadcaster import broadcast_bytes, check_root
 from .kept import load_own_state, own_state
+from .ops import REACHED
 
 #: (name, dtype, shape) of each tensor, in order.
 _Manifest = list[tuple[str, str, tuple[int, ...]]]
@@ -152,15 +153,15 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
 
 def _manifest(named: list[tuple[str, torch.Tensor]]) -> _Manifest:
     for name, tensor in named:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense CPU tensors can "
-                                   "be broadcast")
+        if tensor.device.type not in REACHED or tensor.layout != torch.strided:
+            raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense tensors of the "
+                                   "CPU and of GPUs can be broadcast")
     return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
 
 
 def _dense(named: list[tuple[str, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each tensor with a contiguous one: itself, or a copy."""
-    return [(tensor, tensor.detach().contiguous()) for _, tensor in named]
+    """Return each tensor with a contiguous one on the CPU: itself, or a copy."""
+    return [(tensor, tensor.detach().contiguous().cpu()) for _, tensor in named]
 
 
 def _pieces(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int]]:

@@ -25,11 +25,12 @@ from ..compression.choice import chosen_among
 from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
+from ..trainer.tensor_input import TensorInput
 from .compression import CompressionLike, cast_dtype, parted
 from .kept import KEY, TUNED, Kept, tuned_point, tuned_state
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
-from .ops import wire_dtype_name
+from .ops import REACHED, far_memory, wire_dtype_name
 
 
 class Exchange:
@@ -60,6 +61,7 @@ class Exchange:
         self._gradients: Gradients | None = None
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
+        self._afar: dict[str, torch.Tensor] = {}  # on a device: what travels of a gradient, and becomes the average
         self._order = list(self.parameters)
         self.prefix = "Gradient."  # of the names, which are the job's
         self.synchronized = False
@@ -148,12 +150,24 @@ class Exchange:
         with torch.no_grad():
             if name in self._contexts:
                 gradient, self._contexts[name] = self._compress(name, gradient.detach())
-            if gradient.dtype != self._wire[name]:
-                self._place(name).copy_(gradient)
+            sent = gradient.detach().contiguous()
+            if self._is_afar(sent):
+                sent = sent.to(self._wire[name])
+                memory = self._on_device(sent)
+                self.gradients.fill_from(name, memory, memory)
+                self._afar[name] = sent
+            elif sent.dtype != self._wire[name]:
+                self._place(name).copy_(sent)
                 self.gradients.ready(name)
             else:
-                dense = gradient.detach().contiguous()
-                self.gradients.fill(name, dense.data_ptr(), dense.numel() * dense.element_size())
+                self.gradients.fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
+
+    def _is_afar(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor* is copied by the streams of a device."""
+        return tensor.is_cuda or self._on_device(tensor).place is not None
+
+    def _on_device(self, tensor: torch.Tensor) -> TensorInput:
+        return process.current().devices.placed(far_memory(tensor))
 
     def _place(self, name: str) -> torch.Tensor:
         """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
@@ -195,14 +209,11 @@ class Exchange:
         if gradient is None:
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
-        if name in self._contexts:
+        if name in self._afar or target.is_cuda:
+            self._receive_afar(name, target)
+        elif name in self._contexts:
             sums = tensor_over(self.gradients.wait(name), self._wire[name])
-            own = self._compression.decompress(sums.clone(), self._contexts[name])  # it may write into what it gets
-            if own.shape != target.shape:
-                raise MismatchError(f"{_title(self._compression)}.decompress has made a tensor of shape "
-                                    f"{tuple(own.shape)} of the gradient of {name!r}, whose shape is "
-                                    f"{tuple(target.shape)}")
-            target.copy_(own)
+            target.copy_(self._decompress(name, sums.clone(), target))  # it may write into what it gets
         elif target.dtype == self._wire[name] and target.is_contiguous():
             self.gradients.deliver(name, target.data_ptr(), target.numel() * target.element_size())
         elif target.dtype == self._wire[name]:
@@ -214,12 +225,32 @@ class Exchange:
         if name in self.momenta and self.gradients.codec(name) is None:
             self._momentum.add(name, target)
 
+    def _receive_afar(self, name: str, target: torch.Tensor) -> None:
+        """Let torch's current stream find the average in *target*, on a device. The host waits for no copy."""
+        sums = self._afar.get(name)
+        if sums is None:  # nothing was sent: it has no gradient on this rank
+            sums = torch.empty(self.kinds[name][0], dtype=self._wire[name], device=target.device)
+        self.gradients.deliver_to(name, self._on_device(sums))
+        self._afar.pop(name, None)
+        if name in self._contexts:
+            target.copy_(self._decompress(name, sums, target))
+        elif sums.data_ptr() != target.data_ptr():
+            target.copy_(sums)
+
+    def _decompress(self, name: str, sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        own: torch.Tensor = self._compression.decompress(sums, self._contexts[name])
+        if own.shape != target.shape:
+            raise MismatchError(f"{_title(self._compression)}.decompress has made a tensor of shape "
+                                f"{tuple(own.shape)} of the gradient of {name!r}, whose shape is "
+                                f"{tuple(target.shape)}")
+        return own
+
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what travels of *gradient* by the user's compressor, and what decompressing it needs."""
         small, context = self._compression.compress(gradient)
-        if not isinstance(small, torch.Tensor) or small.layout != torch.strided or small.device.type != "cpu":
+        if not isinstance(small, torch.Tensor) or small.layout != torch.strided or small.device.type not in REACHED:
             raise UnsupportedError(f"{_title(self._compression)}.compress has made of the gradient of {name!r} what is "
-                                   f"no dense CPU tensor: {type(small).__name__}")
+                                   f"no dense tensor on the CPU or a GPU: {type(small).__name__}")
         kind = tuple(small.shape), wire_dtype_name(small.dtype)
         if kind != self.kinds.get(name, kind):
             raise MismatchError(f"{_title(self._compression)}.compress has made a tensor of shape {kind[0]} and dtype "
@@ -230,6 +261,7 @@ class Exchange:
     def forget_passes(self) -> None:
         """Count the backward passes from the start."""
         self._copies.clear()
+        self._afar.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def abandon(self) -> None:
@@ -254,7 +286,7 @@ class Exchange:
             gradient = parameter.grad
             if name in self._contexts or gradient is None or gradient.layout != torch.strided:
                 continue
-            if gradient.dtype != self._wire[name] or not gradient.is_contiguous():
+            if gradient.dtype != self._wire[name] or not gradient.is_contiguous() or gradient.is_cuda:
                 continue
             place = self._place(name)
             if gradient.data_ptr() != place.data_ptr():
@@ -275,7 +307,7 @@ def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _title(compression: object) -> str:

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..compression.choice import Choice, chosen
+from ..device import places
 from ..dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process, handle as operations
@@ -24,17 +26,30 @@ from .basics import (  # BytePS's programs import them from here, too
 )
 from .compression import Compression, CompressionLike, parted
 
+#: Kinds of devices (torch's words) whose memory is reached. ROCm's are "cuda", too.
+REACHED = ("cpu", "cuda")
+
 
 def tensor_memory(tensor: torch.Tensor) -> TensorInput:
-    """Return where the elements of *tensor* lie.
+    """Return where the elements of *tensor* lie on the CPU.
 
     Raises
     ------
     UnsupportedError
         If it is sparse, not on the CPU, not contiguous, or of a dtype that is not summed.
     """
+    return _memory(tensor, ("cpu",))
+
+
+def far_memory(tensor: torch.Tensor) -> TensorInput:
+    """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is on torch's current stream."""
+    memory = _memory(tensor, REACHED)
+    return replace(memory, place=places.of_torch(tensor)) if tensor.is_cuda else memory
+
+
+def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:
     require_dense(tensor, "a torch.Tensor (bpsfast.push_pull takes others)",
-                  "tensor.to_dense() (or sparse=False in the embedding)", "tensor.cpu()")
+                  "tensor.to_dense() (or sparse=False in the embedding)", "tensor.cpu()", reached)
     dtype = wire_dtype_name(tensor.dtype)
     if not tensor.is_contiguous() or tensor.is_neg():
         raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not "
@@ -43,14 +58,16 @@ def tensor_memory(tensor: torch.Tensor) -> TensorInput:
     return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, nbytes, True, tensor)
 
 
-def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str) -> None:
-    """Raise `UnsupportedError` unless *tensor* is a dense one on the CPU; the text says what is *wanted*, and to use
-    *if_sparse* or *if_elsewhere*."""
+def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str,
+                  reached: tuple[str, ...] = ("cpu",)) -> None:
+    """Raise `UnsupportedError` unless *tensor* is a dense one on one of the devices *reached*; the text says what is
+    *wanted*, and to use *if_sparse* or *if_elsewhere*.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"expected {wanted}, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise UnsupportedError(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} is not dense: use {if_sparse}")
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in reached:
         raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}: use {if_elsewhere}")
 
 
@@ -80,9 +97,9 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     *tensor* must not be written until then. *version* is BytePS's; rounds are counted here, so it changes nothing.
     *compression* is a codec, or what chooses one, and *learning_rate* for its error feedback: see `bpsfast.push_pull`.
     """
-    memory = tensor_memory(tensor)
+    memory = far_memory(tensor)
     output = torch.empty_like(tensor, requires_grad=False)
-    return operations.start(memory, name, average, _priority(name, priority), tensor_memory(output), output,
+    return operations.start(memory, name, average, _priority(name, priority), far_memory(output), output,
                             compression, learning_rate)
 
 
@@ -90,7 +107,7 @@ def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: st
                             priority: int = 0, *, compression: Choice | None = None,
                             learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; the result replaces its contents by the time `synchronize` returns it."""
-    memory = tensor_memory(tensor)
+    memory = far_memory(tensor)
     return operations.start(memory, name, average, _priority(name, priority), memory, tensor, compression,
                             learning_rate)
 
@@ -140,7 +157,7 @@ def _push_pull(tensor: torch.Tensor, average: bool, name: str, priority: int, co
                learning_rate: float | None = None) -> torch.Tensor:
     """Sum *tensor* into a new one."""
     output = torch.empty_like(tensor, requires_grad=False)
-    return operations.run(tensor_memory(tensor), name, average, _priority(name, priority), tensor_memory(output),
+    return operations.run(far_memory(tensor), name, average, _priority(name, priority), far_memory(output),
                           output, codec, learning_rate)
 
 
@@ -193,7 +210,7 @@ def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | No
                       priority: int = 0, *, compression: Choice | None = None,
                       learning_rate: float | None = None) -> torch.Tensor:
     """Replace *tensor* by its sum (mean) over all ranks and return it; the rest as of `push_pull_async`."""
-    memory = tensor_memory(tensor)
+    memory = far_memory(tensor)
     return operations.run(memory, name, average, _priority(name, priority), memory, tensor, compression, learning_rate)
 
 

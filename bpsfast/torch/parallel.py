@@ -30,6 +30,7 @@ from .broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum
+from .ops import REACHED
 
 _queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -113,9 +114,9 @@ class DistributedDataParallel(torch.nn.Module):
     Parameters
     ----------
     module
-        On the CPU. Parameters that shall be trained require gradients now, and are all there.
+        On the CPU, or on this rank's GPU. Parameters that shall be trained require gradients now, and are all there.
     device_ids
-        BytePS's: at most one device, which changes nothing for a module on the CPU.
+        BytePS's: at most one device, which changes nothing: the module is where it is.
     broadcast_buffers
         Give rank 0's buffers to all ranks before each forward pass.
     compression
@@ -125,7 +126,7 @@ class DistributedDataParallel(torch.nn.Module):
     Raises
     ------
     UnsupportedError
-        If a parameter or buffer is not on the CPU, or of a dtype that is not summed.
+        If a parameter or buffer is on neither, or of a dtype that is not summed.
     MismatchError
         If the ranks' modules differ; the text names the first difference.
     StallError, PeerLostError
@@ -143,8 +144,9 @@ class DistributedDataParallel(torch.nn.Module):
         if device_ids is not None and len(device_ids) > 1:
             raise ConfigError(f"device_ids={list(device_ids)}: a rank has one device; start a rank for each")
         for name, p in module.named_parameters():
-            if p.device.type != "cpu":
-                raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
+            if p.device.type not in REACHED:
+                raise UnsupportedError(f"parameter {name!r} is on {p.device}: only those of the CPU and of GPUs are "
+                                       "averaged")
         self.module = module
         self.device_ids = None if device_ids is None else list(device_ids)
         self.broadcast_buffers = broadcast_buffers

@@ -105,7 +105,7 @@ class SparseExchange(Exchange):
         if gradient.sparse_dim() != 1:
             raise UnsupportedError(f"the gradient of {name!r} has {gradient.sparse_dim()} sparse dimensions; rows "
                                    "have one: use sparse_as_dense=True")
-        self._tables[name].push(gradient._indices()[0].numpy(), gradient._values().to(dtype).contiguous())
+        self._tables[name].push(gradient._indices()[0].cpu().numpy(), gradient._values().to(dtype).contiguous().cpu())
 
     def receive(self) -> None:
         """Wait for everything, and write the averages into the gradients: the step is over."""
@@ -117,8 +117,8 @@ class SparseExchange(Exchange):
     def _receive_rows(self, name: str, parameter: torch.Tensor) -> None:
         indices, rows = self._tables[name].wait()
         bits = rows.view(np.int16) if rows.dtype == TABLE["bfloat16"].numpy else rows  # which NumPy has not
-        values = torch.from_numpy(bits).view(self._wire[name]).to(parameter.dtype)
-        total = torch.sparse_coo_tensor(torch.from_numpy(indices)[None], values, parameter.shape,
+        values = torch.from_numpy(bits).view(self._wire[name]).to(parameter.device, parameter.dtype)
+        total = torch.sparse_coo_tensor(torch.from_numpy(indices)[None].to(parameter.device), values, parameter.shape,
                                         check_invariants=False, is_coalesced=True)
         is_dense = parameter.grad is not None and not parameter.grad.is_sparse
         parameter.grad = total.to_dense() if is_dense else total

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from .ops import REACHED
 
 
 class UnderWayError(BusyError, AssertionError):
@@ -120,8 +121,8 @@ def check_idle(exchange: Any) -> None:
 
 def all_trained(optimizer: torch.optim.Optimizer,
                 named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """As `trained`; a `ConfigError` unless every trained parameter of *optimizer* has a name of its own."""
-    found = trained(optimizer, named)
+    """As `trained`, on the CPU; a `ConfigError` unless every trained parameter of *optimizer* has a name of its own."""
+    found = trained(optimizer, named, reached=("cpu",))
     n_wanted = len({id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad})
     n_named = len({name for name, _ in found})
     if n_named < n_wanted:
@@ -130,8 +131,8 @@ def all_trained(optimizer: torch.optim.Optimizer,
     return found
 
 
-def trained(optimizer: torch.optim.Optimizer,
-            named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def trained(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]],
+            reached: tuple[str, ...] = REACHED) -> list[tuple[str, torch.Tensor]]:
     """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
 
     Raises
@@ -139,7 +140,7 @@ def trained(optimizer: torch.optim.Optimizer,
     ConfigError
         If *named* is not such pairs.
     UnsupportedError
-        If one is not on the CPU.
+        If one is on another kind of device than those *reached*.
     """
     pairs = list(named) if isinstance(named, Iterable) else [named]
     for pair in pairs:
@@ -152,6 +153,6 @@ def trained(optimizer: torch.optim.Optimizer,
         if id(p) in wanted:
             found.setdefault(id(p), (name, p))
     for name, p in found.values():
-        if p.device.type != "cpu":
-            raise UnsupportedError(f"parameter {name!r} is on {p.device}: only CPU parameters are supported")
+        if p.device.type not in reached:
+            raise UnsupportedError(f"parameter {name!r} is on {p.device}: move it to {' or '.join(reached)}")
     return list(found.values())

@@ -29,6 +29,8 @@ KINDS: dict[int, tuple[str, bool]] = {
     9: ("push", False),  # a rank announces inputs that need no copy
     10: ("apply", False),  # a push is applied to the weights that its owner keeps: under their lock, as the next
     11: ("answer", False),  # they are copied for a worker
+    12: ("to host", True),  # copied from a device to the host: while one lands the next flies
+    13: ("to device", True),  # copied back
 }
 #: From when a write could leave until it was handed to the link: it waited for more urgent ones and for credit.
 CREDIT = "credit"

@@ -16,7 +16,7 @@ from ..orchestration.store import StoreSpec, Worker, check
 from . import current as process
 from .session import Session
 from .stored_tensor import StoredTensor
-from .tensor_input import tensor_input
+from .tensor_input import host_input
 
 
 class AsyncWeights:
@@ -187,5 +187,5 @@ def _checked(backups: int | None, worker: Worker, session: Session) -> int:
 
 def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and dtype of each."""
-    inputs = {name: tensor_input(each) for name, each in weights.items()}
+    inputs = {name: host_input(each) for name, each in weights.items()}
     return {name: (each.shape, each.dtype) for name, each in inputs.items()}

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..autotune.point import Point
 from ..compression.choice import Choice, chosen_among
+from ..device import arrays
+from ..device.gathering import Gathering
 from ..dtypes import wire_name
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BusyError, MismatchError
@@ -27,6 +29,7 @@ from ..pyx.port import copy
 from . import current as process, learning_rate as rates
 from .edition import Cut, Edition
 from .memory import Region
+from .tensor_input import TensorInput, tensor_input
 from .tuner import Tuner
 from .unit import Unit
 
@@ -56,14 +59,20 @@ class Gradients:
     tuned
         `tuned` of an earlier job: with the setting autotune that is used from the second step on, and nothing is tried.
         Rank 0's counts.
+    device
+        Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.device.host`).
+        Then `ready` counts from the work on, that was enqueued on the owner's stream before it; the sum takes the
+        gradient's place, and work that is enqueued after `wait` finds it. The stream is never waited for.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
-                 compression: Choice | None = None, tuned: Point | None = None) -> None:
+                 compression: Choice | None = None, tuned: Point | None = None, device: str | None = None) -> None:
         self._session = process.current()
+        self._gathering = Gathering(self._session)
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, self._session.settings.min_compress_bytes)
+        self._far = {} if device is None else {name: arrays.zeros(*kind, device) for name, kind in kinds.items()}
         self._names = {name: prefix + name for name in tensors}
         # Groups of one job have different names: two models may be trained beside each other.
         names = list(self._names.values())
@@ -101,9 +110,13 @@ class Gradients:
     def __len__(self) -> int:
         return len(self._names)
 
-    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """Return the array of *name*: write the gradient here, between the step's end and `ready`."""
+    def __getitem__(self, name: str) -> Any:
+        """Return the array of *name*, NumPy's or the device's: write the gradient here, between the step's end and
+        `ready`.
+        """
         self._prepare(name)
+        if self._far:
+            return self._far[name]
         return self._arrays[name]
 
     def region(self, name: str) -> Region:
@@ -127,7 +140,29 @@ class Gradients:
             If there is no such name.
         """
         self._prepare(name)
-        self._put(name, self._homes[name].address)
+        if self._far:
+            memory = tensor_input(self._far[name])
+            self.fill_from(name, memory, memory)
+        else:
+            self._put(name, self._homes[name].address)
+
+    def fill_from(self, name: str, source: TensorInput, target: TensorInput | None = None) -> None:
+        """As `fill`, of memory on a device: nothing is waited for. *source* stays as it is until `wait` or `deliver`
+        has returned for *name*; the sum goes to *target*, if one is given, as soon as it is there.
+
+        Raises
+        ------
+        DeviceError
+            If the device cannot be used; failures of work that is enqueued come to those who wait for the sum.
+        """
+        self._prepare(name)
+        unit, member = self._edition.units[name], self._edition.members[name]
+        for memory in (source, target):
+            if memory is not None and memory.nbytes != member.nbytes:
+                raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {memory.nbytes} came")
+        self._tell_rate(name, unit)
+        if self._enter(name, lambda: self._gathering.add(unit, member.offset, source, target)):
+            self._push(unit)
 
     def fill(self, name: str, address: int, nbytes: int) -> None:
         """Copy the gradient of *name* from *address* (natively; nothing if it lies in its place), then as `ready`."""
@@ -161,11 +196,10 @@ class Gradients:
     def _put(self, name: str, address: int) -> None:
         """Take the gradient at *address*, which is the place where its unit wants it, or copied there."""
         unit, place = self._edition.units[name], self._edition.places[name]
-        if name in self._rates:
-            unit.learning_rate = self._rates[name]
+        self._tell_rate(name, unit)
         if address == place.address:
             if self._enter(name):
-                unit.push_staging()
+                self._push(unit)
         elif len(unit.members) == 1:
             if self._enter(name):
                 unit.push(address, unit.nbytes)  # each partition is announced as soon as it is copied
@@ -173,14 +207,25 @@ class Gradients:
             self._refuse_twice(name)
             copy(place.address, address, place.array.nbytes)
             if self._enter(name):
-                unit.push_staging()
+                self._push(unit)
+
+    def _push(self, unit: Unit) -> None:
+        """Push *unit*, whose members are all ready."""
+        if not self._gathering.send(unit):
+            unit.push_staging()
+
+    def _tell_rate(self, name: str, unit: Unit) -> None:
+        if name in self._rates:
+            unit.learning_rate = self._rates[name]
 
     def zero_missing(self) -> list[str]:
         """Let every gradient that is not ready contribute zeros; return their names."""
         missing = self.missing()
         for name in missing:
-            self[name].fill(0)
-            self.ready(name)
+            self._prepare(name)
+            home = self._homes[name]
+            home.array.fill(0)
+            self._put(name, home.address)
         return missing
 
     def missing(self) -> list[str]:
@@ -192,8 +237,8 @@ class Gradients:
         """Whether a gradient of this step is ready: the step has begun and not ended."""
         return bool(self._ready)
 
-    def wait(self, name: str, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
-        """Return the sum (mean) of *name* as a read-only array, waiting for it.
+    def wait(self, name: str, timeout_s: float | None = None) -> Any:
+        """Return the sum (mean) of *name* as a read-only array, waiting for it; on a device as `Gradients` says.
 
         It is that of this step, if the gradient is ready in this step, else that of the last step. The array is valid
         until the second next step's gradient of that name is ready.
@@ -206,7 +251,10 @@ class Gradients:
             As `push_pull`.
         """
         edition, unit, round = self._awaited(name)
-        unit.wait(round, self._timeout(timeout_s))
+        if self._far:
+            self.deliver_to(name, tensor_input(self._far[name]), timeout_s)
+            return self._far[name]
+        self._gathering.wait(unit, round, self._deadline(timeout_s))
         views = edition.views[round & 1]
         if name not in views:  # the same memory every other round
             views[name] = unit.member_view(edition.members[name], round)
@@ -218,7 +266,19 @@ class Gradients:
         member = edition.members[name]
         if nbytes != member.nbytes:
             raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {nbytes} are wanted")
-        unit.deliver(round, address, member.offset, nbytes, self._timeout(timeout_s))
+        deadline = self._deadline(timeout_s)
+        self._gathering.wait_departed(unit, round, deadline)
+        unit.deliver(round, address, member.offset, nbytes, max(0.0, deadline - time.monotonic()))
+
+    def deliver_to(self, name: str, target: TensorInput, timeout_s: float | None = None) -> None:
+        """Wait for the sum (mean) of *name*, and let work on *target*'s device that its owner enqueues from now on find
+        it in *target*; raises as `wait`, and `DeviceError`.
+        """
+        edition, unit, round = self._awaited(name)
+        member = edition.members[name]
+        if target.nbytes != member.nbytes:
+            raise MismatchError(f"gradient {name!r} has {member.nbytes} bytes, {target.nbytes} are wanted")
+        self._gathering.deliver(unit, round, member.offset, target, self._deadline(timeout_s))
 
     @property
     def tuned(self) -> Point | None:
@@ -257,7 +317,7 @@ class Gradients:
     def finish(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""
         _, unit, round = self._awaited(name)
-        unit.wait(round, self._timeout(timeout_s))
+        self._gathering.wait(unit, round, self._deadline(timeout_s))
 
     def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
@@ -280,13 +340,13 @@ class Gradients:
             raise MismatchError(
                 f"the step ends, but {len(missing)} of {len(self._names)} gradients are not ready: {shown}"
             )
-        deadline = time.monotonic() + self._timeout(timeout_s)
+        deadline = self._deadline(timeout_s)
         if self._tuner is not None:
             self._tuner.announce()
         if wait:
             # The least urgent first: it mostly completes last, and then one sleep was enough.
             for unit in reversed(self._edition.distinct):
-                unit.wait(unit.round, max(0.0, deadline - time.monotonic()))
+                self._gathering.wait(unit, unit.round, deadline)
         chosen = self._edition
         if self._tuner is not None:
             chosen = self._tuner.conclude(max(0.0, deadline - time.monotonic()))
@@ -302,8 +362,8 @@ class Gradients:
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
-    def _timeout(self, timeout_s: float | None) -> float:
-        return self._session.settings.timeout_s if timeout_s is None else timeout_s
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._session.settings.timeout_s if timeout_s is None else timeout_s)
 
     def _prepare(self, name: str) -> None:
         """Check the name; at the first call wait for the units and lay the arrays out in their memory."""
@@ -330,12 +390,13 @@ class Gradients:
         if name in self._ready:
             raise BusyError(f"gradient {name!r} is ready for the second time in one step: end the step by step() first")
 
-    def _enter(self, name: str) -> bool:
-        """Note that *name* is ready; return whether its unit is complete now."""
+    def _enter(self, name: str, gather: Callable[[], None] = lambda: None) -> bool:
+        """Note that *name* is ready, and *gather* it; return whether its unit is complete now."""
         self._prepare(name)
         with self._lock:
             unit = self._edition.units[name]
             self._refuse_twice(name)
+            gather()
             self._ready.add(name)
             left = self._pending.get(unit.name, len(unit.members)) - 1
             self._pending[unit.name] = left

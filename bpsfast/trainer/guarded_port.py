@@ -103,6 +103,26 @@ class GuardedPort:
 
         self._in_slices(go_on, unit, unit.first_part, unit.n_parts, round, timeout_s)
 
+    def land(self, part: int, round: int, segment: int, offset: int, nbytes: int, begin_ns: int) -> None:
+        """Announce a partition that a line has brought from a device (`Port.land`)."""
+        with self._inside as port:
+            port.land(part, round, segment, offset, nbytes, begin_ns)
+
+    def look(self, part: int, round: int, timeout_s: float) -> bool:
+        """Return whether *round* of a partition is complete, waiting a moment for it. Raises when it never will be."""
+        with self._inside as port:
+            if port.done(part, 1, round) or timeout_s <= 0:
+                return port.done(part, 1, round)
+            outcome = port.look(part, round, timeout_s)
+        if outcome in (ABORTED, NODE_DIED):
+            raise self._over()
+        return outcome == DONE
+
+    def note_arrival(self, part: int, round: int, nbytes: int, begin_ns: int) -> None:
+        """Note that a result is on a device (`Port.note_arrival`)."""
+        with self._inside as port:
+            port.note_arrival(part, round, nbytes, begin_ns)
+
     def done(self, part: int, n_parts: int, round: int) -> bool:
         """Return whether *round* of all these partitions is complete."""
         with self._inside as port:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from ..compression.choice import Choice, chosen
+from ..device import arrays
+from ..device.crossing import Crossing
+from ..device.devices import Bytes
 from ..dtypes import TABLE, wire_name
 from ..orchestration.errors import MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
@@ -23,6 +26,7 @@ from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
 
 T = TypeVar("T")
+Output = TypeVar("Output", bound="TensorInput | None")
 
 #: Every unnamed push_pull is a tensor of its own, with memory of its own: a loop of them is a mistake worth a word.
 _MANY_UNNAMED = 1000
@@ -45,6 +49,7 @@ class Handle:
         self._delivers = output is not None
         self._shape, self._dtype = source.shape, source.dtype
         self._unit: Unit | None = None
+        self._crossing: Crossing | None = None  # of a device's tensor
         self._round = 0
         self._error: Exception | None = None
         self._started = False
@@ -67,7 +72,13 @@ class Handle:
         assert self._source is not None, "a handle starts once"
         if self._learning_rate is not None:
             unit.learning_rate = self._learning_rate
-        self._round = unit.push(self._source.address, self._source.nbytes)
+        source = Bytes.of(self._source)
+        if source is None:
+            self._round = unit.push(self._source.address, self._source.nbytes)
+        else:
+            assert self._output is not None, "what lies on a device is delivered"
+            self._crossing = self._session.devices.send(unit, source, Bytes.of(self._output))
+            self._round = self._crossing.round
         self._unit = unit
         self._open_gate()
 
@@ -89,6 +100,8 @@ class Handle:
             return True
         if not self._started and self._session.tensors.unit_nowait(self.name) is None:
             return False
+        if self._crossing is not None:
+            return self._crossing.done()
         return self._started and (self._unit is None or self._unit.done(self._round))
 
     def wait(self, timeout_s: float | None = None) -> Any:
@@ -115,7 +128,11 @@ class Handle:
 
     def _finish(self, deadline: float, timeout_s: float) -> None:
         unit = self._await_start(deadline, timeout_s)
-        if self._output is not None:
+        if self._crossing is not None:
+            self._crossing.wait(deadline)
+            assert self._output is not None and self._output.place is not None, "it crosses back to its own device"
+            self._crossing.join(self._output.place.caller())
+        elif self._output is not None:
             unit.deliver(self._round, self._output.address, 0, self._output.nbytes, _until(deadline))
         unit.wait(self._round, _until(deadline))
         if self._output is None:
@@ -145,6 +162,7 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
           result: object, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
     """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
     learning_rate = rates.checked(learning_rate)
+    source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
     return _begin(session, name, unit, source, output, result, learning_rate)
 
@@ -153,10 +171,32 @@ def run(source: TensorInput, name: str | None, average: bool, priority: int | No
         result: T, compression: Choice | None = None, learning_rate: float | None = None) -> T:
     """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
     learning_rate = rates.checked(learning_rate)
+    source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
-    if unit is None or not unit.stream(source.address, output.address, source.nbytes, session.settings.timeout_s):
+    streams = source.place is None and unit is not None and unit.stream(
+        source.address, output.address, source.nbytes, session.settings.timeout_s)
+    if not streams:
         _begin(session, name, unit, source, output, result, learning_rate).wait()
     return result
+
+
+def _placed(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
+    """Return both as they count (`Devices.placed`).
+
+    Raises
+    ------
+    UnsupportedError
+        If they are on different ones.
+    """
+    devices = process.current().devices
+    source = devices.placed(source)
+    if output is None:
+        return source, output
+    target = devices.placed(output)
+    here, there = (each.place.device.name if each.place is not None else "the CPU" for each in (source, target))
+    if here != there:
+        raise UnsupportedError(f"the input is on {here}, out is on {there}: give an out on {here}")
+    return source, cast("Output", target)
 
 
 def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, output: TensorInput | None,
@@ -206,8 +246,11 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     Parameters
     ----------
     x
-        C-contiguous CPU memory of the same shape and dtype on all ranks: a NumPy array, anything with ``__dlpack__``
-        or the buffer protocol. If it lies in memory of `empty`, it is not copied.
+        C-contiguous memory of the same shape and dtype on all ranks: a NumPy array, anything with ``__dlpack__`` or the
+        buffer protocol. If it lies in memory of `empty`, it is not copied. On a GPU (CuPy, torch, JAX: DLPack or
+        ``__cuda_array_interface__``) its bytes count as they are after what its owner has enqueued before the call
+        (`device.places` says on which stream); what is enqueued after `synchronize` finds the result. No stream waits
+        for the host, and the host for no copy.
     average
         Divide by the number of ranks; integers are divided downwards (floor), after wrapping like NumPy's sums.
     name
@@ -228,12 +271,14 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     Returns
     -------
     Without *out*: a new array if *x* is ordinary memory; if *x* lies in memory of `empty`, a read-only view of the
-    result, which moves no byte and is valid until this rank's second next push_pull of that name.
+    result, which moves no byte and is valid until this rank's second next push_pull of that name; of a GPU's a new one
+    there: torch's of a torch tensor, else CuPy's.
 
     Raises
     ------
     UnsupportedError
-        If *x* is not contiguous, not on the CPU, or of a dtype that bpsfast does not sum, or does not compress.
+        If *x* is not contiguous, on a device that is not reached, or of a dtype that bpsfast does not sum, or does not
+        compress.
     ConfigError
         If *compression* or *learning_rate* is not possible.
     MismatchError
@@ -263,6 +308,9 @@ def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any
     """Return where the result of *source* is copied and what the caller gets; None, None: a view of shared memory."""
     if out is not None:
         return _output(out, source), out
+    if source.place is not None:
+        fresh = arrays.empty_like(source)
+        return tensor_input(fresh), fresh
     if source.nbytes and process.current().memory.locate(source.address, source.nbytes) is not None:
         return None, None
     fresh = np.empty(source.shape, TABLE[source.dtype].numpy)
@@ -302,18 +350,29 @@ def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: 
                                         codec=codec)])
 
 
-def empty(shape: int | tuple[int, ...], dtype: Any = "float32") -> np.ndarray[Any, Any]:
+def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | None = None) -> Any:
     """Return a new zeroed array in this rank's shared memory: push_pull of it copies nothing on this side.
 
     The memory belongs to the job until `shutdown` and is not reused before: allocate once, not every step.
+
+    Parameters
+    ----------
+    device
+        "cuda", "cuda:1": a CuPy array there instead, ordinary and zeroed on CuPy's current stream; push_pull of it
+        passes through shared memory. "host": an array of the host device (`bpsfast.device.host`).
 
     Raises
     ------
     CapacityError
         If the machine cannot hold it.
+    ConfigError, UnsupportedError
+        If *device* is no name of one, or is not there.
     """
     row = TABLE[wire_name(dtype)]
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if device is not None:
+        process.current()
+        return arrays.zeros(shape, row.name, device)
     nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
     region = process.current().memory.allocate(max(nbytes, 1))
     return region.array[:nbytes].view(row.numpy).reshape(shape)

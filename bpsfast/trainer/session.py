@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..device.devices import Devices
 from ..launch.reach import local_host
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
@@ -105,6 +106,7 @@ class Session:
                                self.inquiry, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
                                 self.inspector, self.tensors.look_for_commits, self._node_lost)
+        self.devices = Devices(self)
         self._lock = threading.RLock()
         self.repeats: dict[str, Repeat] = {}
         self.row_tables: dict[str, Table] = {}
@@ -288,12 +290,13 @@ class Session:
             self._mailbox.send(Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
         self.closed = True
+        devices_closed = self.devices.close(_GOODBYE_S, lambda: ClosedError(_SHUT_DOWN))
         self._write_trace()
         self.tensors.forget()
         self.repeats.clear()
         self.row_tables.clear()
         segments = self.memory.forget()
-        if not self.port.close(_GOODBYE_S):
+        if not self.port.close(_GOODBYE_S) or not devices_closed:
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
         self._attachment.close()
         for segment in segments:

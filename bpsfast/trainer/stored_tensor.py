@@ -10,7 +10,7 @@ from ..orchestration.errors import BusyError, ClosedError, ConfigError, Mismatch
 from ..orchestration.messages import TensorSpec
 from ..orchestration.store import StoreSpec, check, has_momentum
 from . import current as process
-from .tensor_input import tensor_input
+from .tensor_input import host_input
 from .unit import Unit
 
 
@@ -107,7 +107,7 @@ class StoredTensor:
         BusyError
             If the last push was not waited for.
         """
-        source = tensor_input(values)
+        source = host_input(values)
         if source.nbytes != self._unit.nbytes or TABLE[source.dtype].numpy != self.dtype:
             raise MismatchError(f"{self.name!r} is kept as {self.shape} of {self.dtype}; {source.shape} of "
                                 f"{source.dtype} was pushed")

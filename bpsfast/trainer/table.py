@@ -18,7 +18,7 @@ from ..orchestration.rows import ROWS
 from . import current as process
 from .row_frames import Array, Frames
 from .session import Session
-from .tensor_input import tensor_input
+from .tensor_input import host_input
 from .unit import Unit
 
 #: Room for rows if nobody says how many there will be: a part of the table, and at least so many.
@@ -125,7 +125,7 @@ class Table:
         places = np.asarray(indices)
         if places.size and places.dtype.kind not in "iu":
             raise UnsupportedError(f"indices of rows of {self.name!r} are of dtype {places.dtype}, not integers")
-        rows = tensor_input(values).array()
+        rows = host_input(values).array()
         if places.ndim != 1 or rows.shape != (len(places), *self.shape[1:]) or wire_name(rows.dtype) != self.dtype:
             raise MismatchError(f"rows of {self.name!r}, a table of shape {self.shape} and dtype {self.dtype}: indices "
                                 f"are of shape {places.shape}, values of shape {rows.shape} and dtype {rows.dtype}")
@@ -188,7 +188,7 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
         See there.
     """
     session = process.current()
-    rows = tensor_input(values)
+    rows = host_input(values)
     if not rows.shape:
         raise MismatchError(f"values of rows have the shape (n, ...), got a scalar of dtype {rows.dtype}")
     if name is None:

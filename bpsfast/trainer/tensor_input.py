@@ -1,20 +1,23 @@
 """Anything a user may push -> an address, a shape and a dtype name, with what keeps the memory alive.
 
-Accepted: NumPy arrays and scalars, objects with ``__dlpack__`` on the CPU (torch, JAX, ...), and the buffer
-protocol (``array.array``, ``memoryview``, ``bytes``). Nothing is copied or converted here: what cannot be summed
-as it lies in memory is refused with the call that makes it summable.
+Accepted: NumPy arrays and scalars, objects with ``__dlpack__`` on the CPU or a GPU (torch, JAX, ...) or with
+``__cuda_array_interface__`` (CuPy, Numba), and the buffer protocol (``array.array``, ``memoryview``, ``bytes``).
+Nothing is copied or converted here: what cannot be summed as it lies in memory is refused with the call that makes it
+summable.
 
 DLPack capsules are read directly (dlpack.h, versions 0 and 1) because NumPy's reader refuses bfloat16.
 """
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from ..device import places
+from ..device.device import Place
 from ..dtypes import NAMES, TABLE, wire_name
 from ..orchestration.errors import UnsupportedError
 
@@ -28,10 +31,10 @@ _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 @dataclass(frozen=True)
 class TensorInput:
-    """Memory of one C-contiguous CPU tensor.
+    """Memory of one C-contiguous tensor.
 
     `dtype` is a wire dtype name, `owner` keeps the memory alive, `writable` says whether results may be
-    written into it.
+    written into it. `place`: on which device, and in which order; None: the CPU's, where it can be read at once.
     """
 
     address: int
@@ -40,9 +43,10 @@ class TensorInput:
     nbytes: int
     writable: bool
     owner: object
+    place: Place | None = None
 
     def array(self) -> np.ndarray[Any, Any]:
-        """Return a NumPy array over the same memory, read-only unless `writable`."""
+        """Return a NumPy array over the same memory, read-only unless `writable`; not of a GPU's."""
         if isinstance(self.owner, np.ndarray):
             return self.owner
         if self.nbytes == 0:
@@ -60,18 +64,19 @@ def tensor_input(x: object) -> TensorInput:
     Raises
     ------
     UnsupportedError
-        If *x* is no tensor, not on the CPU, not C-contiguous, or of a dtype that bpsfast does not sum.
+        If *x* is no tensor, on a device that is not reached, not C-contiguous, or of a dtype that bpsfast does not sum.
     """
     if isinstance(x, np.ndarray):
-        return from_array(x)
+        place = None if type(x) is np.ndarray else places.of_ndarray(x)
+        return from_array(x) if place is None else replace(from_array(x), place=place)
     if isinstance(x, np.generic):
         copy = np.asarray(x)
         copy.flags.writeable = False  # what is written there would not reach the scalar
         return from_array(copy)
-    if hasattr(x, "__dlpack__"):
+    if hasattr(x, "__dlpack__") and not _is_cupy(x):
         return _from_dlpack(x)
     if hasattr(x, "__cuda_array_interface__"):
-        raise UnsupportedError(f"{_kind(x)} lies in GPU memory: copy it to the CPU first")
+        return _from_array_interface(x)
     try:
         view = memoryview(x)  # type: ignore[arg-type]
     except TypeError:
@@ -79,6 +84,15 @@ def tensor_input(x: object) -> TensorInput:
             f"{_kind(x)} is no NumPy array, has no __dlpack__ and no buffer: convert it with np.asarray(x, dtype)"
         ) from None
     return from_array(np.asarray(view))
+
+
+def host_input(x: object) -> TensorInput:
+    """As `tensor_input`, of memory that the CPU reads: an `UnsupportedError` if it lies on a device."""
+    found = tensor_input(x)
+    if found.place is not None:
+        raise UnsupportedError(f"{_kind(x)} lies on {found.place.device.name}, from which this call takes nothing: "
+                               "copy it to the CPU first")
+    return found
 
 
 def from_array(array: np.ndarray[Any, Any]) -> TensorInput:
@@ -90,6 +104,25 @@ def from_array(array: np.ndarray[Any, Any]) -> TensorInput:
             "pass np.ascontiguousarray(x)"
         )
     return TensorInput(array.ctypes.data, array.shape, dtype, array.nbytes, array.flags.writeable, array)
+
+
+def _is_cupy(x: object) -> bool:
+    return type(x).__module__.partition(".")[0] == "cupy"
+
+
+def _from_array_interface(x: Any) -> TensorInput:
+    """Read what *x* says in the form of CUDA's arrays, which is NumPy's."""
+    interface = x.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise UnsupportedError(f"{_kind(x)} has a mask, which is not summed")
+    dtype = wire_name(x.dtype if _is_cupy(x) else interface["typestr"])
+    itemsize, shape = TABLE[dtype].itemsize, tuple(interface["shape"])
+    strides = interface.get("strides")
+    if strides is not None and not _is_contiguous(shape, tuple(n // itemsize for n in strides)):
+        raise UnsupportedError(f"{_kind(x)} of shape {shape} with strides {strides} is not C-contiguous: pass "
+                               "cupy.ascontiguousarray(x), or what its framework has for that")
+    address, is_read_only = interface["data"]
+    return TensorInput(address, shape, dtype, prod(shape) * itemsize, not is_read_only, x, places.of_array_interface(x))
 
 
 def _kind(x: object) -> str:
@@ -134,10 +167,15 @@ _capsule_pointer.argtypes, _capsule_pointer.restype = [ctypes.py_object, ctypes.
 def _from_dlpack(x: Any) -> TensorInput:
     """Read the capsule of *x*. It is never consumed: when it goes, its own destructor releases the tensor."""
     device_type, device_id = x.__dlpack_device__()
-    if int(device_type) not in _CPU_DEVICES:
+    stream, place = None, None
+    if int(device_type) in places.GPU_TYPES:
+        place, stream = places.of_dlpack(x, int(device_id))
+    elif int(device_type) not in _CPU_DEVICES:
         name = _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
         raise UnsupportedError(f"{_kind(x)} lives on {name} device {device_id}: copy it to the CPU first")
-    capsule = _export(x)
+    capsule = _export(x, stream)
+    if place is not None:
+        place = places.ready_on_gate(place)
     if _capsule_is(capsule, b"dltensor_versioned"):
         versioned = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > 1:
@@ -158,16 +196,17 @@ def _from_dlpack(x: Any) -> TensorInput:
             "pass x.contiguous() or np.ascontiguousarray(x)"
         )
     nbytes = prod(shape) * tensor.bits // 8
-    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x))
+    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x), place)
 
 
-def _export(x: Any) -> object:
-    """Ask *x* for a capsule, version 1 if it can."""
+def _export(x: Any, stream: int | None) -> object:
+    """Ask *x* for a capsule, version 1 if it can, that is in order on *stream* (None: it is on the CPU)."""
+    ordered = {} if stream is None else {"stream": stream}
     try:
         try:
-            return x.__dlpack__(max_version=(1, 0))
+            return x.__dlpack__(max_version=(1, 0), **ordered)
         except TypeError:  # the producer is older than DLPack 1.0
-            return x.__dlpack__()
+            return x.__dlpack__(**ordered)
     except (BufferError, RuntimeError, ValueError, TypeError) as exc:
         raise UnsupportedError(f"{_kind(x)} refuses to export its memory by DLPack: {exc}") from exc
 

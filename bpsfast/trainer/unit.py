@@ -51,6 +51,7 @@ class Unit:
         self.number = plan.unit
         self.name = plan.name
         self.nbytes = plan.nbytes
+        self.urgency = -plan.priority  # the least is the most urgent
         self.stride = plan.stride
         self.n_parts = len(plan.parts)
         self.has_siblings = plan.n_workers > 1  # other workers' units, which may wait for this one's rounds
@@ -193,6 +194,16 @@ class Unit:
             self.session.port.submit_empty(self.first_part, self.n_parts, round)
         return round
 
+    def begin(self, nbytes: int) -> int:
+        """Begin the next round, of which *nbytes* are this rank's input, and return it: whoever calls this announces
+        all partitions himself. Raises as `push`.
+        """
+        return self._begin(nbytes)
+
+    def give_up(self, error: BpsError) -> None:
+        """Enter that the round that goes on will not be completed by this rank, because of *error*."""
+        self._given_up = error
+
     def _begin(self, nbytes: int) -> int:
         with self._lock:
             if self._is_retired:
@@ -279,6 +290,10 @@ class Unit:
             if run.begin <= offset < run.end:
                 return run.segment.address + run.offsets[round & 1] + offset - run.begin
         raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
+
+    def result_segments(self) -> list[Segment]:
+        """Return what results lie in, as this process maps it."""
+        return list(dict.fromkeys(run.segment for run in self._runs))
 
     def view(self, round: int) -> np.ndarray[Any, Any]:
         """Return the result of *round* as read-only uint8, valid until this rank pushes round + 2.

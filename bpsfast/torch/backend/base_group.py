@@ -14,7 +14,9 @@ import torch.distributed as dist
 from ...collective.conductor import Conductor
 from ...collective.group import Group
 from ...orchestration.errors import BpsError
+from ...trainer.session import Session
 from . import shim, worlds
+from .afar import current
 from .messages import Messages
 from .named_group import NamedGroup
 from .operands import Operand
@@ -43,6 +45,11 @@ class BaseGroup(NamedGroup):
         self._coalesced: list[Work] | None = None
         self._sequence = 0
         self._failure: BaseException | None = None
+
+    @property
+    def session(self) -> Session:
+        """The job's session on this rank."""
+        return self._group.session
 
     # -- what it can ----------------------------------------------------------------------------------------------
 
@@ -77,14 +84,19 @@ class BaseGroup(NamedGroup):
                written: Sequence[Operand] = ()) -> Work:
         self._sequence += 1
         timeout_s = shim.timeout_of(opts, self._group.timeout_s)
-        work = Work(results, timeout_s, text)
+        call = current()
+        work = Work(results if call is None else call.originals(results), timeout_s, text, call)
         work.tell_failure(self._failed)
 
         def job() -> None:
+            if call is not None:
+                call.arrive()
             with self._group.within(timeout_s):
                 run()
             for each in written:
                 each.take_back()
+            if call is not None:
+                call.leave()
 
         inline = shim.is_waited_for(opts) and self._coalesced is None
         try:
@@ -96,12 +108,15 @@ class BaseGroup(NamedGroup):
     def _noted(self, work: Work) -> Work:
         """Return *work*, which counts among coalesced ones if it is one of them and not well over."""
         if self._coalesced is not None:
-            self._coalesced = [each for each in self._coalesced if not each.is_success()]
+            self._coalesced = [each for each in self._coalesced if each.is_afar or not each.is_success()]
             self._coalesced.append(work)
         return work
 
     def _message(self, begin: Callable[[], Work]) -> Work:
+        call = current()
         try:
+            if call is not None:
+                call.arrive()  # a message begins to leave at once
             work = begin()
         except BpsError as exc:
             raise torch_error(exc) from exc
@@ -118,7 +133,9 @@ class BaseGroup(NamedGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         """Return the one work of all that was collected."""
         works, self._coalesced = self._coalesced or [], None
-        return self._start("coalesced calls", [], dist.BarrierOptions(), lambda: _wait_all(works))
+        whole = self._start("coalesced calls", [], dist.BarrierOptions(), lambda: _wait_all(works))
+        whole.includes(works)
+        return whole
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

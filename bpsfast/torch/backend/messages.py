@@ -12,6 +12,7 @@ import numpy as np
 
 from ...collective.group import Group
 from ...orchestration.errors import BpsError, ClosedError, StallError
+from .afar import current
 from .operands import Operand
 from .work import Work, torch_error
 
@@ -24,7 +25,9 @@ class MessageWork(Work):
 
     def __init__(self, transfer: Transfer, one: Operand, members: tuple[int, ...], timeout_s: float,
                  text: str) -> None:
-        super().__init__([one.tensor], timeout_s, text)
+        self._call = current()
+        super().__init__([one.tensor] if self._call is None else self._call.originals([one.tensor]), timeout_s, text,
+                         self._call)
         self._transfer = transfer
         self._one = one
         self._members = members
@@ -36,6 +39,8 @@ class MessageWork(Work):
         if not transfer.is_send and error is None:
             try:
                 self._one.take_back()
+                if self._call is not None:
+                    self._call.leave()
             except Exception as exc:  # of a tensor that cannot be written; whoever waits must hear of it
                 error = exc
         if self._late is not None and isinstance(error, ClosedError):

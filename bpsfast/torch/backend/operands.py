@@ -116,13 +116,26 @@ def check_same(tensors: Sequence[torch.Tensor], what: str) -> None:
                               f"{first.dtype} and {tuple(tensor.shape)} of {tensor.dtype}")
 
 
-def prepared(dense: torch.Tensor, reduction: Reduction) -> tuple[TensorInput, str]:
-    """Return the memory of what goes in, and the op; it is multiplied here where the op says so."""
-    if reduction.factor is not None:
-        if not (dense.is_floating_point() or dense.is_complex()):
-            raise UnsupportedError(f"PREMUL_SUM multiplies first: it takes floating point, not {dense.dtype}")
-        dense = dense * reduction.factor
-    return reducible(dense, reduction.op)
+class Input(NamedTuple):
+    """What goes into a reduction by `op`: the memory of *source*, multiplied by *factor* if there is one."""
+
+    memory: TensorInput
+    op: str
+    source: torch.Tensor
+    factor: Any
+
+    def made(self) -> TensorInput:
+        """Return the memory; what has to be multiplied is, now."""
+        if self.factor is None:
+            return self.memory
+        return reducible(self.source * self.factor, self.op)[0]
+
+
+def prepared(dense: torch.Tensor, reduction: Reduction) -> Input:
+    """Return contiguous *dense* as the input of a reduction; raises as `reducible`."""
+    if reduction.factor is not None and not (dense.is_floating_point() or dense.is_complex()):
+        raise UnsupportedError(f"PREMUL_SUM multiplies first: it takes floating point, not {dense.dtype}")
+    return Input(*reducible(dense, reduction.op), dense, reduction.factor)
 
 
 def check_number(tensors: Sequence[Any], size: int, what: str) -> None:

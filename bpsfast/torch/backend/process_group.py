@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ...collective import groups
 from ...orchestration.errors import BpsError, ConfigError
 from . import shim, sparse, worlds
+from .afar import afar
 from .base_group import BaseGroup
 from .operands import (
     Operand,
@@ -44,6 +45,7 @@ class ProcessGroup(BaseGroup):
 
     # -- sums and the like -----------------------------------------------------------------------------------------
 
+    @afar(reads=(0,), writes=(0,))
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine each of *tensors* with the other members', in place."""
         opts = opts or dist.AllreduceOptions()
@@ -53,19 +55,22 @@ class ProcessGroup(BaseGroup):
                 functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
         return self._start("all_reduce", tensors, opts, *self._reductions(tensors, reduction))
 
+    @afar(reads=(0,), writes=(0,))
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """As `allreduce`."""
         return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
+    @afar(reads=(0,), writes=(0,))
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine the one of *tensors* into that of the root; others' stay as they are."""
         opts = opts or dist.ReduceOptions()
         reduction, root = shim.reduction(opts), opts.rootRank
         (one,) = operands(tensors)
-        x, op = prepared(one.dense, reduction)
-        out = reducible(one.dense, op)[0] if root == self.rank() else None
-        return self._start("reduce", tensors, opts, lambda: self._group.reduce(x, out, root, op), [one])
+        x = prepared(one.dense, reduction)
+        out = reducible(one.dense, x.op)[0] if root == self.rank() else None
+        return self._start("reduce", tensors, opts, lambda: self._group.reduce(x.made(), out, root, x.op), [one])
 
+    @afar(reads=(1,), writes=(0,))
     def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                        opts: Any = None) -> Work:
         """Combine the i-th input of all members into the i-th member's output."""
@@ -74,12 +79,14 @@ class ProcessGroup(BaseGroup):
         check_number(inputs, self.size(), "reduce_scatter")
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
+    @afar(reads=(1,), writes=(0,))
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, with all inputs in one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @afar(reads=(1,), writes=(0,))
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> Work:
         """`reduce_scatter_single` of each pair."""
@@ -97,6 +104,7 @@ class ProcessGroup(BaseGroup):
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
+    @afar(reads=(0,), writes=(0,))
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Overwrite *tensors* by those of the root."""
         opts = opts or dist.BroadcastOptions()
@@ -108,6 +116,7 @@ class ProcessGroup(BaseGroup):
 
         return self._start("broadcast", tensors, opts, run, each)
 
+    @afar(reads=(1,), writes=(0,))
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
         """Put the i-th member's input into the i-th output, on all members."""
@@ -120,6 +129,7 @@ class ProcessGroup(BaseGroup):
         results = [tensor for outputs in output_tensors for tensor in outputs]
         return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
 
+    @afar(reads=(1,), writes=(0,))
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
                             opts: Any = None) -> Work:
         """`allgather` of each of *input_list*: ``output_lists[i][j]`` is the j-th of member i."""
@@ -128,12 +138,14 @@ class ProcessGroup(BaseGroup):
                               f"lists of as many outputs, got {[len(outputs) for outputs in output_lists]}")
         return self.allgather(list(zip(*output_lists)), input_list, opts)
 
+    @afar(reads=(1,), writes=(0,))
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `allgather`, with all outputs in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
+    @afar(reads=(1,), writes=(0,))
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
@@ -155,6 +167,7 @@ class ProcessGroup(BaseGroup):
 
     # -- messages --------------------------------------------------------------------------------------------------
 
+    @afar(reads=(1,), writes=(0,))
     def gather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                opts: Any = None) -> Work:
         """Put the i-th member's input into the root's i-th output."""
@@ -168,6 +181,7 @@ class ProcessGroup(BaseGroup):
         return self._start("gather", outputs, opts, lambda: self._group.gather(
             one.memory, [out.memory for out in each], root), each)
 
+    @afar(reads=(1,), writes=(0,))
     def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                 opts: Any = None) -> Work:
         """Put the root's i-th input into the i-th member's output."""
@@ -181,6 +195,7 @@ class ProcessGroup(BaseGroup):
         return self._start("scatter", [output], opts, lambda: self._group.scatter(
             [x.memory for x in each], one.memory, root), [one])
 
+    @afar(reads=(1,), writes=(0,))
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
         check_number(input_tensors, self.size(), "all_to_all")
@@ -190,6 +205,7 @@ class ProcessGroup(BaseGroup):
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
                            outs)
 
+    @afar(reads=(1,), writes=(0,))
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
         """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""
@@ -202,16 +218,19 @@ class ProcessGroup(BaseGroup):
 
     alltoall_base = all_to_all_single
 
+    @afar(reads=(0,), writes=())
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
         """Send the one of *tensors* to member *dstRank*."""
         (one,) = operands(tensors)
         return self._message(lambda: self._messages.send(one, dstRank, tag))
 
+    @afar(reads=(), writes=(0,))
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Receive the one of *tensors* from member *srcRank*."""
         (one,) = operands(tensors)
         return self._message(lambda: self._messages.receive(one, srcRank, tag))
 
+    @afar(reads=(), writes=(0,))
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive the one of *tensors* from whoever sends with *tag*."""
         (one,) = operands(tensors)
@@ -237,12 +256,11 @@ class ProcessGroup(BaseGroup):
         each = operands(tensors)
         calls = []
         for one in each:
-            x, op = prepared(one.dense, reduction)
-            calls.append((x, reducible(one.dense, reduction.op)[0], op))
+            calls.append((prepared(one.dense, reduction), reducible(one.dense, reduction.op)[0]))
 
         def run() -> None:
-            for x, out, op in calls:
-                self._group.all_reduce(x, out, op)
+            for x, out in calls:
+                self._group.all_reduce(x.made(), out, x.op)
 
         return run, each
 
@@ -258,7 +276,7 @@ class ProcessGroup(BaseGroup):
                               f"{inputs[self.rank()].dense.numel()}")
         xs = [prepared(x.dense, reduction) for x in inputs]
         out = reducible(one.dense, reduction.op)[0]
-        return lambda: self._group.reduce_scatter([x for x, _ in xs], out, xs[0][1]), [one]
+        return lambda: self._group.reduce_scatter([x.made() for x in xs], out, xs[0].op), [one]
 
     def _gathered(self, outputs: Sequence[Tensor], input: Tensor) -> tuple[Callable[[], None], list[Operand]]:
         check_number(outputs, self.size(), "all_gather")

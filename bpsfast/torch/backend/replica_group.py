@@ -135,7 +135,7 @@ class ReplicaGroup(NamedGroup):
         torch takes it for a group of this rank alone: sizes that change are nothing for a mesh. `unregister` ends that.
         """
         backend = f"{self.getBackendName()}:{name}"
-        dist.Backend.register_backend(backend, lambda *_: self, devices=["cpu"])
+        dist.Backend.register_backend(backend, lambda *_: self, devices=["cpu", "cuda"])
         group = dist.new_group(ranks=[dist.get_rank()], backend=backend, group_desc=backend,
                                timeout=timedelta(seconds=_REGISTERED_S))
         assert isinstance(group, dist.ProcessGroup)

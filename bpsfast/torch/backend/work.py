@@ -1,6 +1,7 @@
 """One collective under way, as torch's `Work`: waited for, asked about, or followed by a future."""
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...orchestration.errors import BpsError, StallError
+from .afar import Call
 
 
 def torch_error(error: BaseException) -> BaseException:
@@ -23,10 +25,13 @@ def torch_error(error: BaseException) -> BaseException:
 
 
 class Work(dist.Work):
-    """A call whose results are *tensors*. `wait` and the rest from any thread, `finish` once."""
+    """A call whose results are *tensors*; *call* if they are on devices. `wait` and the rest from any thread, `finish`
+    once.
+    """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], timeout_s: float, text: str) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], timeout_s: float, text: str, call: Call | None = None) -> None:
         super().__init__()
+        self._calls = [] if call is None else [call]
         self._tensors = list(tensors)
         self._timeout_s = timeout_s
         self._text = text
@@ -64,11 +69,24 @@ class Work(dist.Work):
             self._failed = None  # who keeps a work need not keep its group
             self._event.set()
             base = self._base
+        for call in self._calls:
+            call.end()
         if base is not None:
-            base.set_result(None)
+            self._complete(base)
+
+    @property
+    def is_afar(self) -> bool:
+        """Whether results are on devices."""
+        return bool(self._calls)
+
+    def includes(self, works: Sequence[Work]) -> None:
+        """Let whoever waits for this call find the results of *works*, too, which it waits for."""
+        with self._lock:
+            self._calls = [*self._calls, *(call for work in works for call in work._calls)]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call is over; raises what it failed with.
+        """Wait until the call is over; raises what it failed with. On a GPU the stream that is current then finds the
+        results.
 
         The call itself gives up at its group's timeout, naming who is missing; a shorter *timeout* names the call only.
         """
@@ -78,6 +96,8 @@ class Work(dist.Work):
             raise torch_error(TimeoutError(f"{self._text} was not complete within {given_s:g} s"))
         if self._error is not None:
             raise self._error
+        for call in self._calls:
+            call.join()
         return True
 
     def synchronize(self) -> None:
@@ -111,14 +131,22 @@ class Work(dist.Work):
         be read as tensors by torch's reducer."""
         with self._lock:
             if self._future is None:
-                self._base = torch.futures.Future()
+                self._base = torch.futures.Future(devices=[device for call in self._calls for device in call.devices])
                 self._future = self._base.then(self._value)
                 is_over = self._event.is_set()
             else:
                 is_over = False
         if is_over:
-            self._base.set_result(None)
+            self._complete(self._base)
         return self._future
+
+    def _complete(self, base: Any) -> None:
+        """Let what follows *base* run, where it finds the results."""
+        with contextlib.ExitStack() as stack:
+            if self._error is None:
+                for call in self._calls:
+                    stack.enter_context(call.found())
+            base.set_result(None)
 
     def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:

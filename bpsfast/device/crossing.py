@@ -1,0 +1,59 @@
+"""A crossing: one round of a unit whose input, or result, lies on a device. From there to the sum and back."""
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ..orchestration.errors import BpsError
+from .arrivals import Arrival
+from .departures import Departure
+from .device import Stream
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+    from ..trainer.unit import Unit
+
+
+class Crossing:
+    """Round `round` of *unit*. Any thread."""
+
+    def __init__(self, session: Session, unit: Unit, round: int, departure: Departure, arrival: Arrival | None) -> None:
+        self.unit = unit
+        self.round = round
+        self._session = session
+        self._departure = departure
+        self._arrival = arrival
+
+    def done(self) -> bool:
+        """Return whether `wait` will not block."""
+        return self._departure.is_over and self.unit.done(self.round) and (
+            self._arrival is None or self._arrival.is_over)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the sum is complete, and all copies of it to the device are enqueued.
+
+        Raises
+        ------
+        DeviceError
+            If the device failed. If that was before the input had left it, the round is lost to all ranks.
+        StallError, PeerLostError
+            As `Unit.wait`; *deadline* is of time.monotonic.
+        """
+        self.wait_departed(deadline)
+        self.unit.wait(self.round, max(0.0, deadline - time.monotonic()))
+        if self._arrival is not None:
+            self._arrival.wait(deadline, self._session.require_open)
+
+    def wait_departed(self, deadline: float) -> None:
+        """Wait until the input has left the device: it may be written again, by the host too. Raises as `wait`."""
+        try:
+            self._departure.wait(deadline, self._session.tensors.look_for_commits)
+        except BpsError as exc:
+            if self._departure.is_over:
+                self.unit.give_up(exc)
+            raise
+
+    def join(self, caller: Stream) -> None:
+        """Let what is enqueued on *caller* from now on find the result on the device. After `wait`."""
+        if self._arrival is not None and self._arrival.event is not None:
+            caller.wait(self._arrival.event)

@@ -1,0 +1,110 @@
+"""Units whose tensors lie on a device: gathered until a unit is whole, then sent, and found again by whoever waits."""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..orchestration.errors import UnsupportedError
+from .crossing import Crossing
+from .devices import Bytes
+from .pieces import Load
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+    from ..trainer.tensor_input import TensorInput
+    from ..trainer.unit import Unit
+
+
+class _Member(NamedTuple):
+    """One tensor of a unit, from *offset* on: where it lies on a device, and where its sum shall be."""
+
+    offset: int
+    source: TensorInput
+    target: TensorInput | None
+
+
+class Gathering:
+    """The units of one object of a trainer. As thread-safe as that: tensors of one unit may come from several threads,
+    one after another.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._gathered: dict[str, list[_Member]] = {}
+        self._crossings: dict[str, tuple[Crossing, dict[int, int]]] = {}  # with the targets' addresses by offset
+
+    def add(self, unit: Unit, offset: int, source: TensorInput, target: TensorInput | None) -> None:
+        """Note that the tensor of *unit* at *offset* lies at *source*.
+
+        Raises
+        ------
+        UnsupportedError
+            If others of the unit lie on another device; nothing was noted.
+        """
+        members = self._gathered.setdefault(unit.name, [])
+        for each in (source, target):
+            if members and each is not None and _device(each) != _device(members[0].source):
+                raise UnsupportedError(f"tensors of one model lie on {_device(members[0].source)} and on "
+                                       f"{_device(each)}: a rank has one device")
+        members.append(_Member(offset, source, target))
+
+    def send(self, unit: Unit) -> bool:
+        """Begin the next round of *unit*, which is whole; False, and nothing done, if none of it lies on a device.
+
+        Raises as `Devices.send`.
+        """
+        members = self._gathered.pop(unit.name, None)
+        if members is None:
+            return False
+        targets = [member._replace(source=member.target) for member in members if member.target is not None]
+        crossing = self._session.devices.send(unit, _bytes(members), _bytes(targets) if targets else None)
+        self._crossings[unit.name] = crossing, {member.offset: member.source.address for member in targets}
+        return True
+
+    def forget(self) -> None:
+        """Forget what was gathered, and not sent."""
+        self._gathered.clear()
+
+    def wait(self, unit: Unit, round: int, deadline: float) -> None:
+        """Wait for *round* of *unit*, wherever it came from. Raises as `Unit.wait`, and `DeviceError`."""
+        crossing = self._crossing(unit, round)
+        if crossing is not None:
+            crossing.wait(deadline)
+        else:
+            unit.wait(round, max(0.0, deadline - time.monotonic()))
+
+    def wait_departed(self, unit: Unit, round: int, deadline: float) -> None:
+        """Wait until what *unit* pushed in *round* has left its device, if it was on one. Raises as `wait`."""
+        crossing = self._crossing(unit, round)
+        if crossing is not None:
+            crossing.wait_departed(deadline)
+
+    def deliver(self, unit: Unit, round: int, offset: int, target: TensorInput, deadline: float) -> None:
+        """Wait for *round*, and let whoever works with *target* find the sum of the tensor at *offset* there."""
+        assert target.place is not None, "what lies on no device is delivered by the unit"
+        self.wait(unit, round, deadline)
+        found = self._crossings.get(unit.name)
+        if found is not None and found[0].round == round and found[1].get(offset) == target.address:
+            found[0].join(target.place.caller())
+            return
+        arrival = self._session.devices.bring(unit, round, _bytes([_Member(offset, target, None)]))
+        arrival.wait(deadline, self._session.require_open)
+        assert arrival.event is not None, "it is over"
+        target.place.caller().wait(arrival.event)
+
+    def _crossing(self, unit: Unit, round: int) -> Crossing | None:
+        found = self._crossings.get(unit.name)
+        return found[0] if found is not None and found[0].round == round else None
+
+
+def _device(memory: TensorInput) -> str:
+    return memory.place.device.name if memory.place is not None else "the CPU"
+
+
+def _bytes(members: Sequence[_Member]) -> Bytes:
+    """Return *members*' sources together."""
+    places = [member.source.place for member in members if member.source.place is not None]
+    return Bytes(places[0].device,
+                 [Load(member.offset, member.source.address, member.source.nbytes) for member in members],
+                 [place.ready for place in places], [member.source.owner for member in members])

@@ -1,0 +1,136 @@
+"""A line: what one thread brings over one stream of a device, the most urgent first, until the session ends."""
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from ..orchestration.errors import BpsError, DeviceError, StallError
+from .device import Device, OwnStream, Stream
+
+#: A wait looks this often whether something else of the session has to be done, or the session was closed.
+_SLICE_S = 0.1
+
+
+class Passage:
+    """One unit's way over a line: begun by the trainer's thread, ended by the line's. Any thread may wait for it."""
+
+    def __init__(self, title: str, urgency: int) -> None:
+        self.title = title
+        self.urgency = urgency
+        self._over = threading.Event()
+        self._error: BpsError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` will not block."""
+        return self._over.is_set()
+
+    def end(self, error: BpsError | None = None) -> None:
+        """Enter that it is over, and why it failed. The first end counts. The line's thread, or who closes it."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
+        """Wait until it is over, calling *meanwhile* now and then; raise what it failed with.
+
+        Raises
+        ------
+        StallError
+            If it is not over at *deadline* (time.monotonic).
+        """
+        while not self._over.is_set():
+            rest_s = deadline - time.monotonic()
+            if not self._over.wait(max(0.0, min(rest_s, _SLICE_S))) and rest_s <= 0:
+                raise StallError(f"{self.title} did not come in time: the stream on which it was computed has not got "
+                                 "so far (look at what this rank's GPU does), or the copies wait for others")
+            meanwhile()
+        if self._error is not None:
+            raise self._error
+
+
+P = TypeVar("P", bound=Passage)
+
+
+class Line(ABC, Generic[P]):
+    """Passages of kind P between *device* and the host. Any thread may `add`; the thread starts with the first."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._device = device
+        self._name = name
+        self._condition = threading.Condition()
+        self._added: list[P] = []
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._why_closed: Callable[[], BpsError] = lambda: DeviceError(f"{name} is closed")
+
+    def add(self, passage: P) -> None:
+        """Let *passage* have its turn."""
+        with self._condition:
+            if self._is_closed:
+                passage.end(self._why_closed())
+                return
+            self._added.append(passage)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
+        """End the thread, and what has not got there with *why*; False: it is still inside a call of the device."""
+        with self._condition:
+            self._is_closed, self._why_closed = True, why
+            self._condition.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
+        for passage in self._added:
+            passage.end(why())
+        self._added.clear()
+        return True
+
+    def _take(self, block: bool) -> list[P] | None:
+        """Return what was added, waiting for something if *block*; None: the line is closed."""
+        with self._condition:
+            while block and not self._added and not self._is_closed:
+                self._condition.wait()
+            if self._is_closed:
+                return None
+            added, self._added = self._added, []
+            return added
+
+    def _run(self) -> None:
+        under_way: list[P] = []
+        stream: OwnStream | None = None
+        try:
+            self._device.enter()
+            stream = self._device.stream()
+            while (added := self._take(block=not under_way)) is not None:
+                under_way += added
+                under_way = self._bring(under_way, stream)
+                added.clear()
+        except BpsError as exc:
+            self._fail(under_way, exc)
+        except BaseException as exc:  # of a framework's event, say: whoever waits must be told
+            self._fail(under_way, DeviceError(f"{self._name} cannot go on: {exc!r}"))
+        else:
+            self._fail(under_way, self._why_closed())
+        if stream is not None:
+            stream.close()
+
+    def _fail(self, under_way: list[P], error: BpsError) -> None:
+        """End everything with *error*, and whatever comes after."""
+        with self._condition:
+            self._is_closed, self._why_closed = True, lambda: error
+            left, self._added = [*under_way, *self._added], []
+        for passage in left:
+            passage.end(error)
+
+    @abstractmethod
+    def _bring(self, under_way: list[P], stream: Stream) -> list[P]:
+        """Go on with *under_way*, blocking a while if nothing can be done; return what is not over."""
