@@ -78,7 +78,8 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
     named = numa.parse_cpus(text)
     able = (allowed & named if named else allowed) - avoid
     if len(able) < n:
-        which = f"of CPUs {text} it may run on {numa.format_cpus(able) or 'none'}" if named else "it may run on these"
+        which = (f"of CPUs {text} it may run on {numa.format_cpus(able) or 'none'}" if named else "it may run on these"
+                 if not avoid else f"BPSFAST_AVOID_CPUS leaves {numa.format_cpus(able) or 'none'}")
         raise ConfigError(f"BPSFAST_CORES = {n}, but this process may use {numa.format_cpus(allowed)} (taskset, "
                           f"cpuset; {which}): {len(able)} of {n}. Ask for fewer, or give it more")
     if len(able) == n:

@@ -50,7 +50,7 @@ def named(host: Host, names: Sequence[str]) -> Cards:
         netdev = host.netdevs.get(name)
         if netdev is not None and name not in seen:
             seen.add(name)
-            if netdev.is_card or not netdev.lowers:
+            if netdev.is_card or netdev.numa_node is not None:
                 found[name] = netdev.numa_node
             rest += netdev.lowers
     return _known(found)
