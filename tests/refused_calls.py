@@ -37,6 +37,7 @@ def refuse(*calls: str) -> None:
     steps.append((_RETURN, 0, 0, _ALLOW))
     program = _Program(len(steps), b"".join(struct.pack("HBBI", *step) for step in steps))
     libc = ctypes.CDLL(None, use_errno=True)
-    for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))):
+    for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+                      (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))):
         if libc.prctl(*arguments):
             raise OSError(ctypes.get_errno(), f"prctl({arguments[0]}): {os.strerror(ctypes.get_errno())}")

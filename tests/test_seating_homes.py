@@ -97,4 +97,5 @@ for _ in range(3):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
                           cwd=Path(__file__).parents[1])
-    assert done.stderr.count("was refused") == 1 and f"mbind(MPOL_PREFERRED, node {_NODE}) was refused: EPERM" in done.stderr
+    assert done.stderr.count("was refused") == 1
+    assert f"mbind(MPOL_PREFERRED, node {_NODE}) was refused: EPERM" in done.stderr

@@ -85,6 +85,21 @@ print(os.waitpid(pid, 0)[1])
     assert status == 0
 
 
+@pytest.mark.slow
+def test_a_node_that_a_seated_rank_starts_does_not_inherit_the_seat() -> None:
+    found, _ = told("""
+import bpsfast, psutil
+pins = Pins(frozenset({a}))
+bpsfast.init()
+bpsfast.push_pull(__import__("numpy").ones(4, "f4"), name="x")
+threads = [each.id for child in psutil.Process().children() for each in child.threads()]
+print(json.dumps([where()[0], sorted(map(list, {tuple(cpus) for cpus in where(*threads)[1:]})), len(threads)]))
+bpsfast.shutdown()
+""")
+    a, b = _CPUS[:2]
+    assert found[0] == [a] and found[1] == [[a, b]] and found[2] > 4
+
+
 @pytest.mark.skipif(not can_refuse(), reason="system calls of this machine are not known here")
 def test_a_refusal_is_told_once_and_nothing_changes() -> None:
     found, log = told("""

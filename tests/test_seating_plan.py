@@ -13,6 +13,7 @@ from bpsfast.seating.plan import Rank, Seat, Wishes, node_seat, rank_seats
 from tests.sysfs_trees.machine import Machine
 
 Machines = Callable[[str], Machine]
+_NOTHING = Wishes()
 
 
 def span(*ends: int) -> frozenset[int]:
@@ -34,7 +35,7 @@ def ranks(n: int, cpus: frozenset[int], *beside: int | None) -> list[Rank]:
     return [Rank(cpus, beside=beside[index] if index < len(beside) else None) for index in range(n)]
 
 
-def shares(machine: Cores, n: int, *beside: int | None, wishes: Wishes = Wishes(),
+def shares(machine: Cores, n: int, *beside: int | None, wishes: Wishes = _NOTHING,
            taken: frozenset[int] = frozenset()) -> list[frozenset[int]]:
     return [seat.cpus for seat in rank_seats(machine, ranks(n, machine.cpus, *beside), wishes, taken)]
 
@@ -68,12 +69,15 @@ def test_ranks_sit_beside_their_gpus(recorded_machine: Machines) -> None:
     assert both == Seat(), "cards on all sockets: the node may run on all"
 
 
-def test_of_five_gpus_at_one_socket_the_fifth_rank_sits_at_the_other(recorded_machine: Machines) -> None:
+def test_where_many_gpus_are_shares_are_smaller_but_not_too_small(recorded_machine: Machines) -> None:
     machine = recorded_machine("asymmetric_3_5").hyperthreads()
     found, gpus = cores.read(machine.host.tree), devices.gpus(machine.host)
     assert gpus == (0, 0, 0, 1, 1, 1, 1, 1)
     seats = rank_seats(found, ranks(8, found.cpus, *gpus), Wishes())
-    assert [seat.home for seat in seats] == [0, 0, 0, 1, 1, 1, 1, 0] and {len(seat.cpus) for seat in seats} == {16}
+    assert [seat.home for seat in seats] == list(gpus) and [len(seat.cpus) for seat in seats] == [16] * 3 + [12] * 5
+    assert shares(sockets(8, 8), 2, 1, 1) == [span(8, 11), span(12, 15)], "the half that is near"
+    assert shares(sockets(4, 4, 4), 3, 2, 2, 2) == [span(8, 11), span(0, 3), span(4, 7)], "a third is too little"
+    assert shares(sockets(8, 8), 2, 1, 1, wishes=Wishes(rank_cores=8)) == [span(8, 15), span(0, 7)], "as was asked for"
 
 
 # -- who is left alone -------------------------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ def test_wishes_that_cannot_be_granted_are_errors_that_say_why() -> None:
             (Wishes(rank_cpus=(span(0, 1),), avoid=span(0, 2)), 1, "CPUs 0-1 to local rank 0, .* but on 3-7")]:
         with pytest.raises(ConfigError, match=words):
             shares(machine, n, wishes=wishes)
-    with pytest.raises(ConfigError, match="BPSFAST_AVOID_CPUS = 0-9 leaves none of the CPUs .*: 0-7"):
+    with pytest.raises(ConfigError, match=r"BPSFAST_AVOID_CPUS = 0-9 leaves none of the CPUs .*: 0-7"):
         node_seat(machine, machine.cpus, set(), 1, Wishes(avoid=span(0, 9)))
 
 

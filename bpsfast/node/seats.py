@@ -1,5 +1,4 @@
-"""The seats of this machine: where the node's threads run, what its ranks are told, where memory is (`bpsfast.seating`).
-"""
+"""The seats of this machine: where the node's threads run, what ranks are told, where memory is (`bpsfast.seating`)."""
 from __future__ import annotations
 
 import logging
@@ -54,7 +53,8 @@ class Seats:
         if settings.cores:  # it keeps to its quota already
             beside, wishes = frozenset(), Wishes()
         self.seat = self._at_home(node_seat(self._cores, self.allowed, beside, max(0, settings.local_size), wishes))
-        self._pins = Pins(self.seat.cpus)
+        if not Pins(self.seat.cpus).cpus:  # nothing to do, or refused
+            self.seat = Seat(home=self.seat.home)
         log.info("seats: %s%s", _words("this node", self.seat),
                  f", beside {', '.join(self._cards.names)}" if self.seat.cpus and self._cards.nodes else "")
 

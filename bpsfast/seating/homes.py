@@ -15,8 +15,8 @@ from .refusals import refused
 class Homes:
     """Makes segments. *cpus*: of each NUMA node, those that this process may run on. Any thread.
 
-    mbind's MPOL_PREFERRED gives pages of another node where the home is full. Where it is refused, the thread that makes
-    a segment runs at the home meanwhile, so that the pages it faults in are there; nothing but the policy is lost.
+    mbind's MPOL_PREFERRED gives pages of another node where the home is full. Where it is refused, the thread that
+    makes a segment runs at the home meanwhile, so that the pages it faults in are there: only the policy is lost.
     """
 
     def __init__(self, cpus: Mapping[int, frozenset[int]]) -> None:

@@ -1,18 +1,20 @@
 """The seating plan: which CPUs the node's threads and each local rank run on, and which NUMA node their memory prefers.
 
 The node sits beside the card that its bytes go through, where ranks may sit, too: its threads sleep as long as there is
-nothing to send or to sum. Ranks share the cores out, each as many as the next, on the NUMA node of their GPU as long as
-there are enough, else spread over all nodes in local-rank order. What a rank writes is at home where the rank is, all
-else where the node is.
+nothing to send or to sum. Ranks share the cores out, spread over all NUMA nodes in local-rank order; with GPUs each
+sits at its GPU's node, unless so many do that it would have less than half of its share there. What a rank writes is at
+home where the rank is, all else where the node is.
 
-As BytePS's launcher has it (``launcher/launch.py``, `allocate_cpu`): a rank's share of the cores, the first node that has
-enough left, fewer cores if none has. Otherwise than there, the part of the "root" is the node's, a rank whose share is
-larger than a node has cores of several (there the rest of the machine is left unused), and who is bound is left alone.
+As BytePS's launcher has it (``launcher/launch.py``, `allocate_cpu`): a rank's share of the cores, the first node that
+has enough left, fewer cores if none has. Otherwise than there, the part of the "root" is the node's, a rank whose share
+is larger than a node has cores of several (there the rest of the machine is left unused), and who is bound is left
+alone.
 
 Functions without I/O.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -21,7 +23,8 @@ from ..orchestration.errors import ConfigError
 from ..settings import Settings
 from .cores import Cores
 
-#: A node with less than this part of its even share of cores is none to put threads on: a cpuset has left it there.
+#: With less than this part of its even share of cores nobody is put beside a device: a cpuset has left no more there,
+#: or too many others want to sit there.
 _LEAST_SHARE = 0.5
 
 
@@ -60,8 +63,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Seat:
-    """The CPUs that somebody is to be kept to (none: to what it may use anyway), and the NUMA node that its memory is to
-    be on, if it is to be on one. `alone`: nobody else gets these CPUs.
+    """The CPUs that somebody is to be kept to (none: to what it may use anyway), and the NUMA node that its memory is
+    to be on, if it is to be on one. `alone`: nobody else gets these CPUs.
     """
 
     cpus: frozenset[int] = frozenset()
@@ -138,10 +141,16 @@ def _shares(cores: Cores, ranks: Sequence[Rank], wishes: Wishes, taken: Set[int]
     n_cores = min(wishes.rank_cores or pool.count, pool.count // len(ranks))
     left = {number: list(each) for number, each in pool.nodes.items()}
     numbers = sorted(left)
+    n_beside = Counter(rank.beside for rank in ranks)
     shares = []
     for index, rank in enumerate(ranks):
-        spread = numbers[index * len(numbers) // len(ranks)]
-        shares.append(_take(pool, left, n_cores, rank.beside if rank.beside in left else spread))
+        n_here, where = n_cores, numbers[index * len(numbers) // len(ranks)]
+        if rank.beside is not None and rank.beside in pool.nodes:
+            where = rank.beside
+            n_each = len(pool.nodes[where]) // n_beside[where]
+            if not wishes.rank_cores and _LEAST_SHARE * n_cores <= n_each < n_cores:
+                n_here = max(1, n_each)
+        shares.append(_take(pool, left, n_here, where))
     return shares
 
 
