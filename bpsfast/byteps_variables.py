@@ -82,6 +82,10 @@ def _positive(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) 
     return None if text.strip() == "0" else text
 
 
+def _cpus(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return None if text.strip() == "-1" else text
+
+
 def _number(variable: str, text: str) -> int:
     try:
         return int(text)
@@ -109,6 +113,12 @@ ALIASES: dict[str, Alias] = {
     "BYTEPS_TRACE_ON": Alias("trace_dir", _trace),
     "BYTEPS_TRACE_START_STEP": Alias("trace_first_step", _step),
     "BYTEPS_TRACE_END_STEP": Alias("trace_last_step", _step),
+    "BYTEPS_NUMA_ON": Alias("numa", _same),
+    "BYTEPS_VISIBLE_CPU_CORES": Alias("rank_cpus", _same),
+    "BYTEPS_NUMA_DEFAULT_QUOTA": Alias("rank_cores", _same),
+    "BYTEPS_NUMA_ROOT_QUOTA": Alias("node_cores", _same),  # what the root does there, the node does here
+    "BYTEPS_CPU_BLACKLIST": Alias("avoid_cpus", _cpus),
+    "BYTEPS_MULTITHREADED_CPU": Alias("whole_cores", _same),
     "BYTEPS_ENABLE_ASYNC": Alias("async_training", _same),
     "BYTEPS_LOG_LEVEL": Alias("log_level", _level),
     "PS_VERBOSE": Alias("log_level", _verbose),
@@ -148,7 +158,6 @@ NO_EFFECT = {
     "BYTEPS_NCCL_NUM_RINGS": "no NCCL",
     "BYTEPS_IPC_COPY_NUM_THREADS": "shared memory needs no copy",
     "BYTEPS_IPC_ENABLE_ASYNC_COPY": "shared memory needs no copy",
-    "BYTEPS_NUMA_ON": "processes are not pinned",
     "DMLC_PORT": "the system chooses data ports",
     "DMLC_NUM_PORTS": "see BPSFAST_TCP_STREAMS",
     "DMLC_USE_KUBERNETES": "the scheduler needs no special case",

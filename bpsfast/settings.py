@@ -142,6 +142,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     nic_limit: Annotated[float, _about("most that this node sends, and receives, over the network; peers reach it by "
                                        "tcp then; 0: no limit", "Gbit/s", ge=0, le=10_000)] = 0.0
 
+    # who runs on which CPUs, and in which memory, of a machine with several NUMA nodes
+    numa: Annotated[bool, _about("keep ranks to cores of their own, the node's threads beside its network card, and "
+                                 "memory near those who use it, where there are several NUMA nodes and nobody else "
+                                 "has bound them")] = True
+    rank_cpus: Annotated[str, _about("the CPUs of each local rank, such as 0-3,8:4-7,9; empty: shares of the cores, "
+                                     "those beside the rank's GPU first")] = ""
+    rank_cores: Annotated[int, _about("cores of each rank; 0: as many as there are for each", ge=0)] = 0
+    node_cores: Annotated[int, _about("cores that are the node's alone, beside its network card; 0: it shares all that "
+                                      "are there with ranks", ge=0)] = 0
+    avoid_cpus: Annotated[str, _about("CPUs that neither ranks nor the node are put on: 3 or 3,7-9")] = ""
+    whole_cores: Annotated[bool, _about("hand out the CPUs of one core (hyperthreads) together; off: each counts as a "
+                                        "core")] = True
+
     # how long to wait, what to tell
     timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0)] = 300.0
     stall_warn_s: Annotated[float, _about("after which a wait warns, naming tensor, stage and who is missing; again "
@@ -361,6 +374,11 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     if settings.cpus and (not numa.parse_cpus(settings.cpus) or not settings.cores):
         raise ConfigError(f"BPSFAST_CPUS = {settings.cpus!r} ({origins['cpus']}): expected CPUs such as 3 or 4-7, of "
                           f"which BPSFAST_CORES = {settings.cores} ({origins['cores']}) says how many are used")
+    for name, given in (("rank_cpus", settings.rank_cpus.split(":")), ("avoid_cpus", [settings.avoid_cpus])):
+        if getattr(settings, name) and not all(map(numa.is_list, given)):
+            more = ", for each local rank, with : between them" if name == "rank_cpus" else ""
+            raise ConfigError(f"BPSFAST_{name.upper()} = {getattr(settings, name)!r} ({origins[name]}): expected CPUs "
+                              f"such as 3 or 4-7,9{more}")
     if 0 < settings.nic_limit < _LEAST_LIMIT_GBPS:
         raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is in Gbit/s, at least "
                           f"{_LEAST_LIMIT_GBPS:g}: with less, one partition takes minutes")

@@ -670,7 +670,10 @@ class Finish(Message):
 
 
 class Attach(Message):
-    """A rank's first message, with its own pidfd. `proof` is the HMAC of `pid` under the job key."""
+    """A rank's first message, with its own pidfd. `proof` is the HMAC of `pid` under the job key.
+
+    `cpus`: where it may run ("0-3,8"); `stays`: it is not to be put elsewhere; `gpu`: the number of its GPU, -1: none.
+    """
 
     version: int
     package: str
@@ -681,6 +684,9 @@ class Attach(Message):
     size: int
     proof: bytes
     settings: dict[str, str]
+    cpus: str = ""
+    stays: bool = True
+    gpu: int = -1
 
 
 class AttachServer(Message):
@@ -695,6 +701,7 @@ class Attached(Message):
     """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd.
 
     `machines`: of each node, in node order, its number of ranks and what is known of its rate (bytes/s, 0: nothing).
+    `cpus`: those that the rank is to keep to ("0-3,8"); "": to none.
     """
 
     rank: int
@@ -708,6 +715,7 @@ class Attached(Message):
     transports: dict[str, str]
     settings: dict[str, str]
     machines: tuple[tuple[int, float], ...] = ()
+    cpus: str = ""
 
 
 class SegmentShared(Message):

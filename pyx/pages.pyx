@@ -19,9 +19,11 @@ import os
 cdef extern from *:
     """
     #define _GNU_SOURCE
+    #include <errno.h>
     #include <fcntl.h>
     #include <sys/mman.h>
     #include <sys/stat.h>
+    #include <sys/syscall.h>
     #include <unistd.h>
     #include "mapping.h"
     #ifndef MFD_HUGE_2MB
@@ -34,6 +36,15 @@ cdef extern from *:
     #define F_SEAL_GROW 4
     #endif
     static int bps_seal(int fd) { return fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW); }
+    /* mbind without libnuma: pages of these bytes are taken from node, of another one where it is full. 0 or an errno. */
+    #define BPS_MOST_NODES 1024
+    static int bps_prefer_node(void *address, size_t nbytes, unsigned int node) {
+        enum { BITS = 8 * sizeof(unsigned long), PREFERRED = 1 };
+        unsigned long mask[BPS_MOST_NODES / BITS] = {0};
+        if (node >= BPS_MOST_NODES) return EINVAL;
+        mask[node / BITS] = 1ul << node % BITS;
+        return syscall(SYS_mbind, address, nbytes, PREFERRED, mask, BPS_MOST_NODES + 1, 0) == 0 ? 0 : errno;
+    }
     /* Fault pages in by touching them, for kernels before 5.14 (no MADV_POPULATE_WRITE). */
     static void bps_touch(volatile char *p, size_t n, size_t page) { for (size_t i = 0; i < n; i += page) p[i] = p[i]; }
     """
@@ -46,12 +57,13 @@ cdef extern from *:
     int munmap(void *addr, size_t length) nogil
     int madvise(void *addr, size_t length, int advice) nogil
     int bps_seal(int fd) nogil
+    int bps_prefer_node(void *address, size_t nbytes, unsigned int node) nogil
     void bps_touch(char *p, size_t n, size_t page) nogil
     void *bps_reserve(size_t nbytes, size_t remainder) nogil
     void *bps_map(size_t nbytes, int prot, int fd) nogil
     void bps_fill_huge(char *address, size_t nbytes, size_t page) nogil
     void *MAP_FAILED
-    int PROT_READ, PROT_WRITE, MAP_SHARED, MAP_FIXED
+    int PROT_READ, PROT_WRITE, MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED
     int MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_HUGEPAGE
     unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_HUGETLB, MFD_HUGE_2MB
 
@@ -68,6 +80,16 @@ def huge_page_nbytes():
             return max(0, int(free.read()) - int(reserved.read())) * HUGE
     except OSError:
         return 0
+
+
+def bind_errno(unsigned int node):
+    """Return why a `Segment` cannot prefer NUMA node *node*: the errno of mbind, tried on one page; 0: it can."""
+    cdef void *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    if page == MAP_FAILED:
+        return errno
+    cdef int rc = bps_prefer_node(page, PAGE, node)
+    munmap(page, PAGE)
+    return rc
 
 
 cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
@@ -87,7 +109,8 @@ cdef class Segment:
     Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if *pool* is
     set and it holds enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where shmem_enabled in
     /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
-    The memory is zero. Any thread; the object owns descriptor and mapping.
+    Pages are those of NUMA node *node* (-1: the one that touches them first) as long as that has some and mbind is not
+    refused, see `bind_errno`. The memory is zero. Any thread; the object owns descriptor and mapping.
 
     Raises
     ------
@@ -106,20 +129,21 @@ cdef class Segment:
     def __cinit__(self):
         self.fd = -1
 
-    def __init__(self, nbytes, *, name="bpsfast", huge=True, pool=True, populate=True):
+    def __init__(self, nbytes, *, name="bpsfast", huge=True, pool=True, populate=True, int node=-1):
         if self.fd >= 0:
             raise ValueError("a Segment is initialised once")
         if nbytes <= 0:
             raise ValueError(f"a segment needs nbytes > 0, got {nbytes}")
         self.writable = True
         if huge and pool and nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE:
-            if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, huge, populate) == 0:
+            if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, huge, populate, node) == 0:
                 return
-        rc = self._create(nbytes, name, PAGE, 0, huge, populate)
+        rc = self._create(nbytes, name, PAGE, 0, huge, populate, node)
         if rc:
             raise OSError(rc, f"memfd segment(nbytes={nbytes}, name={name!r}): {strerror(rc).decode()}")
 
-    cdef int _create(self, size_t nbytes, str name, size_t page, unsigned int flags, bint huge, bint populate):
+    cdef int _create(self, size_t nbytes, str name, size_t page, unsigned int flags, bint huge, bint populate,
+                     int node):
         """0, or an errno with nothing left behind."""
         cdef size_t rounded = (nbytes + page - 1) // page * page
         cdef void *address
@@ -137,6 +161,8 @@ cdef class Segment:
             if address == MAP_FAILED:
                 rc = errno
             else:
+                if node >= 0:
+                    bps_prefer_node(address, rounded, <unsigned int>node)
                 if huge and flags == 0:
                     madvise(address, rounded, MADV_HUGEPAGE)
                     if populate:

@@ -88,6 +88,17 @@ def test_the_log_names_the_new_variables_once(caplog, monkeypatch):
     assert without_effect.levelno == logging.INFO
 
 
+@pytest.mark.parametrize(("variable", "text", "name", "value"), [
+    ("BYTEPS_NUMA_ON", "0", "numa", False), ("BYTEPS_NUMA_ON", "1", "numa", True),
+    ("BYTEPS_VISIBLE_CPU_CORES", "1,4-5:20-25", "rank_cpus", "1,4-5:20-25"),
+    ("BYTEPS_NUMA_DEFAULT_QUOTA", "3", "rank_cores", 3), ("BYTEPS_NUMA_ROOT_QUOTA", "5", "node_cores", 5),
+    ("BYTEPS_CPU_BLACKLIST", "-1", "avoid_cpus", ""), ("BYTEPS_CPU_BLACKLIST", "3,7", "avoid_cpus", "3,7"),
+    ("BYTEPS_MULTITHREADED_CPU", "0", "whole_cores", False),
+])
+def test_variables_of_cores(variable, text, name, value):
+    assert getattr(load_with_origins({}, {variable: text})[0], name) == value
+
+
 def test_steps_of_a_trace_that_contradict_are_an_error_that_names_them():
     with pytest.raises(ConfigError, match=r"30 \(BYTEPS_TRACE_START_STEP.*20 \(BYTEPS_TRACE_ON"):
         load_with_origins({}, {"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "30"})

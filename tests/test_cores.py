@@ -24,6 +24,8 @@ def test_the_setting_names_cores_or_the_device_s_numa_node(machine):
     assert cores_of(machine, near.name, "1-2") == {1, 2}
     # where the kernel does not say, and where this process may not run
     assert cores_of(machine, "absent", "numa") == cores_of(machine, far.name, "numa") == frozenset()
+    # a process that keeps to less by itself may still run there
+    assert cores_of(machine, near.name, "20", frozenset(range(64))) == {20}
     with pytest.raises(ConfigError, match="rdma_cores=9999: this process may run on none of them"):
         cores_of(machine, near.name, "9999")
 

@@ -10,9 +10,17 @@ from tests.sysfs_trees.machine import Machine
 
 
 @pytest.mark.parametrize(("text", "cpus"), [
-    ("0-3,8,10-11", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), (" 1 , 3 \n", {1, 3}), ("x", set())])
+    ("0-3,8,10-11", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), (" 1 , 3 \n", {1, 3}), ("x", set()),
+    ("3-1", set()), ("0-99999,7", {7}), ("0-99999999999", set())])
 def test_lists_of_cores(text: str, cpus: set[int]) -> None:
     assert numa.parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize(("text", "is_list"), [
+    ("0-3,8", True), (" 5 ", True), ("", False), ("3-1", False), ("1,,2", False), ("1:2", False), ("-1", False),
+    ("65536", False), ("1-2-3", False)])
+def test_what_is_a_list(text: str, is_list: bool) -> None:
+    assert numa.is_list(text) is is_list
 
 
 @pytest.mark.parametrize("text", ["0-3,8,10-11", "5", "", "1-2"])

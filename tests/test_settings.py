@@ -74,6 +74,13 @@ def test_an_unknown_name_on_the_command_line_or_in_a_profile_is_an_error(tmp_pat
         ("placement", "hash:md5"),
         ("log_level", "LOUD"),
         ("scheduler", "no-port"),
+        ("rank_cpus", "0-3:4-"),
+        ("rank_cpus", "0-3::4-7"),
+        ("rank_cpus", "3-0"),
+        ("rank_cores", "-1"),
+        ("avoid_cpus", "-1"),
+        ("avoid_cpus", "1:2"),
+        ("avoid_cpus", "99999"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_variable_and_value(name, value):

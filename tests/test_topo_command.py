@@ -50,6 +50,35 @@ def test_strategies(name: str, recorded_machine: Machines) -> None:
     assert f"{told['seconds_per_byte'] * 1e12:.3g} ms for each GB" in text and "and 0.75 of its size" in text
 
 
+@pytest.mark.parametrize("name", ["dgx1", "cpu_two_socket", "mlx5_roce"])
+def test_seats_are_the_golden_text(name: str, recorded_machine: Machines, golden: Callable[[str, str], None]) -> None:
+    root = str(recorded_machine(name).hyperthreads().root)
+    done = run("--cores", "--root", root)
+    assert done.exit_code == 0, done.output
+    golden(f"topo_cores_{name}.txt", done.stdout)
+
+
+def test_seats_by_cards_ranks_and_byteps_variables(recorded_machine: Machines) -> None:
+    machine = recorded_machine("dgx1").hyperthreads()
+    arguments = ("--cores", "--root", str(machine.root), "--json")
+    told = json.loads(run(*arguments, "--nic", "mlx5_3", "--ranks", "2").stdout)
+    assert told["cards"] == ["mlx5_3"] and told["node"] == {"cpus": "20-39,60-79", "home": 1}
+    assert [seat["home"] for seat in told["ranks"]] == [0, 0], "GPUs 0 and 1"
+    machine.answer(environ={"BYTEPS_VISIBLE_CPU_CORES": "0-3:4,5", "BYTEPS_CPU_BLACKLIST": "3"})
+    told = json.loads(run(*arguments, "--ranks", "2").stdout)
+    assert [seat["cpus"] for seat in told["ranks"]] == ["0-2", "4-5"]
+    machine.answer(environ={"BYTEPS_NUMA_ON": "0"})
+    assert json.loads(run(*arguments).stdout)["why_not"] == "BPSFAST_NUMA is off"
+    machine.answer(environ={}).allow("0-19")
+    assert "may use CPUs 0-19" in run("--cores", "--root", str(machine.root)).stdout
+    assert "no such device or interface; there are mlx5_0" in run(*arguments, "--nic", "eth0").output
+    assert run("--cores").exit_code == 0, "this machine"
+
+
+def test_options_that_do_not_go_with_seats() -> None:
+    assert "--cores" in run("--ranks", "2").output and "only" in run("--cores", "--strategy").output
+
+
 def test_a_service_without_a_strategy_is_refused() -> None:
     done = run("--service", "0.5")
     assert done.exit_code == 2 and "--strategy" in done.output

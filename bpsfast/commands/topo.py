@@ -23,11 +23,18 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
               help="Show how its GPUs' gradients are best summed, instead. Needs scipy.")
 @click.option("--service", type=click.FloatRange(min=0.0), default=0.0, metavar="X", show_default=True,
               help="For --strategy: how much the machine sums for others, in sizes of the gradient.")
+@click.option("--cores", "as_seats", is_flag=True,
+              help="Show which CPUs and memory the node and local ranks of a job get, instead.")
+@click.option("--ranks", "n_ranks", type=click.IntRange(1), metavar="N",
+              help="For --cores: local ranks. By default one for each GPU, else for each NUMA node.")
+@click.option("--nic", "nics", multiple=True, metavar="NAME",
+              help="For --cores: an RDMA device or interface that bytes go through; may be repeated.")
 @root_option
 @output.options()
 @exits.errors_in_words
-def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, root: str | None,
-            as_json: bool, path: str | None, no_color: bool) -> None:
+def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, as_seats: bool,
+            n_ranks: int | None, nics: tuple[str, ...], root: str | None, as_json: bool, path: str | None,
+            no_color: bool) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
     Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
@@ -38,6 +45,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --json >machine.json
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
+    bpsfast topo --cores --ranks 4
     """
     import msgspec
 
@@ -47,7 +55,17 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         raise click.UsageError("--read has the machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
         raise click.UsageError("--service says what --strategy shall reckon with: give both")
+    if (n_ranks or nics) and not as_seats:
+        raise click.UsageError("--ranks and --nic say what --cores shall reckon with: give it, too")
+    if as_seats and (source is not None or picture_path is not None or as_strategy):
+        raise click.UsageError("--cores goes with --root, --ranks and --nic only")
     chosen = output.form(as_json, path, no_color)
+    if as_seats:
+        from .seats import Seating
+
+        seating = Seating(root, n_ranks or 0, nics)
+        output.show(chosen, seating.text, seating.as_dict())
+        return
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
         from ..topology import picture

@@ -25,7 +25,9 @@ from pathlib import Path
 import msgspec
 
 from .. import logs
+from ..nic.cores import on_cores
 from ..orchestration.errors import ConfigError
+from ..seating.pins import cpus_before
 from ..settings import Settings, environment, fingerprint, parse_address
 from .keeper import Keeper
 from .place import Place, is_loopback, job_key
@@ -138,11 +140,12 @@ def start_scheduler(place: Place, settings: Settings) -> subprocess.Popen:
 def _start(role: str, settings: Settings) -> subprocess.Popen:
     starter_fd = os.pidfd_open(os.getpid())
     try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
-            env=clean_environment(os.environ) | environment(settings) | {"PYTHONSAFEPATH": "1"},
-            stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
-        )
+        with on_cores(cpus_before()):  # this rank's seat in another job is not the daemon's
+            return subprocess.Popen(
+                [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
+                env=clean_environment(os.environ) | environment(settings) | {"PYTHONSAFEPATH": "1"},
+                stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
+            )
     finally:
         os.close(starter_fd)
 

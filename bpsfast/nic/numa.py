@@ -1,12 +1,15 @@
 """NUMA nodes: which cores lie beside which memory and which network card."""
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from dataclasses import dataclass
 
 from .sysfs import Tree
 
 _NODES = "sys/devices/system/node"
+#: Linux has at most 8192; whoever says more is not worth a set of that size.
+_MOST_CPUS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,17 @@ def nodes(tree: Tree) -> dict[int, NumaNode]:
 
 def allowed_cpus(tree: Tree) -> frozenset[int]:
     """Return the cores that this process may run on (also a container's cpuset)."""
-    for line in (tree.text("proc/self/status") or "").splitlines():
-        if line.startswith("Cpus_allowed_list:"):
-            return parse_cpus(line.partition(":")[2])
-    return frozenset()
+    return parse_cpus(_status(tree, "Cpus_allowed_list"))
+
+
+def allowed_nodes(tree: Tree) -> frozenset[int]:
+    """Return the nodes whose memory this process may use, as far as the kernel says (a container's cpuset)."""
+    return parse_cpus(_status(tree, "Mems_allowed_list"))
+
+
+def siblings(tree: Tree, cpu: int) -> frozenset[int]:
+    """Return the CPUs of the core that *cpu* is a thread of."""
+    return parse_cpus(tree.text(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or "") | {cpu}
 
 
 def nodes_of(cpus: Set[int], known: dict[int, NumaNode]) -> frozenset[int]:
@@ -43,13 +53,25 @@ def nodes_of(cpus: Set[int], known: dict[int, NumaNode]) -> frozenset[int]:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Return the cores of a list such as "0-3,8,10-11"."""
+    """Return the cores of a list such as "0-3,8,10-11"; what is none (see `is_list`) is left out."""
     cpus: set[int] = set()
-    for word in text.strip().split(","):
-        first, dash, last = word.strip().partition("-")
-        if first.isdecimal():
-            cpus.update(range(int(first), int(last if dash else first) + 1))
+    for word in text.split(","):
+        if (ends := _ends(word)) is not None:
+            cpus.update(range(ends[0], ends[1] + 1))
     return frozenset(cpus)
+
+
+def is_list(text: str) -> bool:
+    """Whether *text* is a list such as "0-3,8", of at least one core, without anything that `parse_cpus` leaves out."""
+    return all(_ends(word) is not None for word in text.split(","))
+
+
+def _ends(word: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word, re.ASCII)
+    if found is None:
+        return None
+    first, last = int(found[1]), int(found[2] or found[1])
+    return (first, last) if first <= last < _MOST_CPUS else None
 
 
 def format_cpus(cpus: Set[int]) -> str:
@@ -61,3 +83,10 @@ def format_cpus(cpus: Set[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _status(tree: Tree, name: str) -> str:
+    for line in (tree.text("proc/self/status") or "").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2]
+    return ""

@@ -25,6 +25,7 @@ import zmq
 from .. import __version__, logs, transport
 from ..launch.daemons import LEFT_BEHIND
 from ..launch.reach import local_host, nobody_at
+from ..nic.host import Host
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.ledger import Ledger
@@ -41,6 +42,7 @@ from .peers import GRACE_S, Peers
 from .plans import Plans
 from .recovery import Recovery
 from .regions import PAGE_NBYTES
+from .seats import Seats
 from .stop_signals import StopSignals
 from .vertex import Vertex
 
@@ -52,8 +54,8 @@ _BREATH_S = 0.1
 T = TypeVar("T")
 
 
-def main(settings: Settings) -> int:
-    """Be this machine's node until the job ends; return the exit code.
+def main(settings: Settings, host: Host | None = None) -> int:
+    """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
 
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
@@ -69,7 +71,7 @@ def main(settings: Settings) -> int:
             if settings.local_size >= 0:
                 return 0
             return reception.attach_server(key, settings.node_id, os.getpid(), settings.start_timeout_s)
-        return Node(settings, key, listener).run()
+        return Node(settings, key, listener, host).run()
     except BpsError as exc:
         log.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -78,7 +80,7 @@ def main(settings: Settings) -> int:
 class Node:
     """See the module. Made and run by one thread; owns everything it makes."""
 
-    def __init__(self, settings: Settings, key: bytes, listener: socket.socket) -> None:
+    def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None) -> None:
         self._settings = settings
         self._key = key
         self._fingerprint = fingerprint(settings)
@@ -86,11 +88,13 @@ class Node:
         self._home = Household(self, self._loop, settings, __version__, self._fingerprint)
         self._reception = reception.Reception(self._loop, listener, key, self._home.rank_came, self._home.server_came,
                                               lambda link: self._peers.came(link))
-        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code))
-        self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
-        self._strength = strength.of(settings, self._data_listener.getsockname()[0])
+        address = self._data_listener.getsockname()[0]
+        self._seats = Seats(settings, address, host)  # before there are threads
+        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._seats)
+        self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
+        self._strength = strength.of(settings, address)
         self._membership: Membership | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
         self._ledger = Ledger(__version__, self._fingerprint)
@@ -149,6 +153,7 @@ class Node:
             self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
         ranks = self._home.wished_ranks()
+        self._home.seat(self._seats)
         self._membership.send(messages.Join(
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
             index=self._settings.node_index, ranks=ranks,

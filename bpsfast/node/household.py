@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..channel import Channel
+from ..nic import numa
 from ..orchestration import messages
 from ..orchestration.errors import (
     BpsError,
@@ -21,6 +22,7 @@ from .event_loop import EventLoop
 from .generation import Generation
 from .local_rank import LocalRank, check_attach
 from .reception import refuse
+from .seats import Seats
 from .wiring import Wiring
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Household:
         self._servers: list[Channel] = []
         self._writing: set[int] = set()
         self._attached = False
+        self._is_seated = False
         self._departed: messages.Departed | None = None
 
     @property
@@ -60,6 +63,13 @@ class Household:
     def wished_ranks(self) -> tuple[int, ...]:
         """Return the global numbers the ranks ask for, by local rank (-1: any); empty until all have attached."""
         return tuple(rank.rank for rank in self.ranks) if self.ranks and len(self.ranks) == self._expected else ()
+
+    def seat(self, seats: Seats) -> None:
+        """Give each rank its seat, once all have attached; raises `ConfigError` as `Seats.of`."""
+        if self.wished_ranks() and not self._is_seated:
+            self._is_seated = True
+            for rank, seat in zip(self.ranks, seats.of([rank.came for rank in self.ranks])):
+                rank.take(seat)
 
     def missing(self) -> str:
         """Name the local ranks that have not attached."""
@@ -119,7 +129,8 @@ class Household:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint, machines=machines), vertex.fds_for(rank))
+                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus)),
+                vertex.fds_for(rank))
         if self._departed is not None:
             self.tell_all(self._departed)
 

@@ -11,6 +11,7 @@ from ..orchestration import messages
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError
 from ..pyx import ring
 from ..pyx.pages import Segment
+from ..seating.plan import Seat
 from .regions import Arena, Chunk, Regions
 
 
@@ -54,6 +55,8 @@ class LocalRank:
         self.left = False
         self.dead = False
         self.source = -1
+        self.came = message
+        self.seat = Seat()
         self.lane = Segment(ring.LANE_NBYTES, name="bpsfast-lane", huge=False)
         ring.format_lane(self.lane)
         self._inputs: Arena = regions.arena("input")
@@ -63,6 +66,12 @@ class LocalRank:
     def gone(self) -> bool:
         """Whether nothing needs to be told to this rank any more."""
         return self.left or self.dead
+
+    def take(self, seat: Seat) -> None:
+        """Have the rank told where to run, and its inputs put there. Before it has any."""
+        self.seat = seat
+        if seat.home is not None:
+            self._inputs.home = seat.home
 
     def describe(self) -> str:
         """Return how the rank is named in errors."""

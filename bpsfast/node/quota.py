@@ -5,16 +5,16 @@ interrupts, it does on CPUs of its own choice.
 """
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from ..nic import numa
+from ..nic.cores import every_thread
 from ..nic.sysfs import Tree
 from ..orchestration.errors import ConfigError
 from ..settings import Settings
@@ -42,20 +42,21 @@ def take(settings: Settings) -> Settings:
     tree = Tree()
     changes: dict[str, int] = {}
     if settings.cores:
-        cpus = choose(tree, settings.cores, settings.cpus)
-        _everywhere(lambda thread: os.sched_setaffinity(thread, cpus))
+        cpus = choose(tree, settings.cores, settings.cpus, avoid=numa.parse_cpus(settings.avoid_cpus))
+        every_thread(lambda thread: os.sched_setaffinity(thread, cpus))
         changes["engine_threads"] = settings.engine_threads or settings.cores
         log.info("keeping to CPUs %s", numa.format_cpus(cpus))
     if settings.nice:
         # SCHED_IDLE: whoever wakes up on our CPU gets it at once, and the kernel counts such a CPU as idle when it
         # looks for one. Niceness alone would leave us a time slice now and then.
-        _everywhere(_yield_to_all)
+        every_thread(_yield_to_all)
         _yield_as_group(tree)
         changes["awake_us"] = 0  # staying awake keeps a CPU from its sleep, and slows the sibling of its core
     return msgspec.structs.replace(settings, **changes)
 
 
-def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None = None) -> frozenset[int]:
+def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None = None,
+           avoid: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return *n* of the CPUs that this process may run on.
 
     Those of *text* ("4-7"), where that names more the idlest; else the idlest of the NUMA node that has most idle time
@@ -65,6 +66,8 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
     ----------
     idle
         Idle share of each CPU; None: they are watched for a moment.
+    avoid
+        CPUs that are not taken.
 
     Raises
     ------
@@ -73,15 +76,16 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
     """
     allowed = numa.allowed_cpus(tree)
     named = numa.parse_cpus(text)
-    able = allowed & named if named else allowed
+    able = (allowed & named if named else allowed) - avoid
     if len(able) < n:
-        which = f"of CPUs {text} it may run on {numa.format_cpus(able) or 'none'}" if named else "it may run on these"
+        which = (f"of CPUs {text} it may run on {numa.format_cpus(able) or 'none'}" if named else "it may run on these"
+                 if not avoid else f"BPSFAST_AVOID_CPUS leaves {numa.format_cpus(able) or 'none'}")
         raise ConfigError(f"BPSFAST_CORES = {n}, but this process may use {numa.format_cpus(allowed)} (taskset, "
                           f"cpuset; {which}): {len(able)} of {n}. Ask for fewer, or give it more")
     if len(able) == n:
         return able
     shares = idle_shares(tree) if idle is None else idle
-    cores = {cpu: _whole_core(tree, cpu) for cpu in able}
+    cores = {cpu: numa.siblings(tree, cpu) for cpu in able}
     rest = {cpu: round(min(shares.get(each, 0.0) for each in cores[cpu]) / _ALIKE) for cpu in able}
 
     def idlest(cpus: Iterable[int]) -> list[int]:
@@ -112,21 +116,6 @@ def _ticks(tree: Tree) -> dict[int, tuple[int, int]]:
             ticks = [int(word) for word in words[:8]]
             found[int(name[3:])] = ticks[3] + ticks[4], sum(ticks)
     return found
-
-
-def _whole_core(tree: Tree, cpu: int) -> Set[int]:
-    """Return the CPUs of the core that *cpu* is a thread of."""
-    return numa.parse_cpus(tree.text(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or "") | {cpu}
-
-
-def _everywhere(apply: Callable[[int], None]) -> None:
-    """Call *apply* with the id of every thread of this process, those that are born meanwhile included."""
-    done: set[int] = set()
-    while fresh := {int(path.name) for path in Path("/proc/self/task").iterdir()} - done:
-        for thread in fresh:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                apply(thread)
-        done |= fresh
 
 
 def _yield_to_all(thread: int) -> None:

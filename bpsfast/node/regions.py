@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 from ..holes import Holes
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment
+from ..seating.homes import Homes
 from . import headroom
 
 #: This machine's. Partitions are cut at the largest page in the job, and results lie at multiples of ours: then ranks
@@ -67,8 +68,9 @@ class Chunk:
 class Arena:
     """Memory of one kind. Made by `Regions.arena`; not thread-safe: the control loop's own."""
 
-    def __init__(self, regions: Regions, kind: str, pool: bool) -> None:
+    def __init__(self, regions: Regions, kind: str, pool: bool, home: int | None) -> None:
         self.kind = kind
+        self.home = home  # the NUMA node that segments to come are on
         self.chunks: list[Chunk] = []
         self._regions = regions
         self._pool = pool
@@ -104,7 +106,8 @@ class Arena:
             place = self._take(chunk, rounded)
             if place is not None:
                 return place, None
-        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._pool)
+        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._pool,
+                                   self.home)
         self.chunks.append(chunk)
         place = self._take(chunk, rounded)
         assert place is not None, "the chunk was made for it"
@@ -131,9 +134,14 @@ class Regions:
     huge_pages
         Try 2 MiB pages. For results not those of a pool: ranks map runs of them side by side at the granularity of
         ordinary pages.
+    homes, home
+        What makes segments on NUMA nodes, and the one of all arenas that are not told another.
     """
 
-    def __init__(self, max_bytes: int = 0, huge_pages: bool = False) -> None:
+    def __init__(self, max_bytes: int = 0, huge_pages: bool = False, homes: Homes | None = None,
+                 home: int | None = None) -> None:
+        self._homes = homes or Homes({})
+        self._home = home
         self._max_nbytes = max_bytes
         self._huge_pages = huge_pages
         self._chunks: list[Chunk] = []
@@ -151,7 +159,7 @@ class Regions:
 
     def arena(self, kind: str, pool: bool = True) -> Arena:
         """Return a new arena of *kind*; *pool*: its huge pages may be those of the pool."""
-        made = Arena(self, kind, pool)
+        made = Arena(self, kind, pool, self._home)
         self._arenas.append(made)
         return made
 
@@ -218,14 +226,14 @@ class Regions:
         if needed:
             self._require(needed, purpose)
 
-    def grow(self, kind: str, nbytes: int, pool: bool) -> Chunk:
+    def grow(self, kind: str, nbytes: int, pool: bool, home: int | None = None) -> Chunk:
         """Make a segment of at least *nbytes*, faulted in; raises `CapacityError` before it touches a page."""
         self._require(nbytes, f"a segment for {kind}s")
         if len(self._chunks) >= MAX_SEGMENTS:
             raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
                                 "declare fewer, larger tensors (or groups)")
         try:
-            segment = Segment(nbytes, name=f"bpsfast-{kind}", huge=self._huge_pages, pool=pool)
+            segment = self._homes.segment(home, nbytes, name=f"bpsfast-{kind}", huge=self._huge_pages, pool=pool)
         except OSError as exc:  # somebody else took the memory since we looked
             free = min(limit.free_nbytes for limit in headroom.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "

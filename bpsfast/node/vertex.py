@@ -26,6 +26,7 @@ from .dispatch import Dispatcher
 from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
+from .seats import Seats
 from .succession import Succession
 from .tracing import Tracing
 from .wiring import Wiring
@@ -47,9 +48,11 @@ class Vertex:
     ----------
     on_lost
         Called from the service's thread with (source, errno) when the engine or a lane gives a source up.
+    seats
+        Where memory is to be; None: anywhere.
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[int, int], None]) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[int, int], None], seats: Seats | None = None) -> None:
         self._settings = settings
         self._board = Segment(ring.BOARD_NBYTES, name="bpsfast-board", huge=False)
         ring.format_board(self._board)
@@ -71,9 +74,11 @@ class Vertex:
         self._left: list[shm.ShmLink] = []  # by lost nodes of this host: their memory stays in use
         self._stopped = False
         self._place_of: Callable[[int], int] = lambda index: index
-        self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto")
+        self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto",
+                               *((seats.homes, seats.seat.home) if seats is not None else ()))
         self.doorstep = shm.Doorstep(self._doorbell)
-        self.rails = rdma.Rails(settings, budget.least(settings.transport, MIN_SEGMENT_NBYTES))
+        self.rails = rdma.Rails(settings, budget.least(settings.transport, MIN_SEGMENT_NBYTES),
+                                seats.allowed if seats is not None else frozenset())
         self.links: dict[int, Link] = {}
         self.transports: dict[str, str] = {}
 

@@ -10,9 +10,12 @@ from .. import channel as channels
 from ..channel import Channel
 from ..launch.reach import nobody_at
 from ..launch.roles import Place
+from ..nic import numa
 from ..orchestration.errors import PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Refuse
 from ..pyx.pages import Segment
+from ..seating import binders
+from ..seating.pins import Pins
 from ..settings import Settings, fingerprint
 
 #: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
@@ -21,7 +24,10 @@ _GRACE_S = 5.0
 
 @dataclass
 class Attachment:
-    """What the node gave to this rank at *place*. `node_pidfd` and everything else is the owner's to close."""
+    """What the node gave to this rank at *place*. `node_pidfd` and everything else is the owner's to close.
+
+    `pins`: the CPUs that this process keeps to meanwhile.
+    """
 
     place: Place
     channel: Channel
@@ -30,9 +36,11 @@ class Attachment:
     board: Segment
     doorbell: Segment
     node_pidfd: int
+    pins: Pins
 
     def close(self) -> None:
         """Close everything. The port must be closed before."""
+        self.pins.undo()
         self.channel.close()
         for segment in (self.lane, self.board, self.doorbell):
             segment.close()
@@ -79,7 +87,7 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
             raise error_of(message.error, message.reason)
         if not isinstance(message, Attached) or len(fds) != 4:
             raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
-        return _map(place, connection, message, fds)
+        return _map(place, connection, message, fds, Pins(numa.parse_cpus(message.cpus)))
     except BaseException:
         connection.close()
         raise
@@ -113,7 +121,10 @@ def _introduce(connection: Channel, place: Place, settings: Settings, version: s
     try:
         connection.send(
             Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
-                   rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings)),
+                   rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
+                   cpus=numa.format_cpus(os.sched_getaffinity(0)),
+                   stays=not settings.numa or bool(binders.binder(os.environ)),
+                   gpu=binders.own_gpu(os.environ, place.local_rank)),
             [pidfd],
         )
     except PeerLostError:
@@ -123,10 +134,10 @@ def _introduce(connection: Channel, place: Place, settings: Settings, version: s
         os.close(pidfd)
 
 
-def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, ...], pins: Pins) -> Attachment:
     lane, board, doorbell, node_pidfd = fds
     return Attachment(
-        place=place, channel=connection, attached=attached, node_pidfd=node_pidfd,
+        place=place, channel=connection, attached=attached, node_pidfd=node_pidfd, pins=pins,
         lane=Segment.attach(lane, writable=True), board=Segment.attach(board, writable=False),
         doorbell=Segment.attach(doorbell, writable=True),
     )

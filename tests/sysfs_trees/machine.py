@@ -62,6 +62,20 @@ class Machine:
         """Change the limit of locked memory."""
         return self.write("proc/self/limits", f"Max locked memory         {soft:<20} {hard:<20} bytes")
 
+    def hyperthreads(self) -> Machine:
+        """Make the second half of each NUMA node's CPUs the second threads of the cores that the first half are of."""
+        for node in self.host.numa.values():
+            cpus = sorted(node.cpus)
+            for pair in zip(cpus, cpus[len(cpus) // 2:]):
+                for cpu in pair:
+                    self.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
+                               ",".join(map(str, pair)))
+        return self
+
+    def allow(self, cpus: str) -> Machine:
+        """Change what this process may run on."""
+        return self.write("proc/self/status", f"Name:\tpython3\nCpus_allowed_list:\t{cpus}")
+
     @property
     def host(self) -> Host:
         """The machine as it is now."""

@@ -150,9 +150,12 @@ class Rails:
     ----------
     least_nbytes
         Bytes that a node locks at the least, before any model is known.
+    allowed
+        CPUs that threads may run on, if this process keeps to less by itself.
     """
 
-    def __init__(self, settings: Settings, least_nbytes: int) -> None:
+    def __init__(self, settings: Settings, least_nbytes: int, allowed: frozenset[int] = frozenset()) -> None:
+        self._allowed = allowed
         self.n_pairs = settings.rdma_queue_pairs
         self._settings = settings
         self._host = Host()
@@ -274,5 +277,5 @@ class Rails:
         if chosen.name not in self._open:
             settings = self._settings
             self._open[chosen.name] = Rail(provider(settings.verbs), chosen, n_peers, settings,
-                                           cores_of(self._host, chosen.device, settings.rdma_cores))
+                                           cores_of(self._host, chosen.device, settings.rdma_cores, self._allowed))
         return self._open[chosen.name]

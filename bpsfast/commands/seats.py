@@ -1,0 +1,95 @@
+"""What ``bpsfast topo --cores`` shows: the seating plan of a machine, before any job is there."""
+from __future__ import annotations
+
+from typing import Any
+
+from .. import settings
+from ..nic import numa, recorded
+from ..orchestration.errors import ConfigError
+from ..seating import cores, devices
+from ..seating.plan import Rank, Seat, Wishes, node_seat, rank_seats
+from . import output
+
+_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
+
+
+class Seating:
+    """The plan for *n_ranks* ranks (0: one for each GPU, else for each NUMA node) of this machine or a recorded one.
+
+    *names*: the cards that bytes go through; none: those by which settings and routes say that others are reached, else
+    the fastest. Of the settings those count that this process has.
+
+    Raises
+    ------
+    ConfigError
+        A card that does not exist, or settings that do not fit the machine.
+    """
+
+    def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
+        host = recorded.host(root)
+        given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
+        self.cores = cores.read(host.tree, given.whole_cores)
+        self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
+        self.cards = _cards(host, given, names)
+        gpus = devices.gpus(host)
+        ranks = [Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
+                 for number in range(n_ranks or len(gpus) or len(self.cores.nodes))]
+        self._gpus = gpus
+        wishes = Wishes.of(given)
+        if not given.numa:
+            self.why_not = "BPSFAST_NUMA is off"
+        elif len(self.cores.within(self.allowed).nodes) < 2 and not wishes.some:
+            self.why_not = "all CPUs are of one NUMA node"
+        else:
+            self.why_not = ""
+        self.node, self.ranks = Seat(), (Seat(),) * len(ranks)
+        if not self.why_not:
+            self.node = node_seat(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes)
+            self.ranks = rank_seats(self.cores, ranks, wishes,
+                                    self.node.cpus if self.node.alone else frozenset())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as data; no CPUs: wherever it may run."""
+        return {
+            "nodes": {str(number): numa.format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
+            "allowed": numa.format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
+            "node": _data(self.node), "ranks": [_data(seat) for seat in self.ranks],
+        }
+
+    def text(self) -> str:
+        """Return the plan for people."""
+        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {numa.format_cpus(self.cores.cpus_of(number))}"
+                 for number, found in self.cores.nodes.items()]
+        if self.allowed != self.cores.cpus:
+            lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
+        if self.why_not:
+            return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
+        rows = [_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
+        for number, seat in enumerate(self.ranks):
+            gpu = f"gpu{number}" if number < len(self._gpus) else ""
+            rows.append(self._row(f"local rank {number}", seat, gpu))
+        return "\n".join([*lines, "", output.columns(rows, right=(1,))])
+
+    def _row(self, who: str, seat: Seat, device: str) -> tuple[str, ...]:
+        return (who, str(self.cores.within(seat.cpus or self.allowed).count), numa.format_cpus(seat.cpus) or "any",
+                "any" if seat.home is None else str(seat.home), device or "-")
+
+
+def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> devices.Cards:
+    if names:
+        found = devices.named(host, names)
+        if missing := sorted(set(names) - {device.name for device in host.devices} - set(host.netdevs)):
+            raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
+                              f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
+        return found
+    if isinstance(host.kernel, recorded.RecordedKernel):
+        found = devices.cards(host, given, given.node_host)
+    else:
+        from ..launch.reach import chosen_host, outward_host
+
+        found = devices.cards(host, given, chosen_host(given) or outward_host())
+    return found if found.nodes else devices.fastest(host)
+
+
+def _data(seat: Seat) -> dict[str, Any]:
+    return {"cpus": numa.format_cpus(seat.cpus), "home": seat.home}
