@@ -127,11 +127,17 @@ def test_bytepss_switch_size():
         by_size(topology, 3)
 
 
-def test_one_island_across_switches_burdens_their_links():
-    """The paper's strawman: BYTEPS_PCIE_SWITCH_SIZE=8."""
-    topology = switched()
-    strawman = choose(topology, islands=[by_size(topology, 8)], roots=[f"gpu{n}" for n in range(8)])
-    assert load(strawman.loads, "switch0", "socket0") > load(by_switch(topology).loads, "switch0", "socket0")
+@given(st.integers(1, 6))
+@settings(max_examples=6, deadline=None)
+def test_one_island_across_switches_burdens_their_links(n_gpus):
+    """The paper's strawman, BYTEPS_PCIE_SWITCH_SIZE=8: a ring over all l = 8 GPUs, (2l - 1) / l on each GPU's link."""
+    topology = switched((n_gpus, n_gpus))
+    total = 2 * n_gpus
+    strawman = choose(topology, islands=[by_size(topology, total)], roots=[f"gpu{n}" for n in range(total)])
+    assert load(strawman.loads, "gpu0", "switch0") == pytest.approx((2 * total - 1) / total)
+    crossing = 2 * (total - 1) / total + 1 / 2  # in and out of the ring, and half of the copies
+    assert load(strawman.loads, "switch0", "socket0") == pytest.approx(crossing)
+    assert crossing > load(by_switch(topology).loads, "switch0", "socket0")
 
 
 @pytest.mark.parametrize(("values", "text"), [

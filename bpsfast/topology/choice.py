@@ -4,6 +4,7 @@ Also strategies that are given in part: the paper's rule, and BytePS's variables
 """
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
@@ -147,17 +148,22 @@ def _reduce(budget: Budget, island: Sequence[str], root: str, variable: tuple[st
     """Let the GPUs of *island* add *variable* of the gradient up at *root*.
 
     Over NVLink as NCCL's rings do: each GPU sends and receives it all, over its links in proportion to their rates.
-    Below a switch directly, which with many roots is a reduce-scatter; elsewhere over whatever leads there.
+    Below a switch directly, which with many roots is a reduce-scatter. Elsewhere along NCCL's ring, GPU after GPU, over
+    whatever leads there: so a switch's link is crossed once each way, not by every GPU.
     """
     topology = budget.topology
     nvlinks = _nvlinks(topology, island)
     if nvlinks:
         budget.fill(nvlinks, variable)
         return
-    for gpu in island:
-        if gpu != root:
-            copy = next(between_gpus(topology, gpu, root), None) or Copy(gpu, root, topology.path(gpu, root))
-            budget.fill(dict.fromkeys(copy.links, 1.0), variable)
+    if any(set(island) <= set(each) for each in islands_of(topology, Kind.SWITCH)):
+        hops = [(gpu, root) for gpu in island if gpu != root]
+    else:
+        place = island.index(root) + 1
+        hops = list(itertools.pairwise([*island[place:], *island[:place]]))
+    for begin, end in hops:
+        copy = next(between_gpus(topology, begin, end), None) or Copy(begin, end, topology.path(begin, end))
+        budget.fill(dict.fromkeys(copy.links, 1.0), variable)
 
 
 def _nvlinks(topology: Topology, island: Sequence[str]) -> dict[Link, float]:
