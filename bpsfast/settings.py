@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ PREFIX = "BPSFAST_"
 _LEAST_LIMIT_GBPS = 0.001
 _LEAST_HELPER_LEASE_S = 0.5
 _MOST_TCP_STREAMS = 4
+_RANKS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
 def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
@@ -113,6 +115,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
     max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
+
+    # inside a machine: nothing carries it out yet, `bpsfast topo --strategy` shows it
+    pcie_switch_size: Annotated[int, _about("GPUs that sum among themselves, as those below one PCIe switch, before "
+                                            "memory does; 0: by the machine's topology", "GPUs", ge=0)] = 0
+    reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "
+                                        "empty: by the machine's topology")] = ""
 
     torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
                                            "(read by `import torch`)")] = False
@@ -343,6 +351,9 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
             f"({origins['trace_dir']}) go ill together: numbers of partitions are used again when gradients are cut "
             "anew, and a trace would take them for one; tune first, then trace with what was found as settings")
     check_policy(settings.placement)
+    if settings.reduce_roots and not _RANKS.fullmatch(settings.reduce_roots):
+        raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots!r} ({origins['reduce_roots']}): expected "
+                          "local ranks such as 2,3")
     try:
         selection.parse(settings.rdma_devices)
     except ValueError as exc:

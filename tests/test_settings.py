@@ -74,6 +74,9 @@ def test_an_unknown_name_on_the_command_line_or_in_a_profile_is_an_error(tmp_pat
         ("placement", "hash:md5"),
         ("log_level", "LOUD"),
         ("scheduler", "no-port"),
+        ("pcie_switch_size", "-1"),
+        ("reduce_roots", "2,x"),
+        ("reduce_roots", "2-3"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_variable_and_value(name, value):

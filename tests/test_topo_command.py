@@ -50,9 +50,21 @@ def test_strategies(name: str, recorded_machine: Machines) -> None:
     assert f"{told['seconds_per_byte'] * 1e12:.3g} ms for each GB" in text and "and 0.75 of its size" in text
 
 
-def test_a_service_without_a_strategy_is_refused() -> None:
-    done = run("--service", "0.5")
+@pytest.mark.parametrize("option", [("--service", "0.5"), ("--set", "reduce_roots=2")])
+def test_a_service_or_settings_without_a_strategy_are_refused(option: tuple[str, str]) -> None:
+    done = run(*option)
     assert done.exit_code == 2 and "--strategy" in done.output
+
+
+def test_bytepss_variables_force_a_strategy(recorded_machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    root = str(recorded_machine("dgx1").root)
+    monkeypatch.setenv("BYTEPS_REDUCE_ROOTS", "2,3")
+    assert "But forced by reduce_roots = 2,3:" in run("--root", root, "--strategy").stdout
+    told = json.loads(run("--root", root, "--strategy", "--json", "--set", "reduce_roots=0").stdout)["forced"]
+    assert told["by"] == "reduce_roots = 0" and {each["root"] for each in told["ways"][0]["copied"]} == {"gpu0"}
+    refused = run("--root", root, "--strategy", "--set", "reduce_roots=8")
+    assert refused.exit_code == 2 and "BYTEPS_REDUCE_ROOTS" in refused.output and "no local rank 8" in refused.output
 
 
 def test_a_machine_without_memory_has_no_strategy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import exits, output
+from .assignments import overrides, set_option
 from .root import root_option
 
 if TYPE_CHECKING:
@@ -24,29 +25,35 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 @click.option("--service", type=click.FloatRange(min=0.0), default=0.0, metavar="X", show_default=True,
               help="For --strategy: how much the machine sums for others, in sizes of the gradient.")
 @root_option
+@set_option
 @output.options()
 @exits.errors_in_words
 def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, root: str | None,
-            as_json: bool, path: str | None, no_color: bool) -> None:
+            assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
     Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
     nvidia-ml-py. A file of --json may be changed by hand before it is read: a machine that you do not have.
+    Settings that force a strategy (pcie_switch_size, reduce_roots; BytePS's variables, too) are obeyed by --strategy.
 
     \b
     bpsfast topo
     bpsfast topo --json >machine.json
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
+    bpsfast topo --strategy --set reduce_roots=2,3              # what is forced, beside what is best
     """
     import msgspec
 
+    from .. import settings
     from ..topology import discovery
 
     if source is not None and root is not None:
         raise click.UsageError("--read has the machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
         raise click.UsageError("--service says what --strategy shall reckon with: give both")
+    if assignments and not as_strategy:
+        raise click.UsageError("--set changes what --strategy shows: give both")
     chosen = output.form(as_json, path, no_color)
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
@@ -56,7 +63,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     if as_strategy:
         from ..topology.advice import advise
 
-        advice = advise(topology, service)
+        advice = advise(topology, service, settings.load(overrides(assignments)))
         output.show(chosen, lambda: "\n".join(advice.lines()), advice.as_dict())
     else:
         output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))

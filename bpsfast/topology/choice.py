@@ -4,18 +4,27 @@ Also strategies that are given in part: the paper's rule, and BytePS's variables
 """
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
 from .budget import OWN, TIME, Budget, Terms, Traffic
-from .copies import Copy, between_gpus, copies, islands_of, socket_of, switch_of
-from .graph import Kind, Link, LinkKind, Topology
+from .copies import Copy, copies, islands_of, socket_of, switch_of
+from .graph import Kind, Topology
 from .linear import LinearProgram
+from .reduction import reduce_to
 from .strategy import NOTHING, Strategy, Way
 
 Islands = tuple[tuple[str, ...], ...]
+
+
+class Given(NamedTuple):
+    """One grouping, and the GPUs that share each island's copies. `by`: the setting that says so."""
+
+    islands: Islands
+    roots: tuple[str, ...]
+    by: str = ""
 
 
 def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands] = (),
@@ -68,22 +77,27 @@ def usual(topology: Topology) -> Iterator[Islands]:
 
 
 def paper_rule(topology: Topology, traffic: Traffic = OWN) -> Strategy:
-    """Return what OSDI'20 section 4 does: its general rule by S_n and S_g, switches with GPUs with and without a card.
+    """Return what OSDI'20 section 4 does: its `rule`, with the sockets that are best for it."""
+    given = rule(topology)
+    return choose(topology, traffic, [given.islands], given.roots)
+
+
+def rule(topology: Topology) -> Given:
+    """Return the paper's general rule by S_n and S_g, switches with GPUs with and without a card.
 
     Over NVLink, if both kinds of switches are there, roots are the GPUs of those without a card, at a card's socket if
     one is; else all GPUs. Without NVLink each switch sums in itself.
     """
+    gpus = tuple(part.name for part in topology.of(Kind.GPU))
     by_nvlink = islands_of(topology, Kind.NVSWITCH)
     if all(len(island) == 1 for island in by_nvlink):
-        return choose(topology, traffic, [islands_of(topology, Kind.SWITCH) or next(usual(topology))],
-                      [part.name for part in topology.of(Kind.GPU)])
+        return Given(islands_of(topology, Kind.SWITCH) or next(usual(topology)), gpus)
     cards = [part.name for part in topology.of(Kind.NIC)]
     burdened = {switch_of(topology, card) for card in cards} - {None}
-    gpus = [part.name for part in topology.of(Kind.GPU)]
-    free = [gpu for gpu in gpus if switch_of(topology, gpu) not in burdened]
+    free = tuple(gpu for gpu in gpus if switch_of(topology, gpu) not in burdened)
     near = {socket_of(topology, card) for card in cards}
-    roots = [gpu for gpu in free if socket_of(topology, gpu) in near] or free or gpus
-    return choose(topology, traffic, [by_nvlink], roots if len(free) < len(gpus) else gpus)
+    roots = tuple(gpu for gpu in free if socket_of(topology, gpu) in near) or free or gpus
+    return Given(by_nvlink, roots if len(free) < len(gpus) else gpus)
 
 
 def by_size(topology: Topology, n_gpus: int) -> Islands:
@@ -124,7 +138,7 @@ def _add(program: LinearProgram, budget: Budget, number: int, grouping: Islands,
                 variable = "copied", number, root, copy.end
                 if copy.links:
                     budget.carry(copy, variable)
-                _reduce(budget, island, root, variable)
+                reduce_to(budget, island, root, variable)
                 balances[copy.end][variable] += 1.0
                 copied[variable] = 1.0
             if not copied:
@@ -142,36 +156,3 @@ def _add(program: LinearProgram, budget: Budget, number: int, grouping: Islands,
             program.equal({**terms, ("at", number, socket): -1.0}, 0.0)
     for index, copy in enumerate(moves):
         budget.carry(copy, ("move", number, index))
-
-
-def _reduce(budget: Budget, island: Sequence[str], root: str, variable: tuple[str, int, str, str]) -> None:
-    """Let the GPUs of *island* add *variable* of the gradient up at *root*.
-
-    Over NVLink as NCCL's rings do: each GPU sends and receives it all, over its links in proportion to their rates.
-    Below a switch directly, which with many roots is a reduce-scatter. Elsewhere along NCCL's ring, GPU after GPU, over
-    whatever leads there: so a switch's link is crossed once each way, not by every GPU.
-    """
-    topology = budget.topology
-    nvlinks = _nvlinks(topology, island)
-    if nvlinks:
-        budget.fill(nvlinks, variable)
-        return
-    if any(set(island) <= set(each) for each in islands_of(topology, Kind.SWITCH)):
-        hops = [(gpu, root) for gpu in island if gpu != root]
-    else:
-        place = island.index(root) + 1
-        hops = list(itertools.pairwise([*island[place:], *island[:place]]))
-    for begin, end in hops:
-        copy = next(between_gpus(topology, begin, end), None) or Copy(begin, end, topology.path(begin, end))
-        budget.fill(dict.fromkeys(copy.links, 1.0), variable)
-
-
-def _nvlinks(topology: Topology, island: Sequence[str]) -> dict[Link, float]:
-    """Return the island's NVLinks with what each carries of a byte, {} if they do not join all of it."""
-    if len(island) < 2 or not any(set(island) <= set(each) for each in islands_of(topology, Kind.NVSWITCH)):
-        return {}
-    ends = {*island, *(part.name for part in topology.of(Kind.NVSWITCH))}
-    links = [link for link in topology.links if link.kind is LinkKind.NVLINK and {link.a, link.b} <= ends]
-    of_gpu = {gpu: sum(link.rate_bytes for link in links if gpu in (link.a, link.b)) for gpu in island}
-    return {link: 2.0 * link.rate_bytes / min(of_gpu[end] for end in (link.a, link.b) if end in of_gpu)
-            for link in links if of_gpu.keys() & {link.a, link.b}}
