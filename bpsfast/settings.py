@@ -121,6 +121,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                             "memory does; 0: by the machine's topology", "GPUs", ge=0)] = 0
     reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "
                                         "empty: by the machine's topology")] = ""
+    gpu_direct: Annotated[bool, _about("may GPUs hand sums straight to a network card below the same PCIe switch "
+                                       "(GPUDirect; unproven: no GPU machine has measured it)")] = False
 
     torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
                                            "(read by `import torch`)")] = False

@@ -67,6 +67,15 @@ def test_bytepss_variables_force_a_strategy(recorded_machine: Machines, monkeypa
     assert refused.exit_code == 2 and "BYTEPS_REDUCE_ROOTS" in refused.output and "no local rank 8" in refused.output
 
 
+def test_gpudirect_is_shown_done_if_asked_and_refused_where_it_cannot_be(recorded_machine: Machines) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    hgx = str(recorded_machine("hgx_h100").root)
+    assert "gpu_direct, off; never measured" in run("--root", hgx, "--strategy").stdout
+    assert "straight to nic" in run("--root", hgx, "--strategy", "--set", "gpu_direct=1").stdout
+    refused = run("--root", str(recorded_machine("pcie_2x4").root), "--strategy", "--set", "gpu_direct=1")
+    assert refused.exit_code == 2 and "BPSFAST_GPU_DIRECT" in refused.output and "unset it" in refused.output
+
+
 def test_a_machine_without_memory_has_no_strategy(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     file.write_text(to_json(Topology("m", (Part("gpu0", Kind.GPU),), ())))

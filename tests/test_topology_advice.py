@@ -39,3 +39,17 @@ def test_what_is_forced_stands_beside_what_is_best():
 def test_nothing_is_forced_without_a_setting():
     advice = advise(dgx1())
     assert advice.forced is None and advice.as_dict()["forced"] is None and "forced" not in "".join(advice.lines())
+
+
+def test_who_could_send_straight_is_told_and_done_if_asked():
+    off, on = advise(dgx1(), 0.75), advise(dgx1(), 0.75, Settings(gpu_direct=True))
+    assert "Straight to a network card (gpu_direct, off; never measured):" in off.lines()
+    assert "  gpu0 can, to nic0" in off.lines() and any(line.startswith("  gpu2 cannot: it") for line in off.lines())
+    assert "straight to nic0" in on.lines()[2] and "(gpu_direct, on; " in "\n".join(on.lines())
+    told = on.as_dict()
+    assert told["ways"][0]["copied"][0]["card"] == "nic0" and told["gpu_direct"]["on"]
+    assert [pair["gpu"] for pair in told["gpu_direct"]["pairs"] if not pair["reason"]] == ["gpu0", "gpu1"]
+
+
+def test_of_a_machine_without_gpus_nothing_is_said_of_them():
+    assert "Straight" not in "".join(advise(switched((), (0,))).lines())

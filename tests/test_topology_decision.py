@@ -98,3 +98,19 @@ def test_without_scipy_what_is_forced_is_obeyed(without_scipy):
 def test_a_machine_without_gpus_needs_no_scipy_and_no_warning(caplog, without_scipy):
     assert strategy_of(switched((), (0, 1)), Settings()).loads.time > 0.0
     assert not caplog.records
+
+
+def test_gpus_send_straight_to_a_card_only_if_asked_to():
+    asked = strategy_of(dgx1(), Settings(gpu_direct=True), EIGHT)
+    assert {end for _, end in asked.ways[0].copied} == {"nic0"}
+    assert {end for _, end in strategy_of(dgx1(), Settings(), EIGHT).ways[0].copied} == {"socket0"}
+    forced_too = strategy_of(dgx1(), Settings(gpu_direct=True, reduce_roots="1"), EIGHT)
+    assert forced_too.ways[0].copied == {("gpu1", "nic0"): pytest.approx(1.0)}
+    with pytest.raises(ConfigError, match="BPSFAST_GPU_DIRECT"):
+        strategy_of(switched(), Settings(gpu_direct=True))
+
+
+def test_without_scipy_nothing_goes_straight_and_one_warning_says_so(caplog, without_scipy):
+    found = strategy_of(dgx1(), Settings(gpu_direct=True, reduce_roots="0"))
+    assert found.ways[0].copied == {("gpu0", "socket0"): 1.0}
+    assert "BPSFAST_GPU_DIRECT is on" in caplog.text and "scipy is missing" in caplog.text

@@ -34,7 +34,8 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
 
     Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
     nvidia-ml-py. A file of --json may be changed by hand before it is read: a machine that you do not have.
-    Settings that force a strategy (pcie_switch_size, reduce_roots; BytePS's variables, too) are obeyed by --strategy.
+    Settings that force a strategy (pcie_switch_size, reduce_roots; BytePS's variables, too) or allow GPUs to send
+    straight to network cards (gpu_direct) are obeyed by --strategy.
 
     \b
     bpsfast topo

@@ -10,6 +10,7 @@
     picture     a drawing
 
     copies      the copies that a machine can make, and the links that each crosses
+    direct      which GPUs could copy straight to which network card, and why others could not
     budget      what a step puts on each link, card and memory
     reduction   what islands put on links where they add up among themselves
     linear      linear programs by names

@@ -8,7 +8,8 @@ from ..settings import Settings
 from .budget import Loads, Traffic
 from .choice import choose, paper_rule
 from .decision import carried_out, forced
-from .graph import Topology
+from .direct import nearest, pairs, possible, wished
+from .graph import Kind, Topology
 from .optimum import optimum
 from .strategy import Strategy
 
@@ -20,7 +21,8 @@ _N_BUSIEST = 5
 class Advice:
     """The strategy of the machine *topology* that sums *service* sizes of a gradient for others.
 
-    `forced`: what the settings `forced_by` make of it, None if they force nothing.
+    `forced`: what the settings `forced_by` make of it, None if they force nothing. `is_direct`: may GPUs send straight
+    to cards.
     """
 
     topology: Topology
@@ -30,6 +32,7 @@ class Advice:
     rule: Strategy
     forced: Strategy | None = None
     forced_by: str = ""
+    is_direct: bool = False
 
     def lines(self) -> list[str]:
         """Return it for people."""
@@ -39,7 +42,8 @@ class Advice:
                 f"{_ms(self.rule.loads.time)} by the rule of the paper", "",
                 *self._forced_lines(),
                 "Busiest, in sizes of the gradient per direction:",
-                *(f"  {name}: {load:.3g}, {_ms(time)}" for time, name, load in self.busiest())]
+                *(f"  {name}: {load:.3g}, {_ms(time)}" for time, name, load in self.busiest()),
+                *self._direct_lines()]
 
     def _forced_lines(self) -> list[str]:
         if self.forced is None:
@@ -47,6 +51,15 @@ class Advice:
         slower = self.forced.loads.time / self.chosen.loads.time - 1
         return [f"But forced by {self.forced_by}:", "", *self.forced.lines(), "",
                 f"{_ms(self.forced.loads.time)} for each GB of gradient, {100 * slower:.1f} % more", ""]
+
+    def _direct_lines(self) -> list[str]:
+        able: dict[str, list[str]] = {}
+        for pair in possible(self.topology):
+            able.setdefault(pair.gpu, []).append(pair.card)
+        told = {**{gpu: f"can, to {', '.join(cards)}" for gpu, cards in able.items()},
+                **{gpu: f"cannot: {reason}" for gpu, reason in nearest(self.topology)}}
+        head = f"Straight to a network card (gpu_direct, {'on' if self.is_direct else 'off'}; never measured):"
+        return ["", head, *(f"  {part.name} {told[part.name]}" for part in self.topology.of(Kind.GPU))] if told else []
 
     def busiest(self) -> list[tuple[float, str, float]]:
         """Return the links and cards that take longest: seconds for each byte of the gradient, name, load.
@@ -70,7 +83,8 @@ class Advice:
                     "by": self.forced_by, "seconds_per_byte": self.forced.loads.time, "ways": _ways(self.forced)},
                 "links": [{"a": link.a, "b": link.b, "kind": link.kind.value, "load": load}
                           for link, load in self.chosen.loads.links.items()],
-                "cards": self.chosen.loads.cards}
+                "cards": self.chosen.loads.cards,
+                "gpu_direct": {"on": self.is_direct, "pairs": [pair._asdict() for pair in pairs(self.topology)]}}
 
 
 def advise(topology: Topology, service: float = 0.0, settings: Settings | None = None) -> Advice:
@@ -79,16 +93,16 @@ def advise(topology: Topology, service: float = 0.0, settings: Settings | None =
     Raises `ConfigError` if SciPy is missing, GPUs have no way to memory, or settings ask for what the machine has not.
     """
     traffic, settings = Traffic(service=service), settings or Settings()
-    given = forced(topology, settings)
-    return Advice(topology, service, optimum(topology, traffic), choose(topology, traffic),
-                  paper_rule(topology, traffic), carried_out(topology, given, traffic) if given else None,
-                  given.by if given else "")
+    given, direct = forced(topology, settings), wished(topology, settings)
+    return Advice(topology, service, optimum(topology, traffic, direct), choose(topology, traffic, direct=direct),
+                  paper_rule(topology, traffic), carried_out(topology, given, traffic, direct) if given else None,
+                  given.by if given else "", bool(direct))
 
 
 def _ways(strategy: Strategy) -> list[dict[str, Any]]:
     return [{"share": way.share, "islands": way.islands,
-             "copied": [{"root": root, "socket": socket, "part": part}
-                        for (root, socket), part in way.copied.items()]} for way in strategy.ways]
+             "copied": [{"root": root, "card" if end in strategy.loads.cards else "socket": end, "part": part}
+                        for (root, end), part in way.copied.items()]} for way in strategy.ways]
 
 
 def _ms(seconds_per_byte: float) -> str:

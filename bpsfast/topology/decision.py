@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from ..orchestration.errors import ConfigError
 from ..settings import Settings
 from .budget import OWN, Traffic
 from .choice import Given, by_size, choose, rule
+from .direct import Pair, wished
 from .graph import Kind, Topology
 from .linear import MISSING, can_solve
 from .plain import plain
@@ -22,24 +24,26 @@ def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN) 
     Raises
     ------
     ConfigError
-        A setting asks for what the machine has not; a GPU has no way to memory.
+        A setting asks for what the machine has not or cannot; a GPU has no way to memory.
     """
-    given = forced(topology, settings)
+    given, direct = forced(topology, settings), wished(topology, settings)
+    if direct and not can_solve():
+        _tell(logging.WARNING, f"BPSFAST_GPU_DIRECT is on, but how much goes straight to cards is not found: {MISSING}")
     if given is None and can_solve():
         _tell(logging.INFO, f"machine {topology.name} sums its gradients as its links allow best")
-        return choose(topology, traffic)
+        return choose(topology, traffic, direct=direct)
     if given is None:
         _tell(logging.WARNING if topology.of(Kind.GPU) else logging.INFO,
               f"machine {topology.name} sums its gradients by OSDI'20's rule: for what its links allow best {MISSING}")
         return plain(topology, rule(topology), traffic)
     _tell(logging.INFO, f"machine {topology.name} sums its gradients as {given.by} says")
-    return carried_out(topology, given, traffic)
+    return carried_out(topology, given, traffic, direct)
 
 
-def carried_out(topology: Topology, given: Given, traffic: Traffic = OWN) -> Strategy:
+def carried_out(topology: Topology, given: Given, traffic: Traffic = OWN, direct: Collection[Pair] = ()) -> Strategy:
     """Return the strategy of *given*, with the sockets that are best for it, if SciPy is there; else the nearest."""
     if can_solve():
-        return choose(topology, traffic, [given.islands], given.roots)
+        return choose(topology, traffic, [given.islands], given.roots, direct)
     return plain(topology, given, traffic)
 
 
