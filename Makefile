@@ -1,4 +1,4 @@
-# make demo, make test, make expr1, make expr3: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
+# make demo, make test, make expr1, make expr2, make expr3: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
 PYTHON ?= python3
 VENV ?= .venv
 # PyPI's torch may bring CUDA along; name a package index with a CPU-only build here to get that one instead.
@@ -10,8 +10,8 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr3 chaos soak lint setup system sshd mpi \
-	guest clean
+.PHONY: demo test test-thorough test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
+	mpi guest clean
 .DELETE_ON_ERROR:
 
 demo: $(stamp)
@@ -65,6 +65,10 @@ bench: $(stamp)
 # Steps on real packets beside the formulas: an hour and a half, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
 expr1: $(stamp)
 	$(bin)/python -m bpsfast.bench.expr1
+
+# The ways to sum inside a machine beside the paper's twelve bars: some seconds. Writes bench/results/expr2.*.
+expr2: $(stamp)
+	$(bin)/python -m bpsfast.bench.expr2
 
 # The simulator beside the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
 expr3: $(stamp)

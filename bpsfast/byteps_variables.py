@@ -52,6 +52,13 @@ def _hash(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> s
     return f"hash:{text}"
 
 
+def _switch_size(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int:
+    size = _number("BYTEPS_PCIE_SWITCH_SIZE", text)
+    if size < 1:
+        raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE = {text!r}: a switch has one GPU or more")
+    return size
+
+
 def _rdma(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
     return "rdma" if text in ("1", "ibverbs") else None
 
@@ -108,6 +115,8 @@ ALIASES: dict[str, Alias] = {
     "BYTEPS_SCHEDULING_CREDIT": Alias("credit_bytes", _credit),
     "BYTEPS_SERVER_ENGINE_THREAD": Alias("engine_threads", _same),
     "BYTEPS_KEY_HASH_FN": Alias("placement", _hash),
+    "BYTEPS_PCIE_SWITCH_SIZE": Alias("pcie_switch_size", _switch_size),
+    "BYTEPS_REDUCE_ROOTS": Alias("reduce_roots", _same),
     "DMLC_ENABLE_RDMA": Alias("transport", _rdma),
     "BYTEPS_ENABLE_IPC": Alias("allow_shm", _same),
     "BYTEPS_TRACE_ON": Alias("trace_dir", _trace),
@@ -152,8 +161,6 @@ NO_EFFECT = {
     "BYTEPS_SOCKET_PATH": "local sockets have abstract names",
     "BYTEPS_ORDERED_HOSTS": "see BPSFAST_NODE_INDEX",
     "BYTEPS_TELEMETRY_ON": "get_pushpull_speed is always on",
-    "BYTEPS_PCIE_SWITCH_SIZE": "no NCCL",
-    "BYTEPS_REDUCE_ROOTS": "no NCCL",
     "BYTEPS_NCCL_GROUP_SIZE": "no NCCL",
     "BYTEPS_NCCL_NUM_RINGS": "no NCCL",
     "BYTEPS_IPC_COPY_NUM_THREADS": "shared memory needs no copy",

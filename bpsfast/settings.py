@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ PREFIX = "BPSFAST_"
 _LEAST_LIMIT_GBPS = 0.001
 _LEAST_HELPER_LEASE_S = 0.5
 _MOST_TCP_STREAMS = 4
+_RANKS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
 def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
@@ -116,6 +118,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     host_device: Annotated[bool, _about("do tensors of the CPU count as those of a device, copied by streams of their "
                                         "own as a GPU's are: shows and tests that way without a GPU")] = False
+
+    # inside a machine: nothing carries it out yet, `bpsfast topo --strategy` shows it
+    pcie_switch_size: Annotated[int, _about("GPUs that sum among themselves, as those below one PCIe switch, before "
+                                            "memory does; 0: by the machine's topology", "GPUs", ge=0)] = 0
+    reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "
+                                        "empty: by the machine's topology")] = ""
+    gpu_direct: Annotated[bool, _about("may GPUs hand sums straight to a network card below the same PCIe switch "
+                                       "(GPUDirect; unproven: no GPU machine has measured it)")] = False
 
     torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
                                            "(read by `import torch`)")] = False
@@ -359,6 +369,9 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
             f"({origins['trace_dir']}) go ill together: numbers of partitions are used again when gradients are cut "
             "anew, and a trace would take them for one; tune first, then trace with what was found as settings")
     check_policy(settings.placement)
+    if settings.reduce_roots and not _RANKS.fullmatch(settings.reduce_roots):
+        raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots!r} ({origins['reduce_roots']}): expected "
+                          "local ranks such as 2,3")
     try:
         selection.parse(settings.rdma_devices)
     except ValueError as exc:

@@ -29,6 +29,9 @@ from bpsfast.settings import Settings, load, load_with_origins
         ({"BYTEPS_SCHEDULING_CREDIT": "0"}, "credit_bytes", Settings().credit_bytes),
         ({"BYTEPS_SERVER_ENGINE_THREAD": "6"}, "engine_threads", 6),
         ({"BYTEPS_KEY_HASH_FN": "djb2"}, "placement", "hash:djb2"),
+        ({"BYTEPS_PCIE_SWITCH_SIZE": "4"}, "pcie_switch_size", 4),
+        ({"BYTEPS_REDUCE_ROOTS": "2,3"}, "reduce_roots", "2,3"),
+        ({"BYTEPS_REDUCE_ROOTS": "2,3", "BPSFAST_REDUCE_ROOTS": "1"}, "reduce_roots", "1"),
         ({"DMLC_ENABLE_RDMA": "1"}, "transport", "rdma"),
         ({"DMLC_ENABLE_RDMA": "ibverbs"}, "transport", "rdma"),
         ({"DMLC_ENABLE_RDMA": "0"}, "transport", "auto"),
@@ -63,11 +66,18 @@ def test_half_an_address_is_an_error_that_names_both_variables():
 
 
 @pytest.mark.parametrize(
-    "variable", ["BYTEPS_SCHEDULING_CREDIT", "PS_VERBOSE", "DMLC_NUM_WORKER", "BYTEPS_KEY_HASH_FN"]
+    "variable", ["BYTEPS_SCHEDULING_CREDIT", "PS_VERBOSE", "DMLC_NUM_WORKER", "BYTEPS_KEY_HASH_FN",
+                 "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS"]
 )
 def test_a_bad_value_is_an_error_that_names_the_variable_or_the_value(variable):
     with pytest.raises(ConfigError, match=f"{variable}|xyz"):
         load_with_origins({}, {variable: "xyz"})
+
+
+@pytest.mark.parametrize("size", ["0", "-4"])
+def test_a_switch_without_gpus_is_an_error_that_names_the_variable(size):
+    with pytest.raises(ConfigError, match=f"BYTEPS_PCIE_SWITCH_SIZE = '{size}'"):
+        load_with_origins({}, {"BYTEPS_PCIE_SWITCH_SIZE": size})
 
 
 def test_the_log_names_the_new_variables_once(caplog, monkeypatch):

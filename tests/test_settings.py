@@ -81,6 +81,9 @@ def test_an_unknown_name_on_the_command_line_or_in_a_profile_is_an_error(tmp_pat
         ("avoid_cpus", "-1"),
         ("avoid_cpus", "1:2"),
         ("avoid_cpus", "99999"),
+        ("pcie_switch_size", "-1"),
+        ("reduce_roots", "2,x"),
+        ("reduce_roots", "2-3"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_variable_and_value(name, value):

@@ -79,9 +79,30 @@ def test_options_that_do_not_go_with_seats() -> None:
     assert "--cores" in run("--ranks", "2").output and "only" in run("--cores", "--strategy").output
 
 
-def test_a_service_without_a_strategy_is_refused() -> None:
-    done = run("--service", "0.5")
+@pytest.mark.parametrize("option", [("--service", "0.5"), ("--set", "reduce_roots=2")])
+def test_a_service_or_settings_without_a_strategy_are_refused(option: tuple[str, str]) -> None:
+    done = run(*option)
     assert done.exit_code == 2 and "--strategy" in done.output
+
+
+def test_bytepss_variables_force_a_strategy(recorded_machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    root = str(recorded_machine("dgx1").root)
+    monkeypatch.setenv("BYTEPS_REDUCE_ROOTS", "2,3")
+    assert "But forced by reduce_roots = 2,3:" in run("--root", root, "--strategy").stdout
+    told = json.loads(run("--root", root, "--strategy", "--json", "--set", "reduce_roots=0").stdout)["forced"]
+    assert told["by"] == "reduce_roots = 0" and {each["root"] for each in told["ways"][0]["copied"]} == {"gpu0"}
+    refused = run("--root", root, "--strategy", "--set", "reduce_roots=8")
+    assert refused.exit_code == 2 and "BYTEPS_REDUCE_ROOTS" in refused.output and "no local rank 8" in refused.output
+
+
+def test_gpudirect_is_shown_done_if_asked_and_refused_where_it_cannot_be(recorded_machine: Machines) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    hgx = str(recorded_machine("hgx_h100").root)
+    assert "gpu_direct, off; never measured" in run("--root", hgx, "--strategy").stdout
+    assert "straight to nic" in run("--root", hgx, "--strategy", "--set", "gpu_direct=1").stdout
+    refused = run("--root", str(recorded_machine("pcie_2x4").root), "--strategy", "--set", "gpu_direct=1")
+    assert refused.exit_code == 2 and "BPSFAST_GPU_DIRECT" in refused.output and "unset it" in refused.output
 
 
 def test_a_machine_without_memory_has_no_strategy(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.topology.budget import Traffic
 from bpsfast.topology.choice import by_size, choose, paper_rule
 from bpsfast.topology.copies import islands_of
+from bpsfast.topology.direct import possible
 from bpsfast.topology.discovery import discover
 from bpsfast.topology.graph import Kind
 from bpsfast.topology.optimum import optimum
@@ -127,11 +128,62 @@ def test_bytepss_switch_size():
         by_size(topology, 3)
 
 
-def test_one_island_across_switches_burdens_their_links():
-    """The paper's strawman: BYTEPS_PCIE_SWITCH_SIZE=8."""
-    topology = switched()
-    strawman = choose(topology, islands=[by_size(topology, 8)], roots=[f"gpu{n}" for n in range(8)])
-    assert load(strawman.loads, "switch0", "socket0") > load(by_switch(topology).loads, "switch0", "socket0")
+@given(st.integers(1, 6))
+@settings(max_examples=6, deadline=None)
+def test_one_island_across_switches_burdens_their_links(n_gpus):
+    """The paper's strawman, BYTEPS_PCIE_SWITCH_SIZE=8: a ring over all l = 8 GPUs, (2l - 1) / l on each GPU's link."""
+    topology = switched((n_gpus, n_gpus))
+    total = 2 * n_gpus
+    strawman = choose(topology, islands=[by_size(topology, total)], roots=[f"gpu{n}" for n in range(total)])
+    assert load(strawman.loads, "gpu0", "switch0") == pytest.approx((2 * total - 1) / total)
+    crossing = 2 * (total - 1) / total + 1 / 2  # in and out of the ring, and half of the copies
+    assert load(strawman.loads, "switch0", "socket0") == pytest.approx(crossing)
+    assert crossing > load(by_switch(topology).loads, "switch0", "socket0")
+
+
+@given(st.integers(1, 6), st.floats(0.0, 1.0))
+@settings(max_examples=12, deadline=None)
+def test_straight_to_the_card_relieves_the_link_to_memory(n_gpus, service):
+    """Below one switch with the card, l GPUs: (2l - 1) / l on their links, and only what is summed for others above."""
+    topology = switched((n_gpus,), (0,), card_at="switch0")
+    traffic, islands = Traffic(service=service), [islands_of(topology, Kind.SWITCH)]
+    gpus = [part.name for part in topology.of(Kind.GPU)]
+    through_memory = choose(topology, traffic, islands, gpus)
+    straight = choose(topology, traffic, islands, gpus, possible(topology))
+    assert load(through_memory.loads, "switch0", "socket0") == pytest.approx(2.0 + service)
+    assert load(straight.loads, "switch0", "socket0") == pytest.approx(service, abs=1e-5)
+    assert load(straight.loads, "gpu0", "switch0") == pytest.approx((2 * n_gpus - 1) / n_gpus, rel=1e-5)
+    assert straight.loads.cards == pytest.approx({"nic0": 1.0 + service}, rel=1e-5)
+    [way] = straight.ways
+    assert way.copied == pytest.approx({(gpu, "nic0"): 1 / n_gpus for gpu in gpus}, rel=1e-4)
+
+
+def test_straight_to_the_card_with_nvlink():
+    """On the card's switch: 1.75 M above it through memory, 0.75 M straight; the card's slot is what is left."""
+    topology = dgx1(wire_rate=1e15)
+    found = choose(topology, EIGHT, direct=possible(topology))
+    assert load(found.loads, "switch0", "socket0") == pytest.approx(0.75)
+    assert found.loads.time * 16 * GIGA == pytest.approx(1.75, rel=1e-6)
+    assert found.loads.time == pytest.approx(optimum(topology, EIGHT, possible(topology)).time, rel=1e-6)
+    assert "straight to nic0" in found.lines()[0]
+
+
+def test_what_only_memory_can_add_goes_through_memory():
+    topology = switched((2, 2), (0, 0), card_at="switch0")
+    found = choose(topology, islands=[islands_of(topology, Kind.SWITCH)], direct=possible(topology))
+    assert {end for way in found.ways for _, end in way.copied} == {"socket0"}
+
+
+@given(machines(), st.floats(0.0, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_a_way_more_is_never_slower_and_no_faster_than_its_bound(topology, service):
+    traffic, direct = Traffic(service=service), possible(topology)
+    found = choose(topology, traffic, direct=direct)
+    assert found.loads.time <= choose(topology, traffic).loads.time * (1 + 1e-6)
+    assert optimum(topology, traffic, direct).time <= found.loads.time * (1 + 1e-6)
+    for way in found.ways:
+        for island in way.islands:
+            assert sum(way.roots().get(gpu, 0.0) for gpu in island) == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(("values", "text"), [

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import exits, output
+from .assignments import overrides, set_option
 from .root import root_option
 
 if TYPE_CHECKING:
@@ -30,15 +31,18 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 @click.option("--nic", "nics", multiple=True, metavar="NAME",
               help="For --cores: an RDMA device or interface that bytes go through; may be repeated.")
 @root_option
+@set_option
 @output.options()
 @exits.errors_in_words
 def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, as_seats: bool,
-            n_ranks: int | None, nics: tuple[str, ...], root: str | None, as_json: bool, path: str | None,
-            no_color: bool) -> None:
+            n_ranks: int | None, nics: tuple[str, ...], root: str | None, assignments: tuple[str, ...], as_json: bool,
+            path: str | None, no_color: bool) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
     Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
     nvidia-ml-py. A file of --json may be changed by hand before it is read: a machine that you do not have.
+    Settings that force a strategy (pcie_switch_size, reduce_roots; BytePS's variables, too) or allow GPUs to send
+    straight to network cards (gpu_direct) are obeyed by --strategy.
 
     \b
     bpsfast topo
@@ -46,9 +50,11 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
+    bpsfast topo --strategy --set reduce_roots=2,3              # what is forced, beside what is best
     """
     import msgspec
 
+    from .. import settings
     from ..topology import discovery
 
     if source is not None and root is not None:
@@ -59,6 +65,8 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         raise click.UsageError("--ranks and --nic say what --cores shall reckon with: give it, too")
     if as_seats and (source is not None or picture_path is not None or as_strategy):
         raise click.UsageError("--cores goes with --root, --ranks and --nic only")
+    if assignments and not as_strategy:
+        raise click.UsageError("--set changes what --strategy shows: give both")
     chosen = output.form(as_json, path, no_color)
     if as_seats:
         from .seats import Seating
@@ -74,7 +82,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     if as_strategy:
         from ..topology.advice import advise
 
-        advice = advise(topology, service)
+        advice = advise(topology, service, settings.load(overrides(assignments)))
         output.show(chosen, lambda: "\n".join(advice.lines()), advice.as_dict())
     else:
         output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))

@@ -9,4 +9,5 @@ simulates the rest:
     worker      forward, backward                                network     cards and the fabric
     exchange    push and pull through summation services         ring        all-reduce with fusion buffers
     simulation  one job: all of them together                    all_reduce  by urgency, one order on all ranks
+    machines    the insides of the paper's machines              inside      what a way to sum in them leaves of a card
 """

@@ -32,6 +32,14 @@ FIGURE_13: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("NVLink", "ugatit"): (1.29, 1.31, 1.30, 1.35, 1.37, 1.36, 1.38, 1.44, 1.45),
 }
 
+#: Figure 14: speed over all-reduce of 8 machines without helpers, by the way inside a machine; (machine, model).
+FIGURE_14: Mapping[tuple[str, str], Mapping[str, float]] = {
+    ("PCIe", "gpt2"): {"strawman": 1.04, "CPU-assisted": 1.14},
+    ("PCIe", "ugatit"): {"strawman": 1.10, "CPU-assisted": 1.30},
+    ("NVLink", "gpt2"): {"root = all": 1.05, "root = 0": 1.02, "root = 2,3": 1.13, "root = 2": 1.13},
+    ("NVLink", "ugatit"): {"root = all": 1.16, "root = 0": 1.09, "root = 2,3": 1.34, "root = 2": 1.34},
+}
+
 
 class Job(NamedTuple):
     """One job of figures 15 and 16: `batch` a GPU, `linear` its units a second on 256 GPUs, scaled from one.

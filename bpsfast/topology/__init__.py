@@ -10,10 +10,14 @@
     picture     a drawing
 
     copies      the copies that a machine can make, and the links that each crosses
+    direct      which GPUs could copy straight to which network card, and why others could not
     budget      what a step puts on each link, card and memory
+    reduction   what islands put on links where they add up among themselves
     linear      linear programs by names
     optimum     what no use of the links can beat
     choice      the best strategy that can be carried out, and the paper's
+    plain       a strategy without a solver
+    decision    the strategy of a machine: what settings force, else the best, else the paper's
     advice      the best strategy beside the bound and the paper's, for people
     strategy    who adds in front of memory, who copies where, and how much
 """

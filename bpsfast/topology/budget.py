@@ -6,12 +6,13 @@ parts. Links are full duplex, so a link carries in each direction what all copie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
 from .copies import Copy
-from .graph import Kind, Link, Topology
+from .direct import Pair
+from .graph import Kind, Link, LinkKind, Topology
 from .linear import LinearProgram
 
 Terms = dict[Hashable, float]
@@ -60,14 +61,14 @@ class Budget:
         self._cards: defaultdict[str, Terms] = defaultdict(lambda: defaultdict(float))
         self._memories: defaultdict[str, Terms] = defaultdict(lambda: defaultdict(float))
         self._unit = max((link.rate_bytes for link in topology.links), default=1.0)
-        self._sockets = {part.name for part in topology.of(Kind.SOCKET)}
+        self.sockets = sorted(part.name for part in topology.of(Kind.SOCKET))
 
     def carry(self, copy: Copy, variable: Hashable) -> None:
         """Let *variable* be how much of the gradient *copy* carries."""
         for link in copy.links:
             self._links[link][variable] += 1.0
         for end in (copy.begin, copy.end):
-            if end in self._sockets:
+            if end in self.sockets:
                 self._memories[end][variable] += _N_MOVES
 
     def fill(self, links: Mapping[Link, float], variable: Hashable) -> None:
@@ -75,13 +76,14 @@ class Budget:
         for link, factor in links.items():
             self._links[link][variable] += factor
 
-    def send(self, program: LinearProgram) -> dict[str, Terms]:
+    def send(self, program: LinearProgram, direct: Collection[Pair] = ()) -> dict[str, Terms]:
         """Send the whole sum from sockets over cards; return the share that each socket sends, as terms.
 
         A machine without a card has its sum in the memory of any socket. What is summed for others goes where there is
-        room.
+        room, from memory. *direct*: GPUs that may send to a card as sockets do, with neither memory nor what leads
+        there; the part of the gradient that the machine itself sums is left in, though that has to be in memory.
         """
-        shares: dict[str, Terms] = {socket: {} for socket in sorted(self._sockets)}
+        shares: dict[str, Terms] = {socket: {} for socket in self.sockets}
         service: Terms = {}
         cards = self.topology.of(Kind.NIC)
         for socket, terms in shares.items():
@@ -102,6 +104,11 @@ class Budget:
                 service["service", socket, card.name] = 1.0
         if not any(shares.values()):
             raise ConfigError(f"machine {self.topology.name}: no path leads from a socket to a network card")
+        for pair in direct:
+            sent = "direct", pair.gpu, pair.card
+            self.fill(dict.fromkeys(self.topology.path(pair.gpu, pair.card, LinkKind.PCIE), self.traffic.worker), sent)
+            self._cards[pair.card][sent] += self.traffic.worker
+            shares.setdefault(pair.gpu, {})[sent] = 1.0
         program.equal({variable: 1.0 for terms in shares.values() for variable in terms}, 1.0)
         if service:
             program.equal(service, 1.0)

@@ -5,20 +5,31 @@ Also strategies that are given in part: the paper's rule, and BytePS's variables
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
 from .budget import OWN, TIME, Budget, Terms, Traffic
-from .copies import Copy, between_gpus, copies, islands_of, socket_of, switch_of
-from .graph import Kind, Link, LinkKind, Topology
+from .copies import Copy, copies, islands_of, socket_of, switch_of
+from .direct import Pair
+from .graph import Kind, Topology
 from .linear import LinearProgram
+from .reduction import reduce_to
 from .strategy import NOTHING, Strategy, Way
 
 Islands = tuple[tuple[str, ...], ...]
 
 
+class Given(NamedTuple):
+    """One grouping, and the GPUs that share each island's copies. `by`: the setting that says so."""
+
+    islands: Islands
+    roots: tuple[str, ...]
+    by: str = ""
+
+
 def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands] = (),
-           roots: Collection[str] = ()) -> Strategy:
+           roots: Collection[str] = (), direct: Collection[Pair] = ()) -> Strategy:
     """Return the strategy that takes least time, of these the one that loads links least.
 
     Parameters
@@ -28,6 +39,8 @@ def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands
     roots
         GPUs that share each island's copies to memory equally; an island without one of them uses all of its GPUs.
         By default any GPU copies as much as is best.
+    direct
+        Which roots may send straight to which cards: where all GPUs are one island, for else memory has to add.
 
     Raises
     ------
@@ -37,13 +50,13 @@ def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands
     _check(topology, islands, roots)
     program = LinearProgram()
     budget = Budget(topology, traffic)
-    sent = budget.send(program)
+    sent = budget.send(program, direct)
     groupings = list(dict.fromkeys(islands or usual(topology)))
     program.equal({("share", number): 1.0 for number in range(len(groupings))}, 1.0)
     for number, grouping in enumerate(groupings):
         _add(program, budget, number, grouping, roots, sent)
-    for socket, terms in sent.items():
-        program.equal({**terms, **{("at", number, socket): -1.0 for number in range(len(groupings))}}, 0.0)
+    for sender, terms in sent.items():
+        program.equal({**terms, **{("at", number, sender): -1.0 for number in range(len(groupings))}}, 0.0)
     total = budget.limit(program)
     values = program.least({TIME: 1.0}, total)
     ways = []
@@ -52,7 +65,7 @@ def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands
         if share > NOTHING:
             copied = {(key[2], key[3]): value / share for key, value in values.items()
                       if isinstance(key, tuple) and key[:2] == ("copied", number) and value > NOTHING * share}
-            ways.append(Way(share, grouping, copied))
+            ways.append(Way(share, grouping, _with_cards(copied, direct, values)))
     return Strategy(tuple(sorted(ways, key=lambda way: -way.share)), budget.loads(values))
 
 
@@ -67,22 +80,27 @@ def usual(topology: Topology) -> Iterator[Islands]:
 
 
 def paper_rule(topology: Topology, traffic: Traffic = OWN) -> Strategy:
-    """Return what OSDI'20 section 4 does: its general rule by S_n and S_g, switches with GPUs with and without a card.
+    """Return what OSDI'20 section 4 does: its `rule`, with the sockets that are best for it."""
+    given = rule(topology)
+    return choose(topology, traffic, [given.islands], given.roots)
+
+
+def rule(topology: Topology) -> Given:
+    """Return the paper's general rule by S_n and S_g, switches with GPUs with and without a card.
 
     Over NVLink, if both kinds of switches are there, roots are the GPUs of those without a card, at a card's socket if
     one is; else all GPUs. Without NVLink each switch sums in itself.
     """
+    gpus = tuple(part.name for part in topology.of(Kind.GPU))
     by_nvlink = islands_of(topology, Kind.NVSWITCH)
     if all(len(island) == 1 for island in by_nvlink):
-        return choose(topology, traffic, [islands_of(topology, Kind.SWITCH) or next(usual(topology))],
-                      [part.name for part in topology.of(Kind.GPU)])
+        return Given(islands_of(topology, Kind.SWITCH) or next(usual(topology)), gpus)
     cards = [part.name for part in topology.of(Kind.NIC)]
     burdened = {switch_of(topology, card) for card in cards} - {None}
-    gpus = [part.name for part in topology.of(Kind.GPU)]
-    free = [gpu for gpu in gpus if switch_of(topology, gpu) not in burdened]
+    free = tuple(gpu for gpu in gpus if switch_of(topology, gpu) not in burdened)
     near = {socket_of(topology, card) for card in cards}
-    roots = [gpu for gpu in free if socket_of(topology, gpu) in near] or free or gpus
-    return choose(topology, traffic, [by_nvlink], roots if len(free) < len(gpus) else gpus)
+    roots = tuple(gpu for gpu in free if socket_of(topology, gpu) in near) or free or gpus
+    return Given(by_nvlink, roots if len(free) < len(gpus) else gpus)
 
 
 def by_size(topology: Topology, n_gpus: int) -> Islands:
@@ -105,25 +123,43 @@ def _check(topology: Topology, islands: Sequence[Islands], roots: Collection[str
             raise ConfigError(f"the islands {grouping} do not hold each GPU of machine {topology.name} once")
 
 
+def _with_cards(copied: dict[tuple[str, str], float], direct: Collection[Pair],
+                values: Mapping[Hashable, float]) -> dict[tuple[str, str], float]:
+    """Return *copied* with the cards that GPUs send straight to in place of these GPUs as their own receivers."""
+    found = {}
+    for (root, end), part in copied.items():
+        cards = {pair.card: values["direct", pair.gpu, pair.card] for pair in direct if root == end == pair.gpu}
+        for card, value in cards.items():
+            if value > NOTHING:
+                found[root, card] = part * value / sum(cards.values())
+        if not cards:
+            found[root, end] = part
+    return found
+
+
 def _add(program: LinearProgram, budget: Budget, number: int, grouping: Islands, roots: Collection[str],
          sent: dict[str, Terms]) -> None:
-    """Add one grouping's way to *program*: from GPUs to roots, to sockets, and to the socket that sends."""
+    """Add one grouping's way to *program*: from GPUs to roots, to sockets, and to the socket (or GPU) that sends.
+
+    That all islands have the same at each sender keeps a GPU from sending what only memory has added up.
+    """
     share = "share", number
     known = copies(budget.topology)
-    moves = [copy for copy in known if copy.begin in sent and copy.end in sent]
+    moves = [copy for copy in known if copy.begin in budget.sockets and copy.end in budget.sockets]
     for place, island in enumerate(grouping):
-        balances: dict[str, Terms] = {socket: defaultdict(float) for socket in sent}
+        balances: dict[str, Terms] = {sender: defaultdict(float) for sender in sent}
         chosen = [gpu for gpu in island if gpu in roots] or list(island)
         all_copied: Terms = {share: -1.0}
         for root in chosen:
             copied: Terms = {}
-            to_memory = [copy for copy in known if copy.begin == root and copy.end in sent] if root not in sent else \
-                [Copy(root, root, ())]
-            for copy in to_memory:
+            to_memory = [copy for copy in known if copy.begin == root and copy.end in budget.sockets
+                         and root not in budget.sockets]
+            there = [Copy(root, root, ())] if root in sent else []
+            for copy in [*to_memory, *there]:
                 variable = "copied", number, root, copy.end
                 if copy.links:
                     budget.carry(copy, variable)
-                _reduce(budget, island, root, variable)
+                reduce_to(budget, island, root, variable)
                 balances[copy.end][variable] += 1.0
                 copied[variable] = 1.0
             if not copied:
@@ -137,35 +173,7 @@ def _add(program: LinearProgram, budget: Budget, number: int, grouping: Islands,
             program.at_most({flow: 1.0, ("move", number, index): -1.0}, 0.0)
             balances[copy.begin][flow] -= 1.0
             balances[copy.end][flow] += 1.0
-        for socket, terms in balances.items():
-            program.equal({**terms, ("at", number, socket): -1.0}, 0.0)
+        for sender, terms in balances.items():
+            program.equal({**terms, ("at", number, sender): -1.0}, 0.0)
     for index, copy in enumerate(moves):
         budget.carry(copy, ("move", number, index))
-
-
-def _reduce(budget: Budget, island: Sequence[str], root: str, variable: tuple[str, int, str, str]) -> None:
-    """Let the GPUs of *island* add *variable* of the gradient up at *root*.
-
-    Over NVLink as NCCL's rings do: each GPU sends and receives it all, over its links in proportion to their rates.
-    Below a switch directly, which with many roots is a reduce-scatter; elsewhere over whatever leads there.
-    """
-    topology = budget.topology
-    nvlinks = _nvlinks(topology, island)
-    if nvlinks:
-        budget.fill(nvlinks, variable)
-        return
-    for gpu in island:
-        if gpu != root:
-            copy = next(between_gpus(topology, gpu, root), None) or Copy(gpu, root, topology.path(gpu, root))
-            budget.fill(dict.fromkeys(copy.links, 1.0), variable)
-
-
-def _nvlinks(topology: Topology, island: Sequence[str]) -> dict[Link, float]:
-    """Return the island's NVLinks with what each carries of a byte, {} if they do not join all of it."""
-    if len(island) < 2 or not any(set(island) <= set(each) for each in islands_of(topology, Kind.NVSWITCH)):
-        return {}
-    ends = {*island, *(part.name for part in topology.of(Kind.NVSWITCH))}
-    links = [link for link in topology.links if link.kind is LinkKind.NVLINK and {link.a, link.b} <= ends]
-    of_gpu = {gpu: sum(link.rate_bytes for link in links if gpu in (link.a, link.b)) for gpu in island}
-    return {link: 2.0 * link.rate_bytes / min(of_gpu[end] for end in (link.a, link.b) if end in of_gpu)
-            for link in links if of_gpu.keys() & {link.a, link.b}}

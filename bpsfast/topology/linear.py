@@ -8,6 +8,17 @@ from ..orchestration.errors import BpsError, ConfigError
 
 #: What may be lost of the best value when the next goal is looked for among the solutions.
 _SLACK = 1e-9
+#: What is told where there is no solver.
+MISSING = "scipy is missing: pip install 'bpsfast[plan]'"
+
+
+def can_solve() -> bool:
+    """Tell whether SciPy is there."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 class LinearProgram:
@@ -48,8 +59,7 @@ class LinearProgram:
             from scipy.optimize import linprog
             from scipy.sparse import coo_array
         except ImportError as exc:
-            raise ConfigError("the best use of a machine's links is a linear program, for which scipy is missing: "
-                              "pip install 'bpsfast[plan]'") from exc
+            raise ConfigError(f"the best use of a machine's links is a linear program, for which {MISSING}") from exc
         costs = [0.0] * len(self._columns)
         for name, factor in goal.items():
             costs[self._columns[name]] = factor

@@ -8,21 +8,24 @@ a lower bound (Edmonds' branchings; OSDI'20 section 4.1 finds it by hand for one
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from .budget import OWN, TIME, Budget, Loads, Terms, Traffic
 from .copies import copies
+from .direct import Pair
 from .graph import Kind, Topology
 from .linear import LinearProgram
 
 
-def optimum(topology: Topology, traffic: Traffic = OWN) -> Loads:
+def optimum(topology: Topology, traffic: Traffic = OWN, direct: Collection[Pair] = ()) -> Loads:
     """Return the loads of the fastest use of *topology*'s links, of these the one that moves least.
 
+    *direct*: which GPUs may send straight to which cards.
     Raises `ConfigError` if SciPy is missing, or if GPUs have no way to a socket.
     """
     program = LinearProgram()
     budget = Budget(topology, traffic)
-    shares = budget.send(program)
+    shares = budget.send(program, direct)
     sources = [part.name for part in topology.of(Kind.GPU) or topology.of(Kind.SOCKET)]
     places = [part.name for kind in (Kind.GPU, Kind.SOCKET) for part in topology.of(kind)]
     balances: dict[tuple[str, str], Terms] = {(source, place): defaultdict(float)

@@ -3,7 +3,8 @@
 Each share of the gradient goes one `Way`: the GPUs of an island reduce among themselves, each root its part of the
 share; roots copy their parts to a socket's memory; CPUs add what the islands have left there; one socket's sum is sent.
 Results go back the mirrored way. Islands of one GPU copy everything: the plain way. One island for each PCIe switch:
-OSDI'20's CPU-assisted aggregation. One over NVLink with chosen roots: its way for NVLink machines.
+OSDI'20's CPU-assisted aggregation. One over NVLink with chosen roots: its way for NVLink machines. With GPUDirect a
+root of an island of all GPUs may copy to a card instead of to memory.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ NOTHING = 1e-7
 
 @dataclass(frozen=True)
 class Way:
-    """One way: `share` of the gradient, and of that how much goes from each root to each socket."""
+    """One way: `share` of the gradient, and of that how much goes from each root to each socket, or to a card."""
 
     share: float
     islands: tuple[tuple[str, ...], ...]
@@ -45,8 +46,8 @@ class Strategy:
         for way in self.ways:
             joined = [island for island in way.islands if len(island) > 1]
             how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "by each for itself"
-            copied = ", ".join(f"{part:.0%} from {root} to {socket}" for (root, socket), part in way.copied.items()
-                               if root != socket)
+            copied = ", ".join(f"{part:.0%} from {root} {'straight ' if end in self.loads.cards else ''}to {end}"
+                               for (root, end), part in way.copied.items() if root != end)
             said.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
         return said
 
