@@ -10,6 +10,7 @@ members have been given. One thread of this object prepares all of that, so no h
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -80,7 +81,8 @@ class _Island:
 
     def close(self, why: BpsError) -> None:
         self.turns.abandon(why)
-        self.calls.close()
+        with contextlib.suppress(BpsError):  # of a job, or a GPU, that is gone there is nothing to give back
+            self.calls.close()
 
 
 class Islands:
