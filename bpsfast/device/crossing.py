@@ -26,8 +26,9 @@ class Crossing:
 
     def done(self) -> bool:
         """Return whether `wait` will not block."""
-        return self._departure.is_over and self.unit.done(self.round) and (
-            self._arrival is None or self._arrival.is_over)
+        if not self._departure.is_over or self._departure.has_failed:
+            return self._departure.is_over
+        return self.unit.done(self.round) and (self._arrival is None or self._arrival.is_over)
 
     def wait(self, deadline: float) -> None:
         """Wait until the sum is complete, and all copies of it to the device are enqueued.
@@ -47,11 +48,19 @@ class Crossing:
     def wait_departed(self, deadline: float) -> None:
         """Wait until the input has left the device: it may be written again, by the host too. Raises as `wait`."""
         try:
-            self._departure.wait(deadline, self._session.tensors.look_for_commits)
+            self._departure.wait(deadline, self._look)
         except BpsError as exc:
-            if self._departure.is_over:
+            if self._departure.has_failed:
                 self.unit.give_up(exc)
+                if self._arrival is not None:
+                    self._arrival.end(exc)
+                    self._arrival.let_go()
             raise
+
+    def _look(self) -> None:
+        """Start what was deferred: others may wait for it. Raise what the job was aborted with, if it was."""
+        self._session.port.check()
+        self._session.tensors.look_for_commits()
 
     def join(self, caller: Stream) -> None:
         """Let what is enqueued on *caller* from now on find the result on the device. After `wait`."""
