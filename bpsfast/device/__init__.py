@@ -5,6 +5,8 @@ still.
     places                where an array lies, and on which stream its owner works
     pieces                a unit's bytes by partitions
     departures, arrivals  the two lines of a device: partitions to the host and back, the most urgent first
-    crossing              one unit on its way there and back
+    crossing, gathering   one unit on its way there and back, and its tensors that lie on a device
+    twins, broadcasts     what collectives and broadcasts read and write instead of memory on a device
+    arrays                new ones on devices
     devices               the devices of a session
 """

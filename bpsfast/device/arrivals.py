@@ -4,18 +4,24 @@ Whoever wants the sum lets the stream he works on wait for the copies; the host 
 """
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
-from .device import Event, Stream
-from .line import Line, Passage
+from .device import Device, Event, OwnStream, Stream
+from .line import Back, Line
 from .pieces import Piece
 
 #: Where nothing is complete the thread waits for the oldest partition, so long, before it looks for others.
 _LOOK_S = 0.001
+#: Of so many partitions of a unit is looked which are complete: they mostly complete in order.
+_SIGHT = 32
 
 
-class Arrival(Passage):
+class Arrival(Back):
     """*pieces* of a unit's sum, copied to a device after the events *after*. Over once all copies are enqueued: `event`
     is where they are done.
 
@@ -30,21 +36,63 @@ class Arrival(Passage):
         Called with each piece that is there, and when its copies began (ns).
     keeps
         Holds the memory that they go to.
+    whole
+        Is over once all *pieces* are complete; else those of which nothing is copied are not waited for.
     """
 
     def __init__(self, title: str, urgency: int, pieces: Sequence[Piece], after: Sequence[Event],
                  source: Callable[[int], int], wait: Callable[[int, float], bool],
-                 landed: Callable[[Piece, int], None], keeps: object) -> None:
-        super().__init__(title, urgency)
-        self.left = list(pieces)
+                 landed: Callable[[Piece, int], None], keeps: object, whole: bool = False) -> None:
+        super().__init__(title, urgency, keeps)
+        self.left = {piece.number: piece for piece in pieces if whole or piece.copies}
         self.after = after
         self.source = source
         self.wait_for = wait
         self.landed = landed
-        self.keeps = keeps
-        self.event: Event | None = None
-        self.has_begun = False
-        self.copying: list[tuple[Event, Piece, int]] = []
+        self.copying: deque[tuple[Event, Piece, int]] = deque()
+        self._stream: Stream | None = None
+        self._own: OwnStream | None = None
+        self._arrived = threading.Event()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing of the sum is read for it any more: it is on the device, or never will be."""
+        return self._arrived.is_set()
+
+    def wait_arrived(self, timeout_s: float) -> bool:
+        """Wait for that so long at most; return whether it is so."""
+        return self._arrived.wait(timeout_s)
+
+    def stream(self, device: Device, shared: Stream) -> Stream:
+        """Return the stream for its copies: the *shared* one, unless they had to wait there for what its owner has
+        enqueued, and others for them.
+        """
+        if self._stream is None:
+            if not all(event.done() for event in self.after):
+                self._own = device.stream()
+                for event in self.after:
+                    self._own.wait(event)
+            self._stream = self._own or shared
+        return self._stream
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its copies wait for what somebody else has enqueued."""
+        return self._own is not None
+
+    def drain(self) -> None:
+        """Wait for its own stream, if it has one."""
+        if self._own is not None:
+            with contextlib.suppress(Exception):  # as `Line._drain`
+                self._own.record().wait()
+
+    def let_go(self) -> None:
+        """As `Passage.let_go`."""
+        super().let_go()
+        self._arrived.set()
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
 
 class Arrivals(Line[Arrival]):
@@ -53,41 +101,49 @@ class Arrivals(Line[Arrival]):
     def _bring(self, under_way: list[Arrival], stream: Stream) -> list[Arrival]:
         moved = False
         for arrival in sorted(under_way, key=lambda arrival: arrival.urgency):
-            for piece in [piece for piece in arrival.left if arrival.wait_for(piece.number, 0.0)]:
-                _copy(arrival, piece, stream)
+            for piece in [piece for piece in itertools.islice(arrival.left.values(), _SIGHT)
+                          if arrival.wait_for(piece.number, 0.0)]:
+                _copy(arrival, piece, arrival.stream(self._device, stream))
                 moved = True
             if not arrival.left and arrival.event is None:
-                arrival.event = stream.record()
+                arrival.event = arrival.stream(self._device, stream).record()
                 arrival.end()
         if not moved:
-            waiting = next((arrival for arrival in under_way if arrival.left), None)
-            if waiting is not None:
-                waiting.wait_for(waiting.left[0].number, _LOOK_S)
-            else:
-                event = under_way[0].event  # new ones would be copied after it anyway
-                assert event is not None, "nothing is left of it, so it was recorded"
-                event.wait()
-        return [arrival for arrival in under_way if not _is_there(arrival)]
+            self._wait(under_way)
+        return [arrival for arrival in under_way if not _has_arrived(arrival)]
+
+    def _wait(self, under_way: list[Arrival]) -> None:
+        """Wait a moment for a partition, or for copies."""
+        for arrival in under_way:
+            if arrival.left:
+                arrival.wait_for(next(iter(arrival.left)), _LOOK_S)
+                return
+        for arrival in under_way:
+            if arrival.copying and not arrival.is_apart:  # what comes now is copied after it anyway
+                arrival.copying[0][0].wait()
+                return
+        self._nap()
+
+    def _drain(self, left: list[Arrival], stream: Stream) -> None:
+        super()._drain(left, stream)
+        for arrival in left:
+            arrival.drain()
 
 
 def _copy(arrival: Arrival, piece: Piece, stream: Stream) -> None:
-    if not arrival.has_begun:
-        arrival.has_begun = True
-        for event in arrival.after:
-            stream.wait(event)
     begin_ns = time.monotonic_ns()
     for load in piece.copies:
         stream.copy(load.address, arrival.source(load.offset), load.nbytes, to_host=False)
-    arrival.left.remove(piece)
+    del arrival.left[piece.number]
     arrival.copying.append((stream.record(), piece, begin_ns))
 
 
-def _is_there(arrival: Arrival) -> bool:
+def _has_arrived(arrival: Arrival) -> bool:
     """Tell of the pieces that have got there; return whether all have."""
     while arrival.copying and arrival.copying[0][0].done():
-        _, piece, begin_ns = arrival.copying.pop(0)
+        _, piece, begin_ns = arrival.copying.popleft()
         arrival.landed(piece, begin_ns)
     if arrival.copying or arrival.left:
         return False
-    arrival.keeps = None
+    arrival.let_go()
     return True

@@ -2,29 +2,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..orchestration.errors import BpsError
-from .device import Event, Stream
-from .line import Passage
+from .device import Stream
+from .line import Back, Passage
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
     from ..trainer.unit import Unit
-
-
-class Back(Protocol):
-    """A sum's way back: a passage, over once its copies are enqueued; they are done at `event`."""
-
-    event: Event | None
-
-    @property
-    def is_over(self) -> bool:
-        """See `Passage`."""
-
-    def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
-        """See `Passage`."""
 
 
 class Crossing:
@@ -39,8 +25,9 @@ class Crossing:
 
     def done(self) -> bool:
         """Return whether `wait` will not block."""
-        return self._departure.is_over and self.unit.done(self.round) and (
-            self._arrival is None or self._arrival.is_over)
+        if not self._departure.is_over or self._departure.has_failed:
+            return self._departure.is_over
+        return self.unit.done(self.round) and (self._arrival is None or self._arrival.is_over)
 
     def wait(self, deadline: float) -> None:
         """Wait until the sum is complete, and all copies of it to the device are enqueued.
@@ -55,23 +42,26 @@ class Crossing:
         self.wait_departed(deadline)
         self.unit.wait(self.round, max(0.0, deadline - time.monotonic()))
         if self._arrival is not None:
-            self._arrival.wait(deadline, self._meanwhile)
+            self._arrival.wait(deadline, self._session.require_open)
 
     def wait_departed(self, deadline: float) -> None:
         """Wait until the input has left the device: it may be written again, by the host too. Raises as `wait`."""
         try:
-            self._departure.wait(deadline, self._meanwhile)
+            self._departure.wait(deadline, self._look)
         except BpsError as exc:
-            if self._departure.is_over:
+            if self._departure.has_failed:
                 self.unit.give_up(exc)
+                if self._arrival is not None:
+                    self._arrival.end(exc)
+                    self._arrival.let_go()
             raise
+
+    def _look(self) -> None:
+        """Start what was deferred: others may wait for it. Raise what the job was aborted with, if it was."""
+        self._session.port.check()
+        self._session.tensors.look_for_commits()
 
     def join(self, caller: Stream) -> None:
         """Let what is enqueued on *caller* from now on find the result on the device. After `wait`."""
         if self._arrival is not None and self._arrival.event is not None:
             caller.wait(self._arrival.event)
-
-    def _meanwhile(self) -> None:
-        """Start pushes that others wait for; raise why the job is over, if it is: nothing moves on then."""
-        self._session.tensors.look_for_commits()
-        self._session.port.check()

@@ -5,7 +5,9 @@ CuPy and the user's framework share each device's primary context, so addresses 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,9 @@ from .device import Event, Place
 
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegister flags
+_SUCCESS, _NOT_READY = 0, 600  # cudaError_t; ROCm's hipError_t has them, too
+#: CUDA has no wait with a limit: a thread that has one asks so often.
+_ASK_S = 0.0001
 
 
 @functools.cache
@@ -29,8 +34,10 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as exc:
-        raise UnsupportedError("arrays on a GPU are reached through CuPy, which is not installed: pip install "
-                               f"bpsfast[cuda] (or a CuPy for your CUDA or ROCm); {exc}") from exc
+        is_there = importlib.util.find_spec("cupy") is not None
+        how = "cannot be imported" if is_there else "is not installed"
+        raise UnsupportedError(f"arrays on a GPU are reached through CuPy, which {how}: pip install bpsfast[cuda] (or "
+                               f"a CuPy for your CUDA or ROCm); {exc.__cause__ or exc}") from exc
     try:
         n_devices = module.cuda.runtime.getDeviceCount()
     except module.cuda.runtime.CUDARuntimeError as exc:
@@ -41,43 +48,53 @@ def cupy() -> Any:
 
 
 class CudaEvent:
-    """See `Event`. Waiting threads sleep: the flag eventBlockingSync."""
+    """See `Event`: CuPy's *event*, recorded on stream *handle*. Waiting threads sleep: the flag eventBlockingSync."""
 
-    def __init__(self, event: Any, device: str) -> None:
+    def __init__(self, event: Any, device: str, handle: int) -> None:
         self._event, self._device = event, device
+        self.origin = device, handle
 
     def done(self) -> bool:
         """See `Event`."""
+        runtime = cupy().cuda.runtime
         with _failures(self._device, "asking for an event"):
-            return bool(self._event.done)
+            status = runtime.eventQuery(self._event.ptr)  # CuPy's `Event.done` takes a failure for "not yet"
+            if status not in (_SUCCESS, _NOT_READY):
+                raise runtime.CUDARuntimeError(status)
+            return bool(status == _SUCCESS)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """See `Event`."""
-        with _failures(self._device, "waiting for an event"):
-            self._event.synchronize()
+        if timeout_s is None:
+            with _failures(self._device, "waiting for an event"):
+                self._event.synchronize()
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not self.done():
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0:
+                return False
+            time.sleep(min(rest_s, _ASK_S))
+        return True
 
-    def hold_back(self, stream: Any) -> None:
-        """Let CuPy's *stream* wait for it."""
-        stream.wait_event(self._event)
+    def hold_back(self, handle: int) -> None:
+        """Let the stream that is called so wait for it."""
+        cupy().cuda.runtime.streamWaitEvent(handle, self._event.ptr)
 
 
 class CudaStream:
-    """CuPy's *stream* of *device*. See `Stream`."""
+    """The stream that is called *handle* (a cudaStream_t) of *device*; *keeps* holds it. See `Stream`."""
 
-    def __init__(self, device: CudaDevice, stream: Any) -> None:
-        self._device, self._stream = device, stream
-
-    @property
-    def handle(self) -> int:
-        """The cudaStream_t."""
-        return int(self._stream.ptr)
+    def __init__(self, device: CudaDevice, handle: int, keeps: object) -> None:
+        self._device, self.handle, self._keeps = device, handle, keeps
 
     def record(self) -> CudaEvent:
         """See `Stream`."""
+        module = cupy()
         with self._device.current("recording an event"):
-            event = cupy().cuda.Event(block=True, disable_timing=True)
-            event.record(self._stream)
-            return CudaEvent(event, self._device.name)
+            event = module.cuda.Event(block=True, disable_timing=True)
+            module.cuda.runtime.eventRecord(event.ptr, self.handle)
+            return CudaEvent(event, self._device.name, self.handle)
 
     def wait(self, event: Event) -> None:
         """See `Stream`. An event of another kind of device is waited for by the host."""
@@ -85,14 +102,13 @@ class CudaStream:
             event.wait()
             return
         with self._device.current("letting a stream wait"):
-            event.hold_back(self._stream)
+            event.hold_back(self.handle)
 
     def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
         """See `Stream`. From or to pages that are not pinned it blocks, and is right."""
         with self._device.current(f"copying {nbytes} bytes {'to' if to_host else 'from'} the host"):
             cupy().cuda.runtime.memcpyAsync(destination, source, nbytes, _TO_HOST if to_host else _TO_DEVICE,
-                                            self._stream.ptr)
-
+                                            self.handle)
 
     def close(self) -> None:
         """See `OwnStream`. CuPy destroys it when nobody holds it any more."""
@@ -122,7 +138,7 @@ class CudaDevice:
     def stream(self) -> CudaStream:
         """See `Device`."""
         with self.current("making a stream"):
-            return CudaStream(self, cupy().cuda.Stream(non_blocking=True))
+            return self._of_cupy(cupy().cuda.Stream(non_blocking=True))
 
     @property
     def address(self) -> str:
@@ -131,14 +147,16 @@ class CudaDevice:
         return f"{domain[-4:]:0>4}:{rest}"
 
     def stream_at(self, handle: int) -> CudaStream:
-        """Return the stream that its owner calls *handle* (a cudaStream_t; 0: the default one)."""
-        with self.current("using a stream"):
-            return CudaStream(self, cupy().cuda.ExternalStream(handle))
+        """Return the stream that its owner calls *handle* (a cudaStream_t; 0: the default one), and holds."""
+        return CudaStream(self, handle, None)
 
     def current_stream(self) -> CudaStream:
         """Return the stream that is current in CuPy, in this thread."""
         with self.current("using a stream"):
-            return CudaStream(self, cupy().cuda.get_current_stream())
+            return self._of_cupy(cupy().cuda.get_current_stream())
+
+    def _of_cupy(self, stream: Any) -> CudaStream:
+        return CudaStream(self, int(stream.ptr), stream)
 
     @property
     def gate(self) -> CudaStream:

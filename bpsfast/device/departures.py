@@ -1,16 +1,18 @@
 """Departures: units on their way from a device to the host, partition by partition, each announced as it lands.
 
-A hook of the backward pass only adds a departure: copies wait on their own stream for what was enqueued before, so the
-training's stream goes on. A few partitions are in the air at a time, for a full link: what is more urgent takes off
-before the rest (ByteScheduler's credit, here of PCIe).
+A hook of the backward pass only adds a departure; the training's stream goes on. What is copied was computed already
+when its copies are enqueued: a stream that stands still (for another rank, maybe, which waits for a sum of ours) keeps
+up what was computed on it, and nothing else. A few partitions are in the air at a time, for a full link: what is more
+urgent takes off before the rest (ByteScheduler's credit, here of PCIe).
 """
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from .arrivals import Arrival
 from .device import Device, Event, Stream
 from .line import Line, Passage
 from .pieces import Piece
@@ -21,28 +23,37 @@ _LEAST_PIECES = 2
 
 
 class Departure(Passage):
-    """*pieces* of a unit, copied to the host's memory at *address* after the events *after*; *announce* is called with
-    each as it lands, and with when its copies began (ns). *keeps* holds the memory they come from.
+    """*pieces* of a unit, copied to the host's memory at *address* after the events *after*, and once *readers* of what
+    comes of it have done with what was there before; *announce* is called with each as it lands, and with when its
+    copies began (ns). *keeps* holds the memory they come from.
     """
 
     def __init__(self, title: str, urgency: int, address: int, pieces: Sequence[Piece], after: Sequence[Event],
-                 announce: Callable[[Piece, int], None], keeps: object) -> None:
-        super().__init__(title, urgency)
+                 announce: Callable[[Piece, int], None], keeps: object, readers: Sequence[Arrival] = ()) -> None:
+        super().__init__(title, urgency, keeps)
         self.address = address
         self.pieces = pieces
-        self.after = after
         self.announce = announce
-        self.keeps = keeps
         self.n_taken_off = 0
         self.n_landed = 0
-        self._is_ready = False
+        self._after = deque(after)
+        self._readers = deque(readers)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether copies that are enqueued now begin at once."""
-        if not self._is_ready:
-            self._is_ready = all(event.done() for event in self.after)
-        return self._is_ready
+    def is_ready(self, behind: set[Hashable]) -> bool:
+        """Return whether copies that are enqueued now begin at once; enter into *behind* the origin of an event for
+        which they do not: later ones of it are not asked.
+        """
+        while self._after:
+            origin = self._after[0].origin
+            if origin in behind:
+                return False
+            if not self._after[0].done():
+                behind.add(origin)
+                return False
+            self._after.popleft()
+        while self._readers and self._readers[0].has_arrived:
+            self._readers.popleft()
+        return not self._readers
 
 
 class _Flight(NamedTuple):
@@ -58,42 +69,42 @@ class Departures(Line[Departure]):
     def __init__(self, device: Device, name: str) -> None:
         super().__init__(device, name)
         self._flights: deque[_Flight] = deque()
+        self._nbytes = 0  # in the air
 
     def _bring(self, under_way: list[Departure], stream: Stream) -> list[Departure]:
         flights = self._flights
-        while len(flights) < _LEAST_PIECES or sum(flight.piece.nbytes for flight in flights) < _WINDOW_NBYTES:
-            departure = _next(under_way)
-            if departure is None:
-                break
-            flights.append(_take_off(departure, stream))
-        if flights:
-            flight = flights.popleft()
-            flight.landed.wait()
-            flight.departure.announce(flight.piece, flight.begin_ns)
-            flight.departure.n_landed += 1
-        rest = []
-        for departure in under_way:
-            if departure.n_landed < len(departure.pieces):
-                rest.append(departure)
-            else:
-                departure.keeps = None
-                departure.end()
-        return rest
+        ready = _ready(under_way)
+        while ready and (len(flights) < _LEAST_PIECES or self._nbytes < _WINDOW_NBYTES):
+            departure = min(ready, key=lambda departure: departure.urgency)  # the first that was added of equal ones
+            flight = _take_off(departure, stream)
+            flights.append(flight)
+            self._nbytes += flight.piece.nbytes
+            if departure.n_taken_off == len(departure.pieces):
+                ready.remove(departure)
+        if not flights:
+            self._nap()
+            return under_way
+        flight = flights.popleft()
+        flight.landed.wait()
+        self._nbytes -= flight.piece.nbytes
+        departure = flight.departure
+        departure.announce(flight.piece, flight.begin_ns)
+        departure.n_landed += 1
+        if departure.n_landed < len(departure.pieces):
+            return under_way
+        departure.let_go()
+        departure.end()
+        return [each for each in under_way if each is not departure]
 
 
-def _next(under_way: Sequence[Departure]) -> Departure | None:
-    """Return whose partition takes off next: the most urgent that can fly at once, else the first that was added."""
-    waiting = [departure for departure in under_way if departure.n_taken_off < len(departure.pieces)]
-    ready = [departure for departure in waiting if departure.is_ready]
-    if ready:
-        return min(ready, key=lambda departure: departure.urgency)
-    return waiting[0] if waiting else None
+def _ready(under_way: Sequence[Departure]) -> list[Departure]:
+    """Return those whose partitions can take off."""
+    behind: set[Hashable] = set()
+    return [departure for departure in under_way
+            if departure.n_taken_off < len(departure.pieces) and departure.is_ready(behind)]
 
 
 def _take_off(departure: Departure, stream: Stream) -> _Flight:
-    if departure.n_taken_off == 0:
-        for event in departure.after:
-            stream.wait(event)
     piece = departure.pieces[departure.n_taken_off]
     begin_ns = time.monotonic_ns()
     for load in piece.copies:

@@ -5,7 +5,7 @@ rules, are CUDA's; `host` has a device without a GPU that keeps them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +13,18 @@ from typing import Protocol
 class Event(Protocol):
     """A place in the order of a stream. Any thread."""
 
+    @property
+    def origin(self) -> Hashable:
+        """What its stream is known by: of two events of one origin, the one that was recorded first is reached first.
+        """
+
     def done(self) -> bool:
         """Return whether everything before it is done; raises `DeviceError` if the device failed."""
 
-    def wait(self) -> None:
-        """Block this thread until everything before it is done. Raises as `done`."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block this thread until everything before it is done, so long at most; return whether it is. Raises as
+        `done`. None: only where nothing before it waits for others.
+        """
 
 
 class Stream(Protocol):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,9 +57,8 @@ class Devices:
         self._lock = threading.Lock()
         self._lines: dict[str, _Lines] = {}
         self._islands: Islands | None = None
-        self._held: list[tuple[Event, object]] = []
-        self._pinned: dict[tuple[str, int], tuple[Device, Segment]] = {}  # by kind of device and address
-        self._last: dict[tuple[int, int], Arrival] = {}  # by unit and parity: who still may read that result
+        self._pinned: dict[tuple[str, int], tuple[Device, Segment] | None] = {}  # by kind of device and address
+        self._has_warned = False
 
     def placed(self, memory: TensorInput) -> TensorInput:
         """Return *memory*; with the setting host_device as the host device's, unless it is shared memory."""
@@ -85,38 +85,42 @@ class Devices:
         session, staging = self._session, unit.staging
         lines = self._require_lines(source.device)
         self.pin(source.device, [session.memory.segments["rank", staging.segment]])
-        if target is not None:
-            self._prepare(target, unit)
-        self._reap()
+        back = None if target is None else self._prepare(target, unit).back
         if unit.islands:
             assert target is not None, "the sum of an island is handed on by its devices"
             return self._require_islands(source.device).send(unit, source, target)
-        round = unit.begin(unit.nbytes)
-        title = f"round {round} of {unit.name!r} from {source.device.name}"
+        round, readers = unit.begin(unit.nbytes)
+        arrival = None if target is None else self.arrival(unit, round, target)
 
         def announce(piece: Piece, begin_ns: int) -> None:
             session.port.land(unit.first_part + piece.number, round, staging.segment,
                               staging.offset + piece.number * unit.stride, piece.nbytes, begin_ns)
+            if piece.number == 0 and back is not None and arrival is not None:  # nothing can be complete before
+                back.add(arrival)
 
-        departure = Departure(title, unit.urgency, staging.address, cut(unit.nbytes, unit.stride, source.loads),
-                              [*source.after, *self.unread(unit, round)], announce, source.keeps)
-        if unit.n_parts == 0:
-            departure.end()
-        else:
+        departure = Departure(f"round {round} of {unit.name!r} from {source.device.name}", unit.urgency,
+                              staging.address, cut(unit.nbytes, unit.stride, source.loads), source.after, announce,
+                              source.keeps, readers)
+        if unit.n_parts > 0:
             lines.out.add(departure)
-        return Crossing(session, unit, round, departure, None if target is None else self.bring(unit, round, target))
+        else:
+            departure.end()
+            if back is not None and arrival is not None:
+                back.add(arrival)
+        return Crossing(session, unit, round, departure, arrival)
 
     def bring(self, unit: Unit, round: int, target: Bytes) -> Arrival:
         """Let the sum of *round* go to *target* as it becomes complete. Returns at once; raises as `send`."""
-        arrival = self.arrival(unit, round, target, cut(unit.nbytes, unit.stride, target.loads))
-        arrival.left = [piece for piece in arrival.left if piece.copies]
-        self.add_back(target.device, arrival)
+        lines = self._prepare(target, unit)
+        arrival = self.arrival(unit, round, target)
+        lines.back.add(arrival)
         return arrival
 
-    def arrival(self, unit: Unit, round: int, target: Bytes, pieces: Sequence[Piece]) -> Arrival:
-        """Return what brings *pieces* of the sum of *round* to *target*, for `add_back`; raises as `send`."""
+    def arrival(self, unit: Unit, round: int, target: Bytes, pieces: Sequence[Piece] | None = None) -> Arrival:
+        """Return what brings *pieces* of the sum of *round* to *target*, and waits for all of them; None: what is wanted.
+        For `add_back`.
+        """
         session = self._session
-        self._prepare(target, unit)
 
         def wait(number: int, timeout_s: float) -> bool:
             return session.port.look(unit.first_part + number, round, timeout_s)
@@ -125,9 +129,10 @@ class Devices:
             session.port.note_arrival(unit.first_part + piece.number, round, piece.nbytes, begin_ns)
 
         arrival = Arrival(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
-                          pieces, target.after, lambda offset: unit.result_address(round, offset), wait, landed,
-                          target.keeps)
-        self._last[unit.number, round & 1] = arrival
+                          cut(unit.nbytes, unit.stride, target.loads) if pieces is None else pieces, target.after,
+                          lambda offset: unit.result_address(round, offset), wait, landed, target.keeps,
+                          whole=pieces is not None)
+        unit.read_by(round, arrival)
         return arrival
 
     def add_out(self, device: Device, departure: Departure) -> None:
@@ -138,39 +143,25 @@ class Devices:
         """Let *arrival* have its turn on the line to *device*."""
         self._require_lines(device).back.add(arrival)
 
-    def unread(self, unit: Unit, round: int) -> list[Event]:
-        """Return after what *round* may be announced: copies of the round whose result's place it takes. Once."""
-        before = self._last.pop((unit.number, round & 1), None)
-        return [before.event] if before is not None and before.event is not None else []
-
-    def hold(self, event: Event, keeps: object) -> None:
-        """Keep *keeps* until *event*: memory that something enqueued reads or writes."""
-        with self._lock:
-            self._held.append((event, keeps))
-
-    def _reap(self) -> None:
-        with self._lock:
-            self._held = [each for each in self._held if not each[0].done()]
-
     def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
         """End all lines, what is under way with *why*. False: a device does not come back from a call, and the segments
         must stay mapped.
         """
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             islands, self._islands = self._islands, None
-        islands_closed = islands is None or islands.close(timeout_s, why())
+        has_left = islands is None or islands.close(timeout_s, why())
         with self._lock:
-            lines, self._lines = list(self._lines.values()), {}
-        closed = [islands_closed] + [line.close(timeout_s, why) for pair in lines for line in pair]
-        self.twins.close()
-        if not all(closed):
+            lines, self._lines = [line for pair in self._lines.values() for line in pair], {}
+        for line in lines:
+            line.close(why)
+        ended = [line.join(max(0.0, deadline - time.monotonic())) for line in lines]
+        if not self.twins.close(deadline) or not all(ended) or not has_left:
             return False
         with self._lock:
-            for device, segment in self._pinned.values():
+            for device, segment in filter(None, self._pinned.values()):
                 device.unpin(segment.address)
             self._pinned.clear()
-            self._last.clear()
-            self._held.clear()
         return True
 
     def _require_islands(self, device: Device) -> Islands:
@@ -204,13 +195,19 @@ class Devices:
             return
         with self._lock:
             for segment in segments:
-                if (kind, segment.address) in self._pinned:
-                    continue
-                try:
-                    device.pin(segment.address, segment.nbytes, segment.writable)
-                except DeviceError as exc:
-                    if segment.writable:
-                        raise
-                    log.warning("results are copied to %s from pages that are not pinned, which blocks and is slow: %s",
-                                device.name, exc)
-                self._pinned[kind, segment.address] = device, segment
+                if (kind, segment.address) not in self._pinned:
+                    self._pinned[kind, segment.address] = self._pin(device, segment)
+
+    def _pin(self, device: Device, segment: Segment) -> tuple[Device, Segment] | None:
+        """Pin *segment*; None, with one warning, if it is only read, and cannot be."""
+        try:
+            device.pin(segment.address, segment.nbytes, segment.writable)
+        except DeviceError as exc:
+            if segment.writable:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("results are copied to %s from pages that are not pinned, which blocks and is slow: %s",
+                            device.name, exc)
+            return None
+        return device, segment

@@ -42,12 +42,13 @@ class Gathering:
         UnsupportedError
             If others of the unit lie on another device; nothing was noted.
         """
-        members = self._gathered.setdefault(unit.name, [])
+        members = self._gathered.get(unit.name, [])
+        first = members[0].source if members else source
         for each in (source, target):
-            if members and each is not None and _device(each) != _device(members[0].source):
-                raise UnsupportedError(f"tensors of one model lie on {_device(members[0].source)} and on "
-                                       f"{_device(each)}: a rank has one device")
-        members.append(_Member(offset, source, target))
+            if each is not None and _device(each) != _device(first):
+                raise UnsupportedError(f"tensors of one model lie on {_device(first)} and on {_device(each)}: a rank "
+                                       "has one device")
+        self._gathered[unit.name] = [*members, _Member(offset, source, target)]
 
     def send(self, unit: Unit) -> bool:
         """Begin the next round of *unit*, which is whole; False, and nothing done, if none of it lies on a device.
@@ -68,7 +69,7 @@ class Gathering:
 
     def wait(self, unit: Unit, round: int, deadline: float) -> None:
         """Wait for *round* of *unit*, wherever it came from. Raises as `Unit.wait`, and `DeviceError`."""
-        crossing = self._crossing(unit, round)
+        crossing, _ = self._crossing(unit, round)
         if crossing is not None:
             crossing.wait(deadline)
         else:
@@ -76,7 +77,7 @@ class Gathering:
 
     def wait_departed(self, unit: Unit, round: int, deadline: float) -> None:
         """Wait until what *unit* pushed in *round* has left its device, if it was on one. Raises as `wait`."""
-        crossing = self._crossing(unit, round)
+        crossing, _ = self._crossing(unit, round)
         if crossing is not None:
             crossing.wait_departed(deadline)
 
@@ -84,18 +85,21 @@ class Gathering:
         """Wait for *round*, and let whoever works with *target* find the sum of the tensor at *offset* there."""
         assert target.place is not None, "what lies on no device is delivered by the unit"
         self.wait(unit, round, deadline)
-        found = self._crossings.get(unit.name)
-        if found is not None and found[0].round == round and found[1].get(offset) == target.address:
-            found[0].join(target.place.caller())
+        crossing, address_at = self._crossing(unit, round)
+        if crossing is not None and address_at.get(offset) == target.address:
+            crossing.join(target.place.caller())
             return
         arrival = self._session.devices.bring(unit, round, _bytes([_Member(offset, target, None)]))
         arrival.wait(deadline, self._session.require_open)
         assert arrival.event is not None, "it is over"
         target.place.caller().wait(arrival.event)
 
-    def _crossing(self, unit: Unit, round: int) -> Crossing | None:
+    def _crossing(self, unit: Unit, round: int) -> tuple[Crossing | None, dict[int, int]]:
+        """Return how *round* of *unit* came from its device, and to which addresses it goes; None: it did not."""
         found = self._crossings.get(unit.name)
-        return found[0] if found is not None and found[0].round == round else None
+        if found is None or found[0].unit is not unit or found[0].round != round:
+            return None, {}
+        return found
 
 
 def _device(memory: TensorInput) -> str:

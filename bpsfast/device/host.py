@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,10 @@ _CLOSE_S = 5.0
 
 
 class HostEvent:
-    """A place on a `HostStream`."""
+    """A place on a `HostStream`, which is its *origin*."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Hashable) -> None:
+        self.origin = origin
         self._reached = threading.Event()
         self._error: BaseException | None = None
 
@@ -41,10 +42,9 @@ class HostEvent:
             raise DeviceError(f"a stream of the host device failed: {self._error!r}") from self._error
         return self._reached.is_set()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """See `Event`."""
-        self._reached.wait()
-        self.done()
+        return self._reached.wait(timeout_s) and self.done()
 
 
 class HostStream:
@@ -52,6 +52,8 @@ class HostStream:
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._work: queue.SimpleQueue[Callable[[BaseException | None], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._go_on, name="bpsfast-host-stream", daemon=True)
         self._thread.start()
@@ -62,13 +64,20 @@ class HostStream:
             if error is None:
                 work()
 
-        self._work.put(step)
+        self._enqueue(step)
 
     def record(self) -> HostEvent:
         """See `Stream`."""
-        event = HostEvent()
-        self._work.put(event.reach)
+        event = HostEvent(self)
+        self._enqueue(event.reach)
         return event
+
+    def _enqueue(self, step: Callable[[BaseException | None], None]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._work.put(step)
+                return
+        step(DeviceError("it was closed before"))  # whoever waits for the event shall not wait for ever
 
     def wait(self, event: Event) -> None:
         """See `Stream`."""
@@ -81,7 +90,10 @@ class HostStream:
 
     def close(self) -> None:
         """See `OwnStream`."""
-        self._work.put(None)
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._work.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
 
@@ -102,7 +114,7 @@ class _Program:
         self._device = device
 
     def record(self) -> HostEvent:
-        event = HostEvent()
+        event = HostEvent(self._device)
         event.reach()
         return event
 

@@ -28,7 +28,7 @@ from .communicator import Run, communicator
 from .crossing import Crossing
 from .departures import Departure
 from .device import Device, Event, OwnStream, Stream
-from .line import Passage
+from .line import Back, Passage
 from .machine_routes import agree, island_group
 from .pieces import Piece, cut
 from .routes import Routes
@@ -42,20 +42,17 @@ log = logging.getLogger("bpsfast.device")
 _NO_CREDIT = 1 << 62  # turns are only an order: NCCL's own stream keeps what is enqueued
 
 
-class Return(Passage):
-    """A sum on its way back: over once everything is enqueued, done on the device at `event`."""
-
-    event: Event | None = None
-
-
 class Trip:
-    """One round of one unit, whose bytes of this rank are *source*, and whose sum goes to *target*."""
+    """One round of one unit, whose bytes of this rank are *source*, and whose sum goes to *target*. *readers*: see
+    `Departure`.
+    """
 
-    def __init__(self, unit: Unit, round: int, source: Bytes, target: Bytes) -> None:
+    def __init__(self, unit: Unit, round: int, readers: Sequence[Arrival], source: Bytes, target: Bytes) -> None:
         self.unit, self.round, self.source, self.target = unit, round, source, target
+        self.readers = readers
         name = f"round {round} of {unit.name!r}"
-        self.out = Passage(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency)
-        self.back = Return(f"the sum of {name} for {target.device.name}", unit.urgency)
+        self.out = Passage(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency, None)
+        self.back = Back(f"the sum of {name} for {target.device.name}", unit.urgency, None)
         self.n_out = self.n_back = 0  # of what it is made of: what has not come to its end
 
     def fail(self, error: BpsError) -> None:
@@ -97,6 +94,7 @@ class Islands:
         self._stream: OwnStream | None = None
         self._lock = threading.Lock()
         self._trips: set[Trip] = set()
+        self._held: list[tuple[Event, Trip]] = []  # NCCL may still write to their targets
         self._error: BpsError | None = None
         self._begun: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bpsfast-islands", daemon=True)
@@ -104,7 +102,7 @@ class Islands:
 
     def send(self, unit: Unit, source: Bytes, target: Bytes) -> Crossing:
         """Begin the next round of *unit*, as `Devices.send`; all ranks of the machine do."""
-        trip = Trip(unit, unit.begin(unit.nbytes), source, target)
+        trip = Trip(unit, *unit.begin(unit.nbytes), source, target)
         with self._lock:
             error = self._error
             self._trips.add(trip)
@@ -218,7 +216,7 @@ class Islands:
 
         pieces = [*own, *(Piece(piece.number, 0, ()) for piece in others)]
         departure = Departure(trip.out.title, unit.urgency, staging.address, pieces,
-                              [*after, *self._devices.unread(unit, round)], announce, trip)
+                              after, announce, trip, trip.readers)
 
         def then(error: BpsError | None) -> None:
             with self._lock:
@@ -270,10 +268,11 @@ class Islands:
             self._over(trip)
 
     def _over(self, trip: Trip) -> None:
+        assert trip.back.event is not None, "it has come back"
         with self._lock:
             self._trips.discard(trip)
-        assert trip.back.event is not None, "it has come back"
-        self._devices.hold(trip.back.event, trip)
+            self._held = [each for each in self._held if not each[0].done()]
+            self._held.append((trip.back.event, trip))
         trip.back.end()
 
     def _require_stream(self) -> Stream:

@@ -1,6 +1,7 @@
-"""A line: what one thread brings over one stream of a device, the most urgent first, until the session ends."""
+"""A line: what one thread brings over streams of a device, the most urgent first, until the session ends."""
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -8,18 +9,25 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..orchestration.errors import BpsError, DeviceError, StallError
-from .device import Device, OwnStream, Stream
+from .device import Device, Event, OwnStream, Stream
 
 #: A wait looks this often whether something else of the session has to be done, or the session was closed.
 _SLICE_S = 0.1
+#: Where nothing can be done the thread looks again so soon. Of a stream that others work on CUDA tells only whether it
+#: has got so far: to be woken by it is to wait for it, and for nothing else.
+_NAP_S = 0.0002
 
 
 class Passage:
-    """One unit's way over a line: begun by the trainer's thread, ended by the line's. Any thread may wait for it."""
+    """One unit's way over a line: begun by the trainer's thread, ended by the line's. Any thread may wait for it.
 
-    def __init__(self, title: str, urgency: int) -> None:
+    *keeps* holds the memory on the device, for as long as copies from it, or to it, may go on.
+    """
+
+    def __init__(self, title: str, urgency: int, keeps: object) -> None:
         self.title = title
         self.urgency = urgency
+        self.keeps = keeps
         self.then: Callable[[BpsError | None], None] | None = None  # called once it is over, by who ends it
         self._over = threading.Event()
         self._error: BpsError | None = None
@@ -29,6 +37,11 @@ class Passage:
         """Whether `wait` will not block."""
         return self._over.is_set()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is over, and `wait` raises."""
+        return self._error is not None
+
     def end(self, error: BpsError | None = None) -> None:
         """Enter that it is over, and why it failed. The first end counts. The line's thread, or who closes it."""
         if not self._over.is_set():
@@ -36,6 +49,10 @@ class Passage:
             self._over.set()
             if self.then is not None:
                 self.then(error)
+
+    def let_go(self) -> None:
+        """Let go of what it keeps: no copy goes on any more. The line's thread, or who closes it."""
+        self.keeps = None
 
     def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
         """Wait until it is over, calling *meanwhile* now and then; raise what it failed with.
@@ -47,12 +64,20 @@ class Passage:
         """
         while not self._over.is_set():
             rest_s = deadline - time.monotonic()
-            if not self._over.wait(max(0.0, min(rest_s, _SLICE_S))) and rest_s <= 0:
+            if self._over.wait(max(0.0, min(rest_s, _SLICE_S))):
+                break
+            if rest_s <= 0:
                 raise StallError(f"{self.title} did not come in time: the stream on which it was computed has not got "
                                  "so far (look at what this rank's GPU does), or the copies wait for others")
             meanwhile()
         if self._error is not None:
             raise self._error
+
+
+class Back(Passage):
+    """A sum's way back to a device: over once its copies are enqueued, which are done at `event`."""
+
+    event: Event | None = None
 
 
 P = TypeVar("P", bound=Passage)
@@ -73,28 +98,28 @@ class Line(ABC, Generic[P]):
     def add(self, passage: P) -> None:
         """Let *passage* have its turn."""
         with self._condition:
-            if self._is_closed:
-                passage.end(self._why_closed())
+            if not self._is_closed:
+                self._added.append(passage)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                self._condition.notify()
                 return
-            self._added.append(passage)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        passage.end(self._why_closed())
+        passage.let_go()
+
+    def close(self, why: Callable[[], BpsError]) -> None:
+        """Let the thread end, and fail what has not got there with *why*. `join` comes after."""
+        with self._condition:
+            if not self._is_closed:
+                self._is_closed, self._why_closed = True, why
             self._condition.notify()
 
-    def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
-        """End the thread, and what has not got there with *why*; False: it is still inside a call of the device."""
-        with self._condition:
-            self._is_closed, self._why_closed = True, why
-            self._condition.notify()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
-            if thread.is_alive():
-                return False
-        for passage in self._added:
-            passage.end(why())
-        self._added.clear()
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, and no copy of it goes on; False: they do. After `close`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
         return True
 
     def _take(self, block: bool) -> list[P] | None:
@@ -107,6 +132,12 @@ class Line(ABC, Generic[P]):
             added, self._added = self._added, []
             return added
 
+    def _nap(self) -> None:
+        """Let a moment pass, unless something was added, or the line closed."""
+        with self._condition:
+            if not self._added and not self._is_closed:
+                self._condition.wait(_NAP_S)
+
     def _run(self) -> None:
         under_way: list[P] = []
         stream: OwnStream | None = None
@@ -118,21 +149,30 @@ class Line(ABC, Generic[P]):
                 under_way = self._bring(under_way, stream)
                 added.clear()
         except BpsError as exc:
-            self._fail(under_way, exc)
+            left = self._fail(under_way, exc)
         except BaseException as exc:  # of a framework's event, say: whoever waits must be told
-            self._fail(under_way, DeviceError(f"{self._name} cannot go on: {exc!r}"))
+            left = self._fail(under_way, DeviceError(f"{self._name} cannot go on: {exc!r}"))
         else:
-            self._fail(under_way, self._why_closed())
+            left = self._fail(under_way, self._why_closed())
         if stream is not None:
+            self._drain(left, stream)
             stream.close()
+        for passage in left:
+            passage.let_go()
 
-    def _fail(self, under_way: list[P], error: BpsError) -> None:
-        """End everything with *error*, and whatever comes after."""
+    def _fail(self, under_way: list[P], error: BpsError) -> list[P]:
+        """End everything with *error*, and whatever comes after; return it."""
         with self._condition:
             self._is_closed, self._why_closed = True, lambda: error
             left, self._added = [*under_way, *self._added], []
         for passage in left:
             passage.end(error)
+        return left
+
+    def _drain(self, left: list[P], stream: Stream) -> None:
+        """Wait for copies that were enqueued for *left*: until then nobody else may have the memory, on either side."""
+        with contextlib.suppress(Exception):  # of a device that has failed nothing is under way
+            stream.record().wait()
 
     @abstractmethod
     def _bring(self, under_way: list[P], stream: Stream) -> list[P]:

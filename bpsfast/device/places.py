@@ -57,9 +57,16 @@ def of_array_interface(x: Any) -> Place:
     module = cupy()
     if isinstance(x, module.ndarray):
         return cuda_device(int(x.device.id)).place()
+    runtime = module.cuda.runtime
     interface = x.__cuda_array_interface__
-    attributes = module.cuda.runtime.pointerGetAttributes(interface["data"][0])
-    device = cuda_device(int(attributes.device))
+    address = interface["data"][0]
+    try:  # what has no elements may lie nowhere
+        number = int(runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
+    except runtime.CUDARuntimeError as exc:
+        raise UnsupportedError(f"CUDA does not know the memory at {address:#x}: {exc}") from exc
+    if number < 0:
+        raise UnsupportedError(f"the memory at {address:#x} is the host's: CUDA does not know it")
+    device = cuda_device(number)
     stream = interface.get("stream")
     if stream == 0:
         raise UnsupportedError("__cuda_array_interface__ names stream 0, which its version 3 forbids: 1 is the default "

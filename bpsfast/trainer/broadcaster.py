@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..device.broadcasts import broadcast as broadcast_afar
 from ..dtypes import TABLE
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
@@ -252,11 +253,11 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     Parameters
     ----------
     x
-        Contiguous CPU memory, as for `push_pull`.
+        Contiguous memory, on the CPU or a device, as for `push_pull`.
 
     Returns
     -------
-    *x*, written into, if it is writable; else a new array.
+    *x*, written into, if it is writable; else a new array. On a device what is enqueued from the return on finds it.
 
     Raises
     ------
@@ -267,8 +268,10 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     """
     session = process.current()
     check_root(session, root_rank)
-    memory = tensor_input(x)
+    memory = session.devices.placed(tensor_input(x))
     text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
+    if memory.place is not None:
+        return broadcast_afar(session, x, memory, root_rank, text)
     if session.rank == root_rank:
         if session.size > 1:
             session.broadcaster.send(text, [(memory.address, memory.nbytes)])

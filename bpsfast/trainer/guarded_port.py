@@ -111,7 +111,7 @@ class GuardedPort:
     def look(self, part: int, round: int, timeout_s: float) -> bool:
         """Return whether *round* of a partition is complete, waiting a moment for it. Raises when it never will be."""
         with self._inside as port:
-            if port.done(part, 1, round) or timeout_s <= 0:
+            if timeout_s <= 0 or port.done(part, 1, round):
                 return port.done(part, 1, round)
             outcome = port.look(part, round, timeout_s)
         if outcome in (ABORTED, NODE_DIED):

@@ -17,6 +17,7 @@ from ..device import arrays
 from ..device.communicator import joins
 from ..device.crossing import Crossing
 from ..device.devices import Bytes
+from ..device.host import HostArray
 from ..dtypes import TABLE, wire_name
 from ..orchestration.errors import MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
@@ -190,14 +191,15 @@ def _placed(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
         If they are on different ones.
     """
     devices = process.current().devices
-    source = devices.placed(source)
     if output is None:
-        return source, output
-    target = devices.placed(output)
-    here, there = (each.place.device.name if each.place is not None else "the CPU" for each in (source, target))
+        return devices.placed(source), output
+    here, there = (each.place.device.name if each.place is not None else "the CPU" for each in (source, output))
     if here != there:
         raise UnsupportedError(f"the input is on {here}, out is on {there}: give an out on {here}")
-    return source, cast("Output", target)
+    placed, target = devices.placed(source), devices.placed(output)
+    if placed.place is None or target.place is None:  # one is shared memory, which stays what it is
+        return source, output
+    return placed, cast("Output", target)
 
 
 def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, output: TensorInput | None,
@@ -289,7 +291,8 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     ClosedError, StallError, PeerLostError
         See there.
     """
-    is_simple = isinstance(x, np.ndarray) and compression is None and learning_rate is None
+    is_simple = (isinstance(x, np.ndarray) and not isinstance(x, HostArray) and compression is None
+                 and learning_rate is None)
     repeat = process.current().repeats.get(name) if name and out is None and is_simple else None
     view = repeat.push_pull(x, average, priority) if repeat is not None else None
     if view is not None:

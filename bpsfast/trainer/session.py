@@ -179,6 +179,8 @@ class Session:
         self.require_open()
         if any(unit.in_flight for unit in units):
             raise BusyError("a tensor is retired whose last round was not waited for")
+        for unit in units:
+            unit.await_readers()
         self.tensors.retire([name for unit in units for name in unit.members])
         for unit in units:
             self._retired_nbytes += unit.pushed_nbytes

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..dtypes import TABLE
-from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
 from ..trace.records import Part
 
 if TYPE_CHECKING:
+    from ..device.arrivals import Arrival
     from .memory import Region
     from .session import Session
 
@@ -28,6 +30,8 @@ INPUT_ALIGNMENT = 64
 #: Least and most partitions on their way to the sum at once while a unit is streamed: while some are copied others are
 #: summed, and more would leave the cache.
 _WINDOW_PARTS = 2, 8
+#: A wait for a device looks this often whether the session was closed.
+_SLICE_S = 0.1
 
 
 class _Run(NamedTuple):
@@ -79,6 +83,7 @@ class Unit:
         self._window: Region | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
         self._runs = _runs(ready, segments)
+        self._readers: list[tuple[int, Arrival]] = []  # of a round: copies to devices, which may go on
 
     def titles(self) -> dict[int, Part]:
         """Return what traces call the partitions."""
@@ -195,17 +200,20 @@ class Unit:
             self.session.port.submit_empty(self.first_part, self.n_parts, round)
         return round
 
-    def begin(self, nbytes: int) -> int:
-        """Begin the next round, of which *nbytes* are this rank's input, and return it: whoever calls this announces
-        all partitions himself. Raises as `push`.
+    def begin(self, nbytes: int) -> tuple[int, list[Arrival]]:
+        """Begin the next round, of which *nbytes* are this rank's input. Return it, and who still reads what lies where
+        its result will. Whoever calls this announces all partitions himself, once those have done. Raises as `push`.
         """
-        return self._begin(nbytes)
+        round = self._begin(nbytes, reads=False)
+        return round, self._reading(round)
 
     def give_up(self, error: BpsError) -> None:
         """Enter that the round that goes on will not be completed by this rank, because of *error*."""
         self._given_up = error
 
-    def _begin(self, nbytes: int) -> int:
+    def _begin(self, nbytes: int, reads: bool = True) -> int:
+        if reads and self._readers:
+            self._await_readers(self._reading(after(self.round)))
         with self._lock:
             if self._is_retired:
                 raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
@@ -287,14 +295,45 @@ class Unit:
 
     def result_address(self, round: int, offset: int) -> int:
         """Return where byte *offset* of the result of *round* lies in this process."""
-        for run in self._runs:
-            if run.begin <= offset < run.end:
-                return run.segment.address + run.offsets[round & 1] + offset - run.begin
+        at = bisect_right(self._runs, offset, key=lambda run: run.begin) - 1
+        if at >= 0 and offset < self._runs[at].end:
+            run = self._runs[at]
+            return run.segment.address + run.offsets[round & 1] + offset - run.begin
         raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
 
     def result_segments(self) -> list[Segment]:
         """Return what results lie in, as this process maps it."""
         return list(dict.fromkeys(run.segment for run in self._runs))
+
+    def read_by(self, round: int, reader: Arrival) -> None:
+        """Note that *reader* copies the result of *round*: that memory is not written again before it has arrived."""
+        with self._lock:
+            self._readers = [each for each in self._readers if not each[1].has_arrived] + [(round, reader)]
+
+    def await_readers(self) -> None:
+        """Wait until no copy of a result goes on: others may have its memory then.
+
+        Raises
+        ------
+        StallError
+            If a device does not come so far in time.
+        """
+        self._await_readers([reader for _, reader in self._readers])
+
+    def _reading(self, round: int) -> list[Arrival]:
+        """Return who may still read what lies where the result of *round* will."""
+        with self._lock:
+            return [reader for other, reader in self._readers
+                    if other != round and (other - round) % 2 == 0 and not reader.has_arrived]
+
+    def _await_readers(self, readers: list[Arrival]) -> None:
+        deadline = time.monotonic() + self.session.settings.timeout_s
+        for reader in readers:
+            while not reader.wait_arrived(_SLICE_S):
+                self.session.require_open()
+                if time.monotonic() > deadline:
+                    raise StallError(f"{reader.title} has not arrived there within {self.session.settings.timeout_s:g} "
+                                     "s, and its memory is needed again: look at what this rank's GPU does")
 
     def view(self, round: int) -> np.ndarray[Any, Any]:
         """Return the result of *round* as read-only uint8, valid until this rank pushes round + 2.
@@ -333,6 +372,7 @@ class Unit:
             self._is_retired = True
             self._views.clear()
             self._runs = []
+            self._readers = []
             self._staging = self._window = None
 
 

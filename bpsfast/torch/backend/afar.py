@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -39,6 +40,7 @@ class Call:
         self._session = session
         self._pairs: dict[tuple[int, tuple[int, ...], torch.dtype], _Pair] = {}
         self._done: list[tuple[Twin, Event]] = []
+        self.is_under_way = False  # whether somebody else than the caller carries it out, and ends it
 
     def stand_in(self, tensor: torch.Tensor, is_read: bool, is_written: bool) -> torch.Tensor:
         """Return what stands for *tensor*.
@@ -74,11 +76,12 @@ class Call:
             if pair.twin is not None and pair.is_read:
                 pair.twin.fetch()
 
-    def arrive(self) -> None:
-        """Wait for those copies."""
+    def arrive(self, timeout_s: float) -> None:
+        """Wait for those copies, so long at most. Raises as `Twin.wait`."""
+        deadline = time.monotonic() + timeout_s
         for pair in self._pairs.values():
             if pair.twin is not None:
-                pair.twin.wait()
+                pair.twin.wait(deadline)
 
     def leave(self) -> None:
         """Enqueue the copies back of what was written."""
@@ -113,9 +116,9 @@ class Call:
     def end(self) -> None:
         """Give the memory back. Once; the call is over."""
         for pair in self._pairs.values():
-            if pair.twin is not None:
-                pair.twin.release()
-        self._pairs = {key: _Pair(pair.tensor, None, pair.stand_in) for key, pair in self._pairs.items()}
+            twin, pair.twin = pair.twin, None
+            if twin is not None:
+                twin.release()
 
 
 _current: ContextVar[Call | None] = ContextVar("bpsfast_call", default=None)
@@ -150,7 +153,8 @@ def afar(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[
                 finally:
                     _current.reset(token)
             except BaseException:
-                call.end()
+                if not call.is_under_way:
+                    call.end()
                 raise
 
         return made

@@ -90,7 +90,7 @@ class BaseGroup(NamedGroup):
 
         def job() -> None:
             if call is not None:
-                call.arrive()
+                call.arrive(timeout_s)
             with self._group.within(timeout_s):
                 run()
             for each in written:
@@ -99,9 +99,13 @@ class BaseGroup(NamedGroup):
                 call.leave()
 
         inline = shim.is_waited_for(opts) and self._coalesced is None
+        if call is not None:
+            call.is_under_way = True
         try:
             self._conductor.run(job, work.finish, inline)
         except BpsError as exc:
+            if call is not None:
+                call.end()
             raise torch_error(exc) from exc
         return self._noted(work)
 
@@ -116,7 +120,7 @@ class BaseGroup(NamedGroup):
         call = current()
         try:
             if call is not None:
-                call.arrive()  # a message begins to leave at once
+                call.arrive(self._group.timeout_s)  # a message begins to leave at once
             work = begin()
         except BpsError as exc:
             raise torch_error(exc) from exc

@@ -28,6 +28,8 @@ class MessageWork(Work):
         self._call = current()
         super().__init__([one.tensor] if self._call is None else self._call.originals([one.tensor]), timeout_s, text,
                          self._call)
+        if self._call is not None:
+            self._call.is_under_way = True
         self._transfer = transfer
         self._one = one
         self._members = members

@@ -1,0 +1,98 @@
+"""Memory of the host device for tests: what plays the host's is pinned, streams are closed, and can be held up."""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from bpsfast.device.host import HostDevice, HostStream
+from bpsfast.device.pieces import Load, Piece, cut
+
+#: No wait of a test takes longer.
+LIMIT_S = 20.0
+
+
+def deadline() -> float:
+    """Return when a wait that begins now has failed."""
+    return time.monotonic() + LIMIT_S
+
+
+class Held:
+    """A stream of *device* that stands still until `go`."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self._gate = threading.Event()
+        self.stream: HostStream = device.stream()
+        self.stream.run(lambda: self._gate.wait(LIMIT_S))
+
+    def go(self) -> None:
+        """Let it go on."""
+        self._gate.set()
+
+
+@contextmanager
+def held(device: HostDevice) -> Iterator[Held]:
+    """A stream that stands still; at the end it goes on, and is closed."""
+    it = Held(device)
+    try:
+        yield it
+    finally:
+        it.go()
+        it.stream.close()
+
+
+class Memory:
+    """*nbytes* on each side of *device*, different from each other."""
+
+    def __init__(self, device: HostDevice, nbytes: int) -> None:
+        self.far = np.random.default_rng(0).integers(1, 256, nbytes, np.uint8)
+        self.host = np.zeros(nbytes, np.uint8)
+        self.device = device
+        device.pin(self.host.ctypes.data, nbytes, True)
+
+    def pieces(self, stride: int) -> list[Piece]:
+        """Return the partitions of all of it."""
+        return cut(self.far.nbytes, stride, [Load(0, self.far.ctypes.data, self.far.nbytes)])
+
+
+class Slow(HostStream):
+    """A stream whose copies wait for `go`, one each, and are noted in `order` when they are enqueued."""
+
+    def __init__(self, device: HostDevice) -> None:
+        super().__init__(device)
+        self.order: list[int] = []
+        self._gate = threading.Semaphore(0)
+
+    def go(self, n: int) -> None:
+        """Let *n* copies happen."""
+        self._gate.release(n)
+
+    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
+        """As `HostStream.copy`."""
+        self.order.append(source)
+        self.run(lambda: self._gate.acquire(timeout=LIMIT_S))
+        super().copy(destination, source, nbytes, to_host)
+
+
+class SlowDevice(HostDevice):
+    """A host device whose streams are `Slow`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Slow] = []
+
+    def stream(self) -> Slow:
+        """As `HostDevice.stream`."""
+        self.streams.append(Slow(self))
+        return self.streams[-1]
+
+
+def eventually(happens: Callable[[], object]) -> None:
+    """Wait until *happens* is true: of what a thread does by itself, and tells nobody of."""
+    end, moment = deadline(), threading.Event()
+    while not happens():
+        assert time.monotonic() < end, "it does not happen"
+        moment.wait(0.001)

@@ -1,0 +1,243 @@
+"""Arrivals: partitions go back as they are complete, in whatever order that is."""
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from bpsfast.device.arrivals import Arrival, Arrivals
+from bpsfast.device.host import HostDevice
+from bpsfast.device.pieces import Load, cut
+from bpsfast.orchestration.errors import ClosedError, DeviceError, PeerLostError
+from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+STRIDE = 1000
+
+
+class Sum:
+    """A sum whose partitions are complete when a test says so; what has landed on the device is in `landed`."""
+
+    def __init__(self, device, n_parts, urgency=0, after=()):
+        self.memory = memory = Memory(device, n_parts * STRIDE)
+        memory.host[:], memory.far[:] = memory.far, 0
+        self.landed = []
+        self.looked = set()
+        self._complete = set()
+        self._changed = threading.Condition()
+        self.arrival = Arrival("a", urgency, memory.pieces(STRIDE), after,
+                               lambda offset: memory.host.ctypes.data + offset, self._wait, self._land, memory)
+
+    def complete(self, *numbers):
+        with self._changed:
+            self._complete.update(numbers)
+            self._changed.notify_all()
+
+    def fail(self, error):
+        self.complete(error)
+
+    def is_there(self, number):
+        part = slice(number * STRIDE, (number + 1) * STRIDE)
+        return (self.memory.far[part] == self.memory.host[part]).all()
+
+    def _wait(self, number, timeout_s):
+        with self._changed:
+            self.looked.add(number)
+            self._changed.wait_for(lambda: number in self._complete, timeout_s)
+            for each in self._complete:
+                if isinstance(each, Exception):
+                    raise each
+            return number in self._complete
+
+    def _land(self, piece, begin_ns):
+        assert begin_ns > 0
+        assert self.is_there(piece.number)
+        self.landed.append(piece.number)
+
+
+@pytest.fixture
+def device():
+    return HostDevice()
+
+
+@pytest.fixture
+def line(device):
+    yield from lines_of(device)
+
+
+def lines_of(device):
+    line = Arrivals(device, "arrivals")
+    yield line
+    line.close(lambda: ClosedError("closed"))
+    assert line.join(LIMIT_S)
+
+
+def over(arrival):
+    arrival.wait(deadline(), lambda: None)
+
+
+def test_partitions_come_as_they_are_complete(device, line):
+    sum = Sum(device, 4)
+    line.add(sum.arrival)
+    for number in 2, 0, 3:
+        sum.complete(number)
+        eventually(lambda number=number: number in sum.landed)
+        assert not sum.arrival.is_over
+        assert sum.arrival.event is None
+        assert sum.arrival.keeps is not None
+        assert not sum.arrival.has_arrived
+    sum.complete(1)
+    over(sum.arrival)
+    assert sum.arrival.event.wait(LIMIT_S)
+    assert (sum.memory.far == sum.memory.host).all()
+    assert sum.arrival.wait_arrived(LIMIT_S)
+    assert sum.arrival.keeps is None
+    assert sum.landed == [2, 0, 3, 1]
+
+
+def test_it_is_over_before_its_copies_are_done():
+    device = SlowDevice()
+    lines = lines_of(device)
+    line = next(lines)
+    sum = Sum(device, 3)
+    sum.complete(0, 1, 2)
+    line.add(sum.arrival)
+    over(sum.arrival)
+    assert not sum.arrival.event.done()
+    assert not sum.arrival.has_arrived
+    assert sum.arrival.keeps is not None
+    device.streams[0].go(3)
+    assert sum.arrival.event.wait(LIMIT_S)
+    assert sum.arrival.wait_arrived(LIMIT_S)
+    for _ in lines:
+        pass
+
+
+def test_copies_are_enqueued_by_urgency():
+    device = SlowDevice()
+    lines = lines_of(device)
+    line = next(lines)
+    sums = [Sum(device, 2, urgency) for urgency in (5, 1, 9)]
+    for sum in sums:
+        sum.complete(0, 1)
+    with line._condition:
+        for sum in sums:
+            line.add(sum.arrival)
+    for sum in sums:
+        over(sum.arrival)
+    first = [sums[i].memory.host.ctypes.data for i in (1, 0, 2)]
+    assert device.streams[0].order == [address + offset for address in first for offset in (0, STRIDE)]
+    device.streams[0].go(6)
+    for _ in lines:
+        pass
+
+
+def test_a_target_that_is_not_ready_holds_up_no_other(device, line):
+    with held(device) as gate:
+        waiting = Sum(device, 2, after=[gate.stream.record()])
+        waiting.complete(0, 1)
+        line.add(waiting.arrival)
+        over(waiting.arrival)  # whoever waits enqueues his work after `event`, and goes on
+        other = Sum(device, 2)
+        line.add(other.arrival)
+        other.complete(0, 1)
+        assert other.arrival.wait_arrived(LIMIT_S)
+        assert not waiting.arrival.event.done()
+        assert not waiting.is_there(0)
+        gate.go()
+        assert waiting.arrival.wait_arrived(LIMIT_S)
+        assert waiting.is_there(1)
+
+
+def test_nothing_to_copy_is_over_at_once(device, line):
+    arrival = Arrival("a", 0, cut(STRIDE, STRIDE, []), [], lambda offset: 0, lambda *_: False, lambda *_: None, None)
+    line.add(arrival)
+    over(arrival)
+    assert arrival.event.wait(LIMIT_S)
+    assert arrival.wait_arrived(LIMIT_S)
+
+
+def test_what_a_target_does_not_cover_is_not_waited_for(device, line):
+    memory = Memory(device, 3 * STRIDE)
+    asked = []
+
+    def wait(number, timeout_s):
+        asked.append(number)
+        return True
+
+    pieces = cut(3 * STRIDE, STRIDE, [Load(STRIDE + 10, memory.far.ctypes.data, 20)])
+    memory.host[:] = 7
+    arrival = Arrival("a", 0, pieces, [], lambda offset: memory.host.ctypes.data + offset, wait, lambda *_: None, None)
+    line.add(arrival)
+    over(arrival)
+    assert arrival.event.wait(LIMIT_S)
+    assert asked == [1]
+    assert np.flatnonzero(memory.far[:30] == 7).tolist() == list(range(20))
+
+
+def test_what_will_never_be_complete_ends_all(device, line):
+    sums = [Sum(device, 2), Sum(device, 2)]
+    for sum in sums:
+        line.add(sum.arrival)
+    sums[0].complete(0)
+    sums[0].fail(PeerLostError("rank 1 is lost"))
+    for sum in sums:
+        with pytest.raises(PeerLostError, match="rank 1"):
+            over(sum.arrival)
+        assert sum.arrival.wait_arrived(LIMIT_S), "nothing reads it any more"
+        assert sum.arrival.keeps is None
+
+
+def test_a_target_whose_stream_failed(device, line):
+    owner = device.stream()
+
+    def fail():
+        raise ValueError("a bad kernel")
+
+    owner.run(fail)
+    sum = Sum(device, 1, after=[owner.record()])
+    sum.complete(0)
+    line.add(sum.arrival)
+    with pytest.raises(DeviceError, match="a bad kernel"):
+        over(sum.arrival)
+    owner.close()
+
+
+def test_closing_waits_for_copies():
+    device = SlowDevice()
+    lines = lines_of(device)
+    line = next(lines)
+    sum = Sum(device, 2)
+    sum.complete(0)
+    line.add(sum.arrival)
+    eventually(lambda: device.streams and len(device.streams[0].order) == 1)
+    line.close(lambda: ClosedError("closed"))
+    with pytest.raises(ClosedError):
+        over(sum.arrival)
+    assert not line.join(0.02), "a copy reads the sum"
+    assert not sum.arrival.has_arrived
+    assert sum.arrival.keeps is not None
+    device.streams[0].go(1)
+    assert line.join(LIMIT_S)
+    assert sum.arrival.has_arrived
+    assert sum.is_there(0)
+    for _ in lines:
+        pass
+
+
+def test_thousands_of_partitions(device, line):
+    """Looked at as many times, not in the square of it."""
+    n_parts, n_looks = 4000, 0
+    memory = Memory(device, 8 * n_parts)
+
+    def wait(number, timeout_s):
+        nonlocal n_looks
+        n_looks += 1
+        return number % 7 != 3 or n_looks > n_parts
+
+    arrival = Arrival("a", 0, memory.pieces(8), [], lambda offset: memory.host.ctypes.data + offset, wait,
+                      lambda *_: None, None)
+    line.add(arrival)
+    over(arrival)
+    assert n_looks < 10 * n_parts
