@@ -8,6 +8,7 @@ A gradient goes out when the work that computes it is enqueued, and is waited fo
 when the next forward pass needs its layer. host and none end with the same weights, bit for bit.
 """
 import argparse
+import functools
 import hashlib
 
 import numpy as np
@@ -79,8 +80,8 @@ def train(xp, device):
         steps = order.permutation(len(images))[: len(images) // (size * N_SAMPLES) * size * N_SAMPLES]
         for step in steps.reshape(-1, size, N_SAMPLES):
             own = xp.asarray(step[bpsfast.rank()])
-            inputs, outputs = forward(xp, parameters, images[own],
-                                      lambda layer: update(parameters, gradients, layer) if under_way else None)
+            before = [functools.partial(update, parameters, gradients)] if under_way else []
+            inputs, outputs = forward(xp, parameters, images[own], *before)
             if under_way:
                 gradients.step()
             exp = xp.exp(outputs - outputs.max(axis=1, keepdims=True))
