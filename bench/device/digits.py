@@ -50,7 +50,8 @@ def train(device: str, n_steps: int) -> Trained:
     for name, parameter in models[0].named_parameters():
         parameter.register_post_accumulate_grad_hook(_keeper(local, name))  # before the optimizer's hooks
     plain = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
-    optimizer: Any = bps.DistributedOptimizer(plain[0], named_parameters=models[0].named_parameters())
+    named = [(f"digits.{name}", parameter) for name, parameter in models[0].named_parameters()]
+    optimizer: Any = bps.DistributedOptimizer(plain[0], named_parameters=named)
     shared = {name: bpsfast.empty(tuple(p.shape), np.float32) for name, p in models[0].named_parameters()}
     images, labels = _digits()
     draw = np.random.default_rng(11)

@@ -92,7 +92,7 @@ def stages(plan: Plan) -> Records:
     n, nbytes = plan.step
     with tempfile.TemporaryDirectory(prefix="bpsfast-trace-") as folder:
         with Hall(2, 2) as hall:
-            group = hall.bpsfast(device=plan.device, transport="tcp", trace_dir=folder, **plan.job)
+            group = hall.bpsfast(device=plan.device, **{**plan.job, "transport": "tcp", "trace_dir": folder})
             row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")
             take_turns([row], 1, n=4, n_warmup=3)
         found = overlap.load(Path(folder))

@@ -32,8 +32,8 @@ def measure() -> dict[str, Any]:
     model = torch.nn.Sequential(*(torch.nn.Linear(_N_FEATURES, _N_FEATURES) for _ in range(_N_LAYERS))).cuda()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: _mark())
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01),
-                                         named_parameters=model.named_parameters())
+    named = [(f"profiled.{name}", parameter) for name, parameter in model.named_parameters()]
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=named)
     x = torch.randn(4096, _N_FEATURES, device="cuda")
 
     def step() -> None:
