@@ -119,7 +119,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host_device: Annotated[bool, _about("do tensors of the CPU count as those of a device, copied by streams of their "
                                         "own as a GPU's are: shows and tests that way without a GPU")] = False
 
-    # inside a machine: nothing carries it out yet, `bpsfast topo --strategy` shows it
+    # inside a machine: `bpsfast topo --strategy` shows what follows
+    islands: Annotated[Literal["off", "auto"], _about(
+        "do GPUs of one machine sum among themselves (NCCL) before memory does, as its strategy says; unproven: no GPU "
+        "machine has run it", agree=True)] = "off"
     pcie_switch_size: Annotated[int, _about("GPUs that sum among themselves, as those below one PCIe switch, before "
                                             "memory does; 0: by the machine's topology", "GPUs", ge=0)] = 0
     reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "

@@ -35,6 +35,8 @@ Finish = Callable[[BaseException | None], None]
 
 _KEY_NBYTES = 32
 _TICK_S = 0.5
+#: How long rank 0 waits for others to come, to tell them that it leaves.
+_FAREWELL_S = 1.0
 #: How much longer one waits who does not know what is missing: somebody else does. Rank 0, then the others.
 _GRACE_S = 2.0, 4.0
 
@@ -70,6 +72,8 @@ class TurnService:
         Bytes that may be under way at a time; only rank 0's counts.
     timeout_s
         How long nothing may happen while something is to be done.
+    together
+        Nothing has its turn before all ranks have been given it (`turns.Leader`).
 
     Raises
     ------
@@ -78,11 +82,16 @@ class TurnService:
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
-                 credit_nbytes: int, timeout_s: float) -> None:
+                 credit_nbytes: int, timeout_s: float, together: bool = False) -> None:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
-        self._role: Leader | Follower = Leader(credit_nbytes) if rank == 0 else Follower()
+        self._role: Leader | Follower = Follower()
+        if rank == 0:
+            self._role = Leader(credit_nbytes, range(1, size) if together else ())
+        self._untold: list[tuple[str, int]] | None = [] if together and rank != 0 else None  # given, rank 0 not told
+        self._abandoned: BpsError | None = None
+        self._abandoned_at = 0.0
         self._line = self._meet(agree, host)
         try:
             self._wake = WakeUp()
@@ -150,6 +159,8 @@ class TurnService:
                 raise ClosedError(f"{entry} was given after close()")
             self._role.give(entry, priority)
             self._open[entry.key] = _Operation(entry, begin, on_done)
+            if self._untold is not None:
+                self._untold.append(entry.key)
             self._progress = time.monotonic()
         self._wake.ring()
 
@@ -170,6 +181,14 @@ class TurnService:
         if self._unheard is not None:
             unheard, self._unheard = self._unheard, None
             raise unheard
+
+    def abandon(self, why: BpsError) -> None:
+        """Leave at once: what is under way fails with *why* on all ranks, and whatever comes after."""
+        with self._lock:
+            self._abandoned, self._abandoned_at = why, time.monotonic()
+        self._wake.ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -220,6 +239,8 @@ class TurnService:
 
     def _turn(self, now: float) -> None:
         self._wake.clear()
+        if self._abandoned is not None and (self._all_are_here or now >= self._abandoned_at + _FAREWELL_S):
+            raise self._abandoned
         while self._ended:
             self._conclude(*self._ended.popleft())
             self._progress = now
@@ -227,6 +248,7 @@ class TurnService:
             self._hear(message)
             if message != says.Left(0):  # which comes again and again
                 self._progress = now
+        self._tell_given()
         turns = self._turns()
         if turns:
             self._begin(turns)
@@ -247,6 +269,10 @@ class TurnService:
             self._role.tell(message.entries)
         elif isinstance(message, says.Begun):
             self._begun[message.rank] = message.count
+        elif isinstance(message, says.Given):
+            assert isinstance(self._role, Leader), "only rank 0 is told"
+            with self._lock:
+                self._role.given_to(message.rank, message.keys)
         elif isinstance(message, says.Left):
             self._left.add(message.rank)
             if self._begun[message.rank] < self._begun[0]:
@@ -254,6 +280,16 @@ class TurnService:
                                     f"{self._under_way()}")
         elif isinstance(message, says.Failed):
             raise getattr(errors, message.error, PeerLostError)(message.reason)
+
+    def _tell_given(self) -> None:
+        with self._lock:
+            given, waits = self._untold, self._role.waits_for(self._left) if isinstance(self._role, Leader) else None
+            if given:
+                self._untold = []
+        if given:
+            self._say(says.Given(self.rank, tuple(given)))
+        if waits is not None:
+            raise PeerLostError(f"ranks {sorted(self._left)} have closed, and will not all give {waits}")
 
     def _turns(self) -> list[Entry]:
         """Take what begins here now; rank 0 tells the others."""

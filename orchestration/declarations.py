@@ -17,7 +17,7 @@ from .partition import check_codec, check_store, has_state, nbytes_of
 
 #: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
 _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of", "op",
-           "ranks", "codec", "max_rows", "store")
+           "ranks", "codec", "max_rows", "store", "islands")
 
 #: What bundles have in common that are planned together: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]

@@ -51,6 +51,7 @@ class TensorSpec(Record):
     `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
     ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
     nodes, None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
+    `islands`: ranks of one machine sum it among their GPUs first, as far as that machine's strategy says.
 
     Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
     of them together; it is fused with nothing.
@@ -71,6 +72,7 @@ class TensorSpec(Record):
     codec: CodecSpec | None = None
     max_rows: int = 0
     store: StoreSpec | None = None
+    islands: bool = False
 
 
 class MemberPlan(Record):
@@ -103,11 +105,11 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
 
-    `n_streams`, `op`, `ranks`, `codec` and `store`: as its members say (`TensorSpec`). `frame_rows`: of the op "rows"
-    the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker has a
-    unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first worker's
-    unit, `n_workers` how many there are. Rounds are counted modulo 2^32, from `first_round` on. `edition_of`: as its
-    members say.
+    `n_streams`, `op`, `ranks`, `codec`, `store` and `islands`: as its members say (`TensorSpec`). `frame_rows`: of the
+    op "rows" the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker
+    has a unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first
+    worker's unit, `n_workers` how many there are. Rounds are counted modulo 2^32, from `first_round` on. `edition_of`:
+    as its members say.
     """
 
     unit: int
@@ -129,6 +131,7 @@ class UnitPlan(Record):
     n_workers: int = 1
     first_round: int = 1
     edition_of: str = ""
+    islands: bool = False
 
 
 class LagRow(Record):

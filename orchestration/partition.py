@@ -151,7 +151,8 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         if spec.group is None or nbytes >= most or spec.codec is not None or spec.op == rows.ROWS:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
-        kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most, spec.store)
+        kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most, spec.store,
+                spec.islands)
         members, filled = filling.get(kind, ([], 0))
         if not members or filled + nbytes > most:
             members, filled = [], 0
@@ -186,7 +187,7 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
-                    store=members[0].store)
+                    store=members[0].store, islands=members[0].islands)
 
 
 def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, partition_nbytes: int,

@@ -45,6 +45,13 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
     count: int
 
 
+class Given(msgspec.Struct, tag=True, frozen=True):
+    """Another rank: it has been given these (name, part). Only in groups whose turns wait for all."""
+
+    rank: int
+    keys: tuple[tuple[str, int], ...]
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Anybody: nothing more is begun. `error`: the name of a class of `errors`; rank 0 passes it on."""
 
@@ -58,7 +65,7 @@ class Left(msgspec.Struct, tag=True, frozen=True):
     rank: int
 
 
-Message = Hello | Turns | Begun | Failed | Left
+Message = Hello | Turns | Begun | Given | Failed | Left
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -34,9 +34,16 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Leader:
-    """What rank 0 has been given, and what all begin next. One thread at a time."""
+    """What rank 0 has been given, and what all begin next. One thread at a time.
 
-    def __init__(self, credit_nbytes: int) -> None:
+    *others*: ranks that have to be given an entry, too, before it is queued. Then whoever waits for one entry before he
+    gives another keeps nobody from that one. Without, others follow as soon as they are given what is next.
+    """
+
+    def __init__(self, credit_nbytes: int, others: Iterable[int] = ()) -> None:
+        self._others = frozenset(others)
+        self._given_to: dict[tuple[str, int], set[int]] = {}
+        self._waiting: dict[tuple[str, int], tuple[Entry, int]] = {}  # with its priority, until all others have it
         self._queue: CreditQueue[Entry] = CreditQueue(credit_nbytes)
         self._pending: set[tuple[str, int]] = set()
         self._n_given = 0
@@ -49,6 +56,26 @@ class Leader:
         if entry.key in self._pending:
             raise _busy(entry)
         self._pending.add(entry.key)
+        self._waiting[entry.key] = entry, priority
+        self._queue_if_given(entry.key)
+
+    def given_to(self, rank: int, keys: Iterable[tuple[str, int]]) -> None:
+        """Note that another *rank* has been given *keys*."""
+        for key in keys:
+            self._given_to.setdefault(key, set()).add(rank)
+            self._queue_if_given(key)
+
+    def waits_for(self, ranks: Iterable[int]) -> Entry | None:
+        """Return an entry that has not been given to one of *ranks*, of the *others*; None if there is none."""
+        among = self._others.intersection(ranks)
+        waiting = (entry for key, (entry, _) in self._waiting.items() if among - self._given_to.get(key, set()))
+        return next(waiting, None)
+
+    def _queue_if_given(self, key: tuple[str, int]) -> None:
+        if key not in self._waiting or self._others - self._given_to.get(key, set()):
+            return
+        entry, priority = self._waiting.pop(key)
+        self._given_to.pop(key, None)
         self._queue.put(entry, order=-priority, key=self._n_given, nbytes=entry.nbytes)
         self._n_given += 1
 

@@ -30,7 +30,7 @@ LIMIT_S = 30.0
 class Group:
     """*size* ranks; an operation ends on all ranks when the last has begun it, as an all-reduce does."""
 
-    def __init__(self, size, credit_nbytes=1, timeout_s=LIMIT_S, absent=()):
+    def __init__(self, size, credit_nbytes=1, timeout_s=LIMIT_S, absent=(), together=False):
         self.size = size
         self.begun = [[] for _ in range(size)]
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Group:
             if rank not in absent:
                 self.services.append(TurnService(
                     rank, size, lambda said, rank=rank: agree(rank, said), host=lambda: "127.0.0.1",
-                    credit_nbytes=credit_nbytes, timeout_s=timeout_s))
+                    credit_nbytes=credit_nbytes, timeout_s=timeout_s, together=together))
 
     def give(self, rank, name, priority=0, nbytes=1, fails=False, waits_for=None):
         """Give *rank* an operation; returns a future of its end. *waits_for*: an event that its beginning awaits."""
@@ -281,3 +281,42 @@ def test_rank_0_closes_when_all_have(group):
         with pytest.raises(PeerLostError, match="rank 0 has closed, and has never given 'a'"):
             future.result(LIMIT_S)
         assert isinstance(closing.exception(LIMIT_S), PeerLostError)
+
+
+def test_together_who_waits_for_one_before_he_gives_another_keeps_nobody(group):
+    ranks = group(2, credit_nbytes=100, timeout_s=float("inf"), together=True)
+    ranks.give(0, "late", priority=9)
+    first = [ranks.give(rank, "first") for rank in (0, 1)]
+    assert [future.result(LIMIT_S) for future in first] == ["first", "first"]
+    assert ranks.give(1, "late").result(LIMIT_S) == "late"
+    assert ranks.begun[0] == ranks.begun[1] == ["first", "late"]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_together_what_somebody_will_not_give_any_more_fails(group, leaver):
+    ranks = group(3, together=True)
+    ranks.services[leaver].abandon(ClosedError("rank has left"))
+    for rank in {0, 1, 2} - {leaver}:
+        with pytest.raises((ClosedError, PeerLostError)):
+            ranks.give(rank, "x").result(LIMIT_S)
+
+
+def test_together_who_closes_in_order_leaves_nobody_waiting(group):
+    ranks = group(2, together=True)
+    waiting = ranks.give(0, "x")
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(ranks.services[1].close)
+        with pytest.raises(PeerLostError, match="have closed, and will not all give 'x'"):
+            waiting.result(LIMIT_S)
+        closing.exception(LIMIT_S)
+
+
+def test_abandoning_fails_what_is_under_way_on_all_ranks(group):
+    ranks = group(2, together=True, timeout_s=float("inf"))
+    waiting = [ranks.give(0, "x"), ranks.give(1, "y")]
+    ranks.services[1].abandon(ClosedError("rank 1 has left"))
+    for future in waiting:
+        with pytest.raises(ClosedError, match="rank 1 has left"):
+            future.result(LIMIT_S)
+    with pytest.raises(ClosedError, match="rank 1 has left"):
+        ranks.give(1, "z")

@@ -96,3 +96,36 @@ def test_all_ranks_begin_everything_in_one_order_whatever_order_they_are_given_i
             complete += 1
     assert all(order == begun[0] for order in begun)
     assert {each.name for each in begun[0]} == set(priorities) and len(begun[0]) == len(entries)
+
+
+def test_with_others_nothing_begins_before_all_have_been_given_it():
+    leader = Leader(100, others=[1, 2])
+    leader.given_to(1, [entry("b").key])
+    leader.give(entry("a"), 9)
+    leader.give(entry("b"), 0)
+    assert leader.turns() == [] and leader.waits_for([1]) == entry("a") and leader.waits_for([0]) is None
+    leader.given_to(2, [entry("b").key])
+    assert leader.turns() == [entry("b")], "which is less urgent, but all have it"
+    leader.given_to(1, [entry("a").key])
+    assert leader.waits_for([1]) is None and leader.waits_for([1, 2]) == entry("a")
+    leader.given_to(2, [entry("a").key])
+    assert leader.turns() == [entry("a")] and leader.waits_for([1, 2]) is None
+    leader.done(entry("a"))
+    leader.give(entry("a"), 0)
+    assert leader.turns() == [], "others must be given it again"
+
+
+@given(st.permutations([(rank, name) for rank in range(3) for name in "abcd"]))
+def test_with_others_all_begin_everything_in_whatever_order_it_is_given(events):
+    leader = Leader(1000, others=[1, 2])
+    given, begun = {}, []
+    for rank, name in events:
+        given.setdefault(name, set()).add(rank)
+        if rank == 0:
+            leader.give(entry(name), 0)
+        else:
+            leader.given_to(rank, [entry(name).key])
+        for turn in leader.turns():
+            assert given[turn.name] == {0, 1, 2}
+            begun.append(turn.name)
+    assert sorted(begun) == list("abcd")

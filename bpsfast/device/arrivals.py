@@ -36,7 +36,7 @@ class Arrival(Passage):
                  source: Callable[[int], int], wait: Callable[[int, float], bool],
                  landed: Callable[[Piece, int], None], keeps: object) -> None:
         super().__init__(title, urgency)
-        self.left = [piece for piece in pieces if piece.copies]
+        self.left = list(pieces)
         self.after = after
         self.source = source
         self.wait_for = wait

@@ -2,22 +2,35 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from ..orchestration.errors import BpsError
-from .arrivals import Arrival
-from .departures import Departure
-from .device import Stream
+from .device import Event, Stream
+from .line import Passage
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
     from ..trainer.unit import Unit
 
 
+class Back(Protocol):
+    """A sum's way back: a passage, over once its copies are enqueued; they are done at `event`."""
+
+    event: Event | None
+
+    @property
+    def is_over(self) -> bool:
+        """See `Passage`."""
+
+    def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
+        """See `Passage`."""
+
+
 class Crossing:
     """Round `round` of *unit*. Any thread."""
 
-    def __init__(self, session: Session, unit: Unit, round: int, departure: Departure, arrival: Arrival | None) -> None:
+    def __init__(self, session: Session, unit: Unit, round: int, departure: Passage, arrival: Back | None) -> None:
         self.unit = unit
         self.round = round
         self._session = session
@@ -42,12 +55,12 @@ class Crossing:
         self.wait_departed(deadline)
         self.unit.wait(self.round, max(0.0, deadline - time.monotonic()))
         if self._arrival is not None:
-            self._arrival.wait(deadline, self._session.require_open)
+            self._arrival.wait(deadline, self._meanwhile)
 
     def wait_departed(self, deadline: float) -> None:
         """Wait until the input has left the device: it may be written again, by the host too. Raises as `wait`."""
         try:
-            self._departure.wait(deadline, self._session.tensors.look_for_commits)
+            self._departure.wait(deadline, self._meanwhile)
         except BpsError as exc:
             if self._departure.is_over:
                 self.unit.give_up(exc)
@@ -57,3 +70,8 @@ class Crossing:
         """Let what is enqueued on *caller* from now on find the result on the device. After `wait`."""
         if self._arrival is not None and self._arrival.event is not None:
             caller.wait(self._arrival.event)
+
+    def _meanwhile(self) -> None:
+        """Start pushes that others wait for; raise why the job is over, if it is: nothing moves on then."""
+        self._session.tensors.look_for_commits()
+        self._session.port.check()

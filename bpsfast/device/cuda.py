@@ -124,6 +124,12 @@ class CudaDevice:
         with self.current("making a stream"):
             return CudaStream(self, cupy().cuda.Stream(non_blocking=True))
 
+    @property
+    def address(self) -> str:
+        """On PCIe, as sysfs writes it: "0000:3b:00.0"."""
+        domain, _, rest = str(self._device.pci_bus_id).lower().partition(":")
+        return f"{domain[-4:]:0>4}:{rest}"
+
     def stream_at(self, handle: int) -> CudaStream:
         """Return the stream that its owner calls *handle* (a cudaStream_t; 0: the default one)."""
         with self.current("using a stream"):

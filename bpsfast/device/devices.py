@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..trainer.session import Session
     from ..trainer.tensor_input import TensorInput
     from ..trainer.unit import Unit
+    from .islands import Islands
 
 log = logging.getLogger("bpsfast.device")
 
@@ -54,6 +55,8 @@ class Devices:
         self.twins = Twins(session, self)
         self._lock = threading.Lock()
         self._lines: dict[str, _Lines] = {}
+        self._islands: Islands | None = None
+        self._held: list[tuple[Event, object]] = []
         self._pinned: dict[tuple[str, int], tuple[Device, Segment]] = {}  # by kind of device and address
         self._last: dict[tuple[int, int], Arrival] = {}  # by unit and parity: who still may read that result
 
@@ -84,6 +87,10 @@ class Devices:
         self.pin(source.device, [session.memory.segments["rank", staging.segment]])
         if target is not None:
             self._prepare(target, unit)
+        self._reap()
+        if unit.islands:
+            assert target is not None, "the sum of an island is handed on by its devices"
+            return self._require_islands(source.device).send(unit, source, target)
         round = unit.begin(unit.nbytes)
         title = f"round {round} of {unit.name!r} from {source.device.name}"
 
@@ -91,10 +98,8 @@ class Devices:
             session.port.land(unit.first_part + piece.number, round, staging.segment,
                               staging.offset + piece.number * unit.stride, piece.nbytes, begin_ns)
 
-        before = self._last.pop((unit.number, round & 1), None)
-        unread = [before.event] if before is not None and before.event is not None else []
         departure = Departure(title, unit.urgency, staging.address, cut(unit.nbytes, unit.stride, source.loads),
-                              [*source.after, *unread], announce, source.keeps)
+                              [*source.after, *self.unread(unit, round)], announce, source.keeps)
         if unit.n_parts == 0:
             departure.end()
         else:
@@ -103,8 +108,15 @@ class Devices:
 
     def bring(self, unit: Unit, round: int, target: Bytes) -> Arrival:
         """Let the sum of *round* go to *target* as it becomes complete. Returns at once; raises as `send`."""
+        arrival = self.arrival(unit, round, target, cut(unit.nbytes, unit.stride, target.loads))
+        arrival.left = [piece for piece in arrival.left if piece.copies]
+        self.add_back(target.device, arrival)
+        return arrival
+
+    def arrival(self, unit: Unit, round: int, target: Bytes, pieces: Sequence[Piece]) -> Arrival:
+        """Return what brings *pieces* of the sum of *round* to *target*, for `add_back`; raises as `send`."""
         session = self._session
-        lines = self._prepare(target, unit)
+        self._prepare(target, unit)
 
         def wait(number: int, timeout_s: float) -> bool:
             return session.port.look(unit.first_part + number, round, timeout_s)
@@ -113,19 +125,43 @@ class Devices:
             session.port.note_arrival(unit.first_part + piece.number, round, piece.nbytes, begin_ns)
 
         arrival = Arrival(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
-                          cut(unit.nbytes, unit.stride, target.loads), target.after,
-                          lambda offset: unit.result_address(round, offset), wait, landed, target.keeps)
+                          pieces, target.after, lambda offset: unit.result_address(round, offset), wait, landed,
+                          target.keeps)
         self._last[unit.number, round & 1] = arrival
-        lines.back.add(arrival)
         return arrival
+
+    def add_out(self, device: Device, departure: Departure) -> None:
+        """Let *departure* have its turn on the line from *device*."""
+        self._require_lines(device).out.add(departure)
+
+    def add_back(self, device: Device, arrival: Arrival) -> None:
+        """Let *arrival* have its turn on the line to *device*."""
+        self._require_lines(device).back.add(arrival)
+
+    def unread(self, unit: Unit, round: int) -> list[Event]:
+        """Return after what *round* may be announced: copies of the round whose result's place it takes. Once."""
+        before = self._last.pop((unit.number, round & 1), None)
+        return [before.event] if before is not None and before.event is not None else []
+
+    def hold(self, event: Event, keeps: object) -> None:
+        """Keep *keeps* until *event*: memory that something enqueued reads or writes."""
+        with self._lock:
+            self._held.append((event, keeps))
+
+    def _reap(self) -> None:
+        with self._lock:
+            self._held = [each for each in self._held if not each[0].done()]
 
     def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
         """End all lines, what is under way with *why*. False: a device does not come back from a call, and the segments
         must stay mapped.
         """
         with self._lock:
+            islands, self._islands = self._islands, None
+        islands_closed = islands is None or islands.close(timeout_s, why())
+        with self._lock:
             lines, self._lines = list(self._lines.values()), {}
-        closed = [line.close(timeout_s, why) for pair in lines for line in pair]
+        closed = [islands_closed] + [line.close(timeout_s, why) for pair in lines for line in pair]
         self.twins.close()
         if not all(closed):
             return False
@@ -134,7 +170,17 @@ class Devices:
                 device.unpin(segment.address)
             self._pinned.clear()
             self._last.clear()
+            self._held.clear()
         return True
+
+    def _require_islands(self, device: Device) -> Islands:
+        with self._lock:
+            self._session.require_open()
+            if self._islands is None:
+                from .islands import Islands
+
+                self._islands = Islands(self._session, self, device)
+            return self._islands
 
     def _require_lines(self, device: Device) -> _Lines:
         with self._lock:

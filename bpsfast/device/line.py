@@ -20,6 +20,7 @@ class Passage:
     def __init__(self, title: str, urgency: int) -> None:
         self.title = title
         self.urgency = urgency
+        self.then: Callable[[BpsError | None], None] | None = None  # called once it is over, by who ends it
         self._over = threading.Event()
         self._error: BpsError | None = None
 
@@ -33,6 +34,8 @@ class Passage:
         if not self._over.is_set():
             self._error = error
             self._over.set()
+            if self.then is not None:
+                self.then(error)
 
     def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
         """Wait until it is over, calling *meanwhile* now and then; raise what it failed with.

@@ -82,7 +82,7 @@ class Exchange:
         if self._gradients is None:
             self._order = self.order()
             self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order, compression=self._choice,
-                                        tuned=self.kept.tuned)
+                                        tuned=self.kept.tuned, afar=self._device())
         return self._gradients
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -161,6 +161,12 @@ class Exchange:
                 self.gradients.ready(name)
             else:
                 self.gradients.fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
+
+    def _device(self) -> str | None:
+        """Return the device of the parameters, as `Gradients` calls it; None: the CPU, or several."""
+        places = [self._on_device(p.detach().contiguous()).place for p in self.parameters.values()]
+        names = {None if place is None else place.device.name for place in places}
+        return names.pop() if len(names) == 1 else None
 
     def _is_afar(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is copied by the streams of a device."""

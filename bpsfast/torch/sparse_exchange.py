@@ -40,7 +40,7 @@ class SparseExchange(Exchange):
             self._order = [name for name in self.order() if name not in by_rows]
             kinds = {name: kind for name, kind in self.kinds.items() if name not in by_rows}
             self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice,
-                                        tuned=self.kept.tuned)
+                                        tuned=self.kept.tuned, afar=self._device())
             for name in by_rows:
                 shape, dtype = self.kinds[name]
                 self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)

@@ -20,6 +20,7 @@ import numpy as np
 from ..autotune.point import Point
 from ..compression.choice import Choice, chosen_among
 from ..device import arrays
+from ..device.communicator import joins
 from ..device.gathering import Gathering
 from ..dtypes import wire_name
 from ..orchestration.codec import CodecSpec
@@ -63,15 +64,19 @@ class Gradients:
         Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.device.host`).
         Then `ready` counts from the work on, that was enqueued on the owner's stream before it; the sum takes the
         gradient's place, and work that is enqueued after `wait` finds it. The stream is never waited for.
+    afar
+        The device from which all gradients will come, by `fill_from`.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
-                 compression: Choice | None = None, tuned: Point | None = None, device: str | None = None) -> None:
+                 compression: Choice | None = None, tuned: Point | None = None, device: str | None = None,
+                 afar: str | None = None) -> None:
         self._session = process.current()
         self._gathering = Gathering(self._session)
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, self._session.settings.min_compress_bytes)
+        self._device = device or afar
         self._far = {} if device is None else {name: arrays.zeros(*kind, device) for name, kind in kinds.items()}
         self._names = {name: prefix + name for name in tensors}
         # Groups of one job have different names: two models may be trained beside each other.
@@ -86,7 +91,8 @@ class Gradients:
         specs = {
             name: TensorSpec(name=self._names[name], shape=shape, dtype=dtype, average=average,
                              group=None if name in self.codecs else group, priority=urgency[name], edition_of=family,
-                             codec=self.codecs.get(name))
+                             codec=self.codecs.get(name), islands=self._device is not None
+                             and joins(self._session.settings, dtype, self.codecs.get(name)))
             for name, (shape, dtype) in kinds.items()
         }
         self._session.n_users.update(self._names.values())
@@ -223,9 +229,15 @@ class Gradients:
         missing = self.missing()
         for name in missing:
             self._prepare(name)
-            home = self._homes[name]
-            home.array.fill(0)
-            self._put(name, home.address)
+            if self._edition.units[name].islands:  # whose devices hand the sum on
+                assert self._device is not None, "only devices are in islands"
+                shape, dtype = self._edition.members[name].shape, self._edition.units[name].dtype_name
+                zeros = tensor_input(arrays.zeros(shape, dtype, self._device))
+                self.fill_from(name, zeros, tensor_input(self._far[name]) if self._far else zeros)
+            else:
+                home = self._homes[name]
+                home.array.fill(0)
+                self._put(name, home.address)
         return missing
 
     def missing(self) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..compression.choice import Choice, chosen
 from ..device import arrays
+from ..device.communicator import joins
 from ..device.crossing import Crossing
 from ..device.devices import Bytes
 from ..dtypes import TABLE, wire_name
@@ -222,7 +223,7 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
-                      codec=codec)
+                      codec=codec, islands=source.place is not None and joins(session.settings, source.dtype, codec))
     if not session.tensors.knows(spec):
         session.tensors.declare([spec])
     return session, name, session.tensors.unit_nowait(name)

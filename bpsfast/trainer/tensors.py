@@ -108,7 +108,7 @@ class Tensors:
         if known is None:
             return True
         for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes", "fusion_nbytes",
-                      "n_streams", "edition_of", "op", "ranks", "codec", "max_rows", "store"):
+                      "n_streams", "edition_of", "op", "ranks", "codec", "max_rows", "store", "islands"):
             before, now = getattr(known, field), getattr(spec, field)
             if before != now and not (field == "priority" and (lenient or now is None)):
                 raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank "

@@ -57,10 +57,11 @@ class Unit:
         self.has_siblings = plan.n_workers > 1  # other workers' units, which may wait for this one's rounds
         self.first_part = plan.parts[0].part if plan.parts else 0
         self._parts = plan.parts
-        self.dtype = TABLE[plan.dtype].numpy
+        self.dtype, self.dtype_name = TABLE[plan.dtype].numpy, plan.dtype
         self.members: dict[str, MemberPlan] = {member.name: member for member in plan.members}
         self.frame_rows = plan.frame_rows
         self.codec = plan.codec
+        self.islands = plan.islands
         #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
         self.learning_rate = 0.0
         self._told_rate = 0.0

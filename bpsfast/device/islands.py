@@ -1,0 +1,287 @@
+"""Islands: GPUs of one machine that add up among themselves, before memory does (OSDI'20 §4.2: reduce-scatter below a
+PCIe switch, reduce to roots over NVLink).
+
+    ready here and on all members   the island's turn: input is reduced to each partition's root
+    at the root                     the partition is copied to the host and announced; others take part with nothing
+    complete, copied to the root    the island's turn again: the root gives the sum to the others
+
+Members must make NCCL's calls in one order, and gradients become ready in different ones: turns come to what all
+members have been given. One thread of this object prepares all of that, so no hook waits for another rank.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..collective.byte_strings import broadcast_bytes
+from ..orchestration.errors import BpsError, DeviceError
+from ..orchestration.turns import Entry
+from ..turn_service import Finish, TurnService
+from .arrivals import Arrival
+from .communicator import Run, communicator
+from .crossing import Crossing
+from .departures import Departure
+from .device import Device, Event, OwnStream, Stream
+from .line import Passage
+from .machine_routes import agree, island_group
+from .pieces import Piece, cut
+from .routes import Routes
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+    from ..trainer.unit import Unit
+    from .devices import Bytes, Devices
+
+log = logging.getLogger("bpsfast.device")
+_NO_CREDIT = 1 << 62  # turns are only an order: NCCL's own stream keeps what is enqueued
+
+
+class Return(Passage):
+    """A sum on its way back: over once everything is enqueued, done on the device at `event`."""
+
+    event: Event | None = None
+
+
+class Trip:
+    """One round of one unit, whose bytes of this rank are *source*, and whose sum goes to *target*."""
+
+    def __init__(self, unit: Unit, round: int, source: Bytes, target: Bytes) -> None:
+        self.unit, self.round, self.source, self.target = unit, round, source, target
+        name = f"round {round} of {unit.name!r}"
+        self.out = Passage(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency)
+        self.back = Return(f"the sum of {name} for {target.device.name}", unit.urgency)
+        self.n_out = self.n_back = 0  # of what it is made of: what has not come to its end
+
+    def fail(self, error: BpsError) -> None:
+        """End both ways with *error*."""
+        self.out.end(error)
+        self.back.end(error)
+
+
+class _Island:
+    """One island of this rank: who is in it, by what they are joined, and whose turn it is."""
+
+    def __init__(self, session: Session, members: Sequence[int], device: Device) -> None:
+        group = island_group(session, members, "turns")
+        self.members = tuple(members)
+        self.calls = communicator(device, island_group(session, members, "calls"))
+
+        def tell(said: bytes | None) -> bytes:
+            return broadcast_bytes(group, said or b"", 0)
+
+        self.turns = TurnService(group.rank, group.size, tell, host=lambda: "127.0.0.1", credit_nbytes=_NO_CREDIT,
+                                 timeout_s=math.inf, together=True)
+        group.close()
+
+    def close(self, why: BpsError) -> None:
+        self.turns.abandon(why)
+        with contextlib.suppress(BpsError):  # of a job, or a GPU, that is gone there is nothing to give back
+            self.calls.close()
+
+
+class Islands:
+    """The islands of *session*'s rank, which has one *device*. Any thread may `send`."""
+
+    def __init__(self, session: Session, devices: Devices, device: Device) -> None:
+        self._session = session
+        self._devices = devices
+        self._device = device
+        self._routes = Routes(())
+        self._islands: dict[tuple[int, ...], _Island] = {}
+        self._stream: OwnStream | None = None
+        self._lock = threading.Lock()
+        self._trips: set[Trip] = set()
+        self._error: BpsError | None = None
+        self._begun: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="bpsfast-islands", daemon=True)
+        self._thread.start()
+
+    def send(self, unit: Unit, source: Bytes, target: Bytes) -> Crossing:
+        """Begin the next round of *unit*, as `Devices.send`; all ranks of the machine do."""
+        trip = Trip(unit, unit.begin(unit.nbytes), source, target)
+        with self._lock:
+            error = self._error
+            self._trips.add(trip)
+        if error is not None:
+            trip.fail(error)
+        else:
+            self._begun.put(partial(self._begin, trip))
+        return Crossing(self._session, unit, trip.round, trip.out, trip.back)
+
+    def close(self, timeout_s: float, why: BpsError) -> bool:
+        """Leave the islands; what is under way fails with *why*. False: the thread does not come back."""
+        self._fail(why)
+        self._begun.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -- its thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._device.enter()
+            self._routes = agree(self._session, self._device)
+            self._stream = self._device.stream()
+            for members in self._routes.islands():
+                if self._session.rank in members:
+                    self._islands[members] = _Island(self._session, members, self._device)
+            while (step := self._begun.get()) is not None:
+                step()
+                del step
+        except BpsError as exc:
+            self._fail(exc)
+        except BaseException as exc:  # of a driver, say: whoever waits must be told
+            log.exception("islands of rank %d cannot go on", self._session.rank)
+            self._fail(DeviceError(f"islands of rank {self._session.rank} cannot go on: {exc!r}"))
+        finally:
+            why = self._error or DeviceError("the islands are closed")
+            for island in self._islands.values():
+                island.close(why)
+            if self._stream is not None:
+                self._stream.close()
+
+    def _fail(self, error: BpsError) -> None:
+        with self._lock:
+            self._error = self._error or error
+            trips, self._trips = self._trips, set()
+        for trip in trips:
+            trip.fail(error)
+
+    def _begin(self, trip: Trip) -> None:
+        """Let each part of *trip* go its way: alone, or with an island."""
+        unit, rank = trip.unit, self._session.rank
+        outward: dict[tuple[int, ...], list[tuple[Piece, Piece, int]]] = {}
+        for piece, goal in zip(cut(unit.nbytes, unit.stride, trip.source.loads),
+                               cut(unit.nbytes, unit.stride, trip.target.loads)):
+            leg = self._routes.leg(unit.first_part + piece.number, rank) if self._routes.roads else None
+            members = leg.island if leg is not None and len(leg.island) > 1 else ()
+            outward.setdefault(members, []).append((piece, goal, leg.root if leg is not None else rank))
+        trip.n_out, trip.n_back = len(outward), sum(1 for members in outward if members)
+        if not outward:
+            trip.out.end()
+        for members, pieces in outward.items():
+            if not members:
+                self._depart(trip, [piece for piece, _, _ in pieces], [], trip.source.after)
+                continue
+            island, runs = self._islands[members], _runs(pieces, members)
+            self._submit(island, trip, "reduced", runs, partial(
+                self._reduced, trip, island, runs,
+                [goal for _, goal, root in pieces if root == rank],
+                [piece for piece, _, root in pieces if root != rank]))
+        self._devices.add_back(trip.target.device, self._arrival(trip, outward))
+
+    def _submit(self, island: _Island, trip: Trip, what: str, runs: Sequence[Run], begin: Callable[[], None]) -> None:
+        """Let *begin* be called at the island's turn. Failures end the whole: members are out of step."""
+        entry = Entry(name=f"{trip.unit.name} {what}", part=0, nbytes=sum(run.nbytes for run in runs),
+                      kind=f"round {trip.round} of {trip.unit.dtype_name}")
+
+        def turn(finish: Finish) -> None:
+            begin()
+            finish(None)
+
+        def over(error: BaseException | None) -> None:
+            if error is not None:
+                self._fail(error if isinstance(error, BpsError) else DeviceError(str(error)))
+
+        island.turns.submit(entry, turn, over, -trip.unit.urgency)
+
+    def _reduced(self, trip: Trip, island: _Island, runs: Sequence[Run], own: Sequence[Piece],
+                 others: Sequence[Piece]) -> None:
+        """Reduce: *own* partitions lie in the target then, from where they depart. The island's turn."""
+        stream = self._require_stream()
+        for event in (*trip.source.after, *trip.target.after):
+            stream.wait(event)
+        island.calls.reduce(stream, runs, trip.unit.dtype_name)
+        self._depart(trip, own, others, [stream.record()])
+
+    def _depart(self, trip: Trip, own: Sequence[Piece], others: Sequence[Piece], after: Sequence[Event]) -> None:
+        """Let the partitions *own* be copied and announced after *after*; *others* are announced with nothing in them.
+        """
+        unit, round, port = trip.unit, trip.round, self._session.port
+        staging = unit.staging
+        empty = {piece.number for piece in others}
+
+        def announce(piece: Piece, begin_ns: int) -> None:
+            part = unit.first_part + piece.number
+            if piece.number in empty:
+                port.submit_empty(part, 1, round)
+            else:
+                port.land(part, round, staging.segment, staging.offset + piece.number * unit.stride, piece.nbytes,
+                          begin_ns)
+
+        pieces = [*own, *(Piece(piece.number, 0, ()) for piece in others)]
+        departure = Departure(trip.out.title, unit.urgency, staging.address, pieces,
+                              [*after, *self._devices.unread(unit, round)], announce, trip)
+
+        def then(error: BpsError | None) -> None:
+            with self._lock:
+                trip.n_out -= 1
+                is_last = trip.n_out == 0
+            if is_last or error is not None:
+                trip.out.end(error)
+
+        departure.then = then
+        self._devices.add_out(trip.source.device, departure)
+
+    def _arrival(self, trip: Trip, outward: dict[tuple[int, ...], list[tuple[Piece, Piece, int]]]) -> Arrival:
+        """Return what brings this rank's own partitions back, and sees when all are complete."""
+        rank = self._session.rank
+        pieces = [goal if root == rank else Piece(goal.number, goal.nbytes, ())
+                  for ways in outward.values() for _, goal, root in ways]
+        arrival = self._devices.arrival(trip.unit, trip.round, trip.target, pieces)
+
+        def then(error: BpsError | None) -> None:
+            if error is not None:
+                trip.back.end(error)
+                return
+            trip.back.event = arrival.event
+            if trip.n_back == 0:
+                self._over(trip)
+            else:
+                self._begun.put(partial(self._hand_back, trip, outward))
+
+        arrival.then = then
+        return arrival
+
+    def _hand_back(self, trip: Trip, outward: dict[tuple[int, ...], list[tuple[Piece, Piece, int]]]) -> None:
+        for members, pieces in outward.items():
+            if members:
+                island, runs = self._islands[members], _runs(pieces, members)
+                self._submit(island, trip, "handed back", runs, partial(self._handed_back, trip, island, runs))
+
+    def _handed_back(self, trip: Trip, island: _Island, runs: Sequence[Run]) -> None:
+        """Give the sums of the roots to all. The island's turn."""
+        stream = self._require_stream()
+        assert trip.back.event is not None, "the sums have been copied"
+        stream.wait(trip.back.event)
+        island.calls.broadcast(stream, runs, trip.unit.dtype_name)
+        trip.back.event = stream.record()  # of one stream: what was enqueued before is done, too
+        with self._lock:
+            trip.n_back -= 1
+            is_last = trip.n_back == 0
+        if is_last:
+            self._over(trip)
+
+    def _over(self, trip: Trip) -> None:
+        with self._lock:
+            self._trips.discard(trip)
+        assert trip.back.event is not None, "it has come back"
+        self._devices.hold(trip.back.event, trip)
+        trip.back.end()
+
+    def _require_stream(self) -> Stream:
+        assert self._stream is not None, "turns come once the islands are joined"
+        return self._stream
+
+
+def _runs(pieces: Sequence[tuple[Piece, Piece, int]], members: Sequence[int]) -> list[Run]:
+    """Return what NCCL is to do with *pieces* and their roots: sources and targets are cut alike."""
+    return [Run(source.address, target.address, source.nbytes, members.index(root))
+            for piece, goal, root in pieces for source, target in zip(piece.copies, goal.copies)]

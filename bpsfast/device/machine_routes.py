@@ -1,0 +1,114 @@
+"""How the ranks of this machine come to the same routes: each says which GPU it has, the first one decides."""
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..collective.byte_strings import all_gather_bytes, broadcast_bytes
+from ..collective.group import Group
+from ..orchestration.errors import BpsError, ConfigError, UnsupportedError, error_of
+from ..topology import discovery
+from ..topology.decision import strategy_of
+from ..topology.graph import Kind
+from ..topology.in_use import of_host, with_gpus
+from .device import Device
+from .host import HostDevice
+from .routes import Routes, routes
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+    from ..trainer.session import Session
+
+log = logging.getLogger("bpsfast.device")
+
+
+class _Member(msgspec.Struct, frozen=True):
+    """A rank, its node and its GPU's address on PCIe; "": it has the host for a device."""
+
+    rank: int
+    node: int
+    local_rank: int
+    gpu: str
+
+
+class _Decided(msgspec.Struct, frozen=True):
+    routes: Routes | None = None
+    error: str = ""
+    reason: str = ""
+
+
+def agree(session: Session, device: Device) -> Routes:
+    """Return the routes of this machine, whose ranks have one device each, this one *device*. Collective: all ranks of
+    the job.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks of the machine, if settings ask for what it has not.
+    StallError, PeerLostError
+        If a rank does not come in time, or is gone.
+    """
+    own = _Member(session.rank, session.node, session.local_rank, _address(device))
+    everybody = island_group(session, range(session.size), "devices")
+    told = [msgspec.msgpack.decode(said, type=_Member) for said in all_gather_bytes(everybody,
+                                                                                  msgspec.msgpack.encode(own))]
+    everybody.close()
+    here = sorted((member for member in told if member.node == session.node), key=lambda member: member.local_rank)
+    if len(here) == 1:
+        return Routes(())
+    group = island_group(session, [member.rank for member in here], "routes")
+    said = msgspec.msgpack.encode(_decide(here, session.settings)) if group.rank == 0 else b""
+    decided = msgspec.msgpack.decode(broadcast_bytes(group, said, 0), type=_Decided)
+    group.close()
+    if decided.routes is None:
+        raise error_of(decided.error, decided.reason)
+    return decided.routes
+
+
+def island_group(session: Session, ranks: Sequence[int], what: str) -> Group:
+    """Return a group of *ranks* for *what*: of these, whatever groups the program makes meanwhile in other threads."""
+    digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=8).hexdigest()
+    return Group(session, ranks, f"bpsfast.islands/{what}/{digest}", session.settings.timeout_s)
+
+
+def _decide(here: list[_Member], settings: Settings) -> _Decided:
+    try:
+        return _Decided(_routes(here, settings))
+    except BpsError as exc:
+        return _Decided(error=type(exc).__name__, reason=str(exc))
+
+
+def _routes(here: list[_Member], settings: Settings) -> Routes:
+    if settings.gpu_direct:
+        raise UnsupportedError("BPSFAST_GPU_DIRECT is on: `bpsfast topo --strategy` reckons with it, but nothing "
+                               "registers a GPU's memory with a card yet; set it to off")
+    if not here[0].gpu:
+        return routes(strategy_of(of_host(len(here)), settings),
+                      {f"gpu{place}": member.rank for place, member in enumerate(here)})
+    if len({member.gpu for member in here}) < len(here):
+        log.info("ranks of this machine share GPUs: each copies its own input, NCCL has one rank for each")
+        return Routes(())
+    topology = discovery.discover(None)
+    name_of = {part.address.lower(): part.name for part in topology.of(Kind.GPU)}
+    unknown = [member.gpu for member in here if member.gpu not in name_of]
+    if unknown:
+        raise ConfigError(f"the GPUs at {', '.join(unknown)} are not among those that sysfs shows "
+                          f"({', '.join(name_of)}): set BPSFAST_ISLANDS=off (a container may hide them)")
+    used = with_gpus(topology, [name_of[member.gpu] for member in here])
+    strategy = strategy_of(used, settings)
+    for line in strategy.lines():
+        log.info("%s", line)
+    return routes(strategy, {name_of[member.gpu]: member.rank for member in here})
+
+
+def _address(device: Device) -> str:
+    if isinstance(device, HostDevice):
+        return ""
+    from .cuda import CudaDevice
+
+    assert isinstance(device, CudaDevice), f"{device.name} is of no known kind"
+    return device.address

@@ -1,0 +1,22 @@
+"""Bytes of any length among members who do not know how many there are."""
+from __future__ import annotations
+
+from bpsfast.collective import groups
+from bpsfast.collective.byte_strings import all_gather_bytes, broadcast_bytes
+from bpsfast.trainer import current as process
+
+
+def say():
+    session = process.current()
+    group = groups.make(session, range(session.size))
+    own = bytes([session.rank]) * (session.rank * 1000)
+    said = broadcast_bytes(group, own if session.rank == 2 else b"not looked at", 2)
+    found = said, broadcast_bytes(group, b"", 0), all_gather_bytes(group, own)
+    group.close()
+    return found
+
+
+def test_all_members_get_them(job):
+    for said, nothing, each in job(ranks=(2, 1)).run(say):
+        assert said == b"\2" * 2000 and nothing == b""
+        assert each == [b"", b"\1" * 1000, b"\2" * 2000]
