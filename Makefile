@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -19,8 +19,9 @@ demo: $(stamp)
 
 # All tests but those that need RDMA devices, two files at a time; of large matrices a third, drawn by the commit.
 test: $(stamp) sshd mpi
-	$(bin)/pytest -q --durations=10 --ignore=tests/guest --numprocesses=2 --dist=loadfile $(THOROUGH)
+	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH)
 	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
+	@echo "not run here: what needs a GPU (make test-gpu: skipped where there is none)"
 
 # The whole matrices, and what takes minutes: an hour on two cores.
 test-thorough: THOROUGH := --thorough
@@ -29,6 +30,36 @@ test-thorough: test
 # Those, in an emulated machine that has two.
 test-guest: $(stamp) guest
 	$(bin)/pytest -q --durations=10 tests/guest
+
+# What needs a GPU, and with `make gpu` then the bench, whose samples go into RESULTS: eight minutes. SITE=python3 fetches
+# nothing: that Python's PyTorch and CuPy serve, and WHEELS=DIR has what else it lacks. DEVICE=host rehearses without a GPU.
+SITE ?=
+WHEELS ?=
+DEVICE ?= cuda
+RESULTS ?= $(if $(filter host,$(DEVICE)),out/gpu,bench/results)
+gpu := $(VENV)$(if $(SITE),-site)
+test-gpu: $(gpu)/.gpu
+	BPSTEST_DEVICE=$(DEVICE) $(gpu)/bin/python -m pytest -q --durations=10 tests/gpu
+
+gpu: $(gpu)/.gpu
+	$(gpu)/bin/python -m tests.gpu --device $(DEVICE) --out $(RESULTS)
+
+# CuPy for the CUDA that torch is built for.
+$(VENV)/.gpu: $(stamp)
+	@cuda=$$($(bin)/python -c 'import torch; print((torch.version.cuda or "no CUDA").partition(".")[0])'); \
+	case "$$cuda" in \
+	  12) $(bin)/pip install --quiet --constraint constraints.txt --editable .[cuda] && touch $@ ;; \
+	  13) $(bin)/pip install --quiet --constraint constraints.txt --editable .[cuda13] && touch $@ ;; \
+	  *) echo "no CuPy is installed: torch is built for $$cuda" ;; \
+	esac
+
+$(VENV)-site/.gpu: $(sources)
+	$(SITE) -m venv --without-pip $(VENV)-site
+	$(SITE) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+	  >$$($(VENV)-site/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_site.pth
+	$(VENV)-site/bin/python -m pip install --quiet --no-index $(if $(WHEELS),--find-links $(WHEELS)) --no-build-isolation \
+	  --editable .
+	touch $@
 
 # The examples for Lightning, Accelerate, Transformers, Ray and torchft, which take 700 MB and some minutes to install.
 test-ecosystem: $(stamp)
@@ -157,5 +188,5 @@ mpi:
 	  || echo "not installed: openmpi-bin"; fi
 
 clean:
-	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV)
+	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV) $(VENV)-site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

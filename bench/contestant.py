@@ -26,6 +26,7 @@ KINDS = {
     "mpi": ("peers", "Mpi"),
     "trainer": ("schedule.training.trainer", "Trainer"),
     "ddp": ("ddp.member", "Member"),
+    "device": ("device.rank", "DeviceRank"),
     "raw": ("raw_sockets", "RawSockets"),
 }
 

@@ -53,13 +53,15 @@ class Hall:
         self._folder.cleanup()
 
     def bpsfast(self, n_helpers: int = 0, more: Mapping[str, Mapping[str, str]] | None = None,
-                trainer: Mapping[str, Any] | None = None, **values: Any) -> Group:
+                trainer: Mapping[str, Any] | None = None, device: str = "", **values: Any) -> Group:
         """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name.
 
-        *trainer*: its ranks are `schedule.training.trainer.Trainer`s with these options.
+        *trainer*: its ranks are `schedule.training.trainer.Trainer`s with these options. *device*: they are
+        `device.rank.DeviceRank`s on that one.
         """
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
-        program, folder = self._program("trainer" if trainer else "bpsfast", trainer or {})
+        kind = "trainer" if trainer else "device" if device else "bpsfast"
+        program, folder = self._program(kind, trainer or ({"device": device} if device else {}))
         loaded = settings.load(values, {})  # not the user's: what is measured is written down
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("bpsfast", "numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "pyzmq", "torch", "mpi4py")
+_PACKAGES = ("bpsfast", "numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "pyzmq", "torch", "mpi4py",
+             "cupy-cuda12x", "cupy-cuda13x")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 

@@ -248,6 +248,24 @@ def bench_ddp(**options: Any) -> None:
     ddp.run(options)
 
 
+@bench.command("device")
+@click.option("--device", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True,
+              help="A GPU, or the machine itself as one: that shows that all of it runs, and claims nothing.")
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks that share the device.  [default: 2]")
+@click.option("--sizes", help="Of the arrays.  [default: 1M,4M,16M,64M,256M]", metavar="N[,N]")
+@click.option("--parts", help="Some of sums, beside, stages, training, memory.  [default: all]", metavar="NAME[,NAME]")
+@set_option
+@bench_options.rounds("each operation", default=5)
+@bench_options.result(quick="Fewer sizes, two turns.")
+@errors_in_words
+def bench_device(assignments: tuple[str, ...], **options: Any) -> None:
+    """push_pull by ranks that share a GPU beside plain copies, a stream that is not held up, overlap, bits, memory."""
+    from .bench import device
+
+    if not device.run({**options, "settings": overrides(assignments)}):
+        raise SystemExit(1)
+
+
 @bench.command("rows")
 @click.option("--table", "table_size", help="Size of the table.  [default: 2G]", metavar="SIZE")
 @click.option("--row", "row_elements", type=_COUNT, help="float32 elements of a row.  [default: 128]")

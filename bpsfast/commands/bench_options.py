@@ -13,12 +13,14 @@ def rounds(what: str, default: int) -> Callable[[Callable], Callable]:
 
 
 def result(quick: str = "") -> Callable[[Callable], Callable]:
-    """Add ``--json``, which arrives as the parameter *json_path*, and ``--quick`` if that says what it leaves out."""
+    """Add ``--json`` (or ``--out``), which arrives as the parameter *json_path*, and ``--quick`` if that says what it
+    leaves out.
+    """
 
     def decorate(function: Callable) -> Callable:
         if quick:
             function = click.option("--quick", is_flag=True, help=quick)(function)
-        return click.option("--json", "json_path", type=click.Path(dir_okay=False), callback=_result_file,
+        return click.option("--json", "--out", "json_path", type=click.Path(dir_okay=False), callback=_result_file,
                             help="Write raw samples here.")(function)
 
     return decorate

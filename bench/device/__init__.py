@@ -1,0 +1,91 @@
+"""``bpsfast bench device``: gradients on a GPU, by ranks that share it. `PARTS` are the questions:
+
+    sums      how near a push_pull is to plain copies of the same bytes (`copies` says what bounds it)
+    beside    does the stream that computes take longer, or does the host wait, while hooks push gradients
+    stages    how copies, sums and the wire overlap in one step of two nodes
+    training  does a real model end with the same bits as by the CPU's way
+    memory    what a byte of gradient takes of the device, of pinned memory and of the machine
+
+With ``--device host`` all of it runs where there is no GPU, on the host device. That shows that it runs, and nothing
+of a GPU: its result files are no claims.
+"""
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from bpsfast.bench import table
+from bpsfast.bench.device import report
+from bpsfast.bench.device.parts import PARTS, record
+from bpsfast.bench.device.plan import Plan
+from bpsfast.bench.size_list import parse_sizes
+from bpsfast.orchestration.errors import ConfigError
+
+_SIZES = {"cuda": "1M,4M,16M,64M,256M", "host": "1M,4M"}
+_QUICK_SIZES = {"cuda": "1M,16M,64M", "host": "1M"}
+
+
+def run(options: Mapping[str, Any]) -> bool:
+    """Measure as *options* say, print tables, write the records; return whether everything is as promised.
+
+    A part that fails is reported, and the others go on. The result file is written anew after each part.
+
+    Parameters
+    ----------
+    options
+        device ("cuda", "host"), n_ranks (2, all on one device), sizes ("1M,64M"), parts ("sums,memory"), settings (of
+        the jobs), n_rounds (5), json_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense.
+    UnsupportedError
+        If there is no GPU.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    device, quick, n_ranks = given.get("device", "cuda"), bool(given.get("quick")), given.get("n_ranks", 2)
+    if device not in _SIZES:
+        raise ConfigError(f"--device {device}: expected {' or '.join(_SIZES)}")
+    if n_ranks < 2:
+        raise ConfigError(f"bench device measures ranks that share a device: it needs 2 or more, got {n_ranks}")
+    if device == "cuda":
+        from bpsfast.device.cuda import cupy
+
+        cupy()
+    plan = Plan(device, n_ranks, parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[device]),
+                given.get("n_rounds") or (2 if quick else 5), quick, given.get("settings", {}))
+    records: list[dict[str, Any]] = []
+    began = time.time()
+    for name in _parts(given.get("parts")):
+        found = _measured(name, plan)
+        print(report.text(found), flush=True)
+        records += found
+        table.finish("device", given, began, records)
+    troubles = report.troubles(records, plan.is_gpu)
+    for trouble in troubles:
+        print(f"not as promised: {trouble}")
+    if not plan.is_gpu:
+        print("measured on the host device: it runs; nothing is claimed of a GPU")
+    return not troubles
+
+
+def _measured(name: str, plan: Plan) -> list[dict[str, Any]]:
+    began = time.monotonic()
+    try:
+        found = PARTS[name](plan)
+    except Exception:  # whatever it is: other parts, on a machine that may not be there tomorrow, do not depend on it
+        found = [record("error", {"part": name}, {"error": traceback.format_exc()})]
+    for each in found:
+        each["chosen"]["part_s"] = time.monotonic() - began
+    return found
+
+
+def _parts(text: str | None) -> list[str]:
+    names = list(PARTS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in PARTS]
+    if unknown or not names:
+        raise ConfigError(f"--parts {text}: expected some of {', '.join(PARTS)}")
+    return names

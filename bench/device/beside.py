@@ -1,0 +1,65 @@
+"""A backward pass on the program's stream, whose hooks push gradients beside it: is the stream, or the host, held up?
+
+Layer by layer matrices are multiplied and a gradient is written; then its hook begins a push_pull, as a framework's
+does. The same without any exchange is what it must not be slower than.
+"""
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from bpsfast.bench.device.hardware import Hardware, Moment
+
+
+class Step(NamedTuple):
+    """Seconds of one step: `stream_s` from the first kernel to the end of the last one, by the device's clock;
+    `hooks_s` of the host in all hooks, `longest_s` in one; `host_s` until everything is enqueued; `step_s` until the
+    stream has the sums.
+    """
+
+    stream_s: float
+    hooks_s: float
+    longest_s: float
+    host_s: float
+    step_s: float
+
+
+class Beside:
+    """The backward pass of *n_layers* layers of *nbytes* of gradient, each after *n_products* products of matrices."""
+
+    def __init__(self, hardware: Hardware, rank: int, size: int, n_layers: int, nbytes: int, n_products: int) -> None:
+        self._hardware = hardware
+        self._rank, self._size = rank, size
+        self._gradients = [hardware.array(nbytes // 4) for _ in range(n_layers)]
+        self._n_products = n_products
+        self._n_steps = 0
+
+    def step(self, exchanges: bool) -> Step:
+        """Make one step, with or without an exchange."""
+        hardware = self._hardware
+        self._n_steps += 1
+        value = float(self._rank + self._n_steps % 64)
+        hooks_s: list[float] = []
+        handles = []
+        hardware.idle()
+        began = time.perf_counter()
+        first: Moment = hardware.moment()
+        for i, gradient in enumerate(self._gradients):
+            hardware.compute(self._n_products)
+            hardware.set(gradient, value)
+            before = time.perf_counter()
+            if exchanges:
+                handles.append(hardware.begin(gradient, f"beside {i}", average=False))
+            hooks_s.append(time.perf_counter() - before)
+        last: Moment = hardware.moment()
+        enqueued = time.perf_counter()
+        for handle in handles:
+            handle.wait()
+        hardware.idle()
+        ended = time.perf_counter()
+        return Step(last.since(first), sum(hooks_s), max(hooks_s), enqueued - began, ended - began)
+
+    def n_wrong(self) -> int:
+        """Return how many elements are not the sum of what the ranks wrote in the last step, which exchanged."""
+        value = float(sum(rank + self._n_steps % 64 for rank in range(self._size)))
+        return sum(int((self._hardware.read(gradient) != value).sum()) for gradient in self._gradients)

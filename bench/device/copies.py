@@ -1,0 +1,67 @@
+"""The bound: the same bytes copied plainly, by all ranks at once, and nothing summed.
+
+Sums and copies overlap, and so do both directions of PCIe, where every copy has an engine of its own. So a stream of
+tensors can at best take as long as copying all of them out and all of them in at the same time: the longer of both
+ways, in the contention that both at once have with each other (`BOTH`). One tensor goes out, and then in (`AFTER`):
+its latency is the sum of both. Partitions of one that overlap may beat that.
+
+`OUT` and `IN` are the two ways alone: the longer of them is the bound on a machine where both at once hinder each other
+in nothing.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from bpsfast.bench.contestant import Operation
+from bpsfast.bench.device.hardware import Hardware, Pinned
+
+AFTER, BOTH, OUT, IN = "out, then in", "out and in at once", "out", "in"
+
+
+class Copies:
+    """Copies of one rank."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._out, self._in = hardware.device.stream(), hardware.device.stream()
+        self._pinned: dict[str, Pinned] = {}
+
+    def operation(self, way: str, nbytes: int, n: int) -> Operation:
+        """Return the operation that copies *n* arrays of *nbytes* on *way*, each to a place of its own."""
+        hardware = self._hardware
+        arrays = [hardware.array(nbytes // 4) for _ in range(n)]
+        addresses = [hardware.address(array) for array in arrays]
+        there = self._memory("out", n * nbytes)
+        here = there if way == AFTER else self._memory("in", n * nbytes)
+
+        def run() -> None:
+            if way != IN:
+                for i, address in enumerate(addresses):
+                    self._out.copy(there.address + i * nbytes, address, nbytes, to_host=True)
+            if way == AFTER:
+                self._in.wait(self._out.record())
+            if way != OUT:
+                for i, address in enumerate(addresses):
+                    self._in.copy(address, here.address + i * nbytes, nbytes, to_host=False)
+            self._out.record().wait()
+            self._in.record().wait()
+
+        return Operation(run, lambda known: _zero(hardware, arrays), lambda: 0)
+
+    def _memory(self, name: str, nbytes: int) -> Pinned:
+        """Return pinned memory that whatever is not larger shares."""
+        found = self._pinned.get(name)
+        if found is None or found.nbytes < nbytes:
+            found = self._pinned[name] = self._hardware.pinned(nbytes)
+        return found
+
+    def close(self) -> None:
+        """End the streams."""
+        self._out.close()
+        self._in.close()
+
+
+def _zero(hardware: Hardware, arrays: list[Any]) -> None:
+    for array in arrays:
+        hardware.set(array, 0.0)
+    hardware.idle()

@@ -1,0 +1,146 @@
+"""Memory for each byte of gradient: on the device, pinned by each rank, and in all segments of the machine."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import bpsfast
+from bpsfast.trainer.current import current
+
+if TYPE_CHECKING:
+    from bpsfast.bench.device.hardware import Hardware
+
+#: What takes gradients on a device, in the order in which it is measured.
+WAYS = ("push_pull in place", "push_pull", "Gradients", "DistributedOptimizer", "DistributedOptimizer fp16")
+_N_TENSORS = 4
+
+
+class Footprint(NamedTuple):
+    """Bytes that one way has added, of *nbytes* of gradient: on the device beside the gradients themselves, after the
+    steps and at most within one (None: nobody counts); of this rank's input segments, of segments with results that it
+    maps, and of what it has pinned of both; of all segments of the machine.
+    """
+
+    way: str
+    nbytes: int
+    device_nbytes: int | None
+    device_peak_nbytes: int | None
+    input_nbytes: int
+    result_nbytes: int
+    pinned_nbytes: int
+    machine_nbytes: int
+
+
+class _Count(NamedTuple):
+    device: int | None
+    inputs: int
+    results: int
+    pinned: int
+    machine: int
+
+
+def measure(hardware: Hardware, way: str, nbytes: int) -> Footprint:
+    """Make some steps of *way* with *nbytes* of gradients on this rank; all ranks at once."""
+    bpsfast.barrier()
+    before = _count(hardware)
+    with _way(hardware, way, nbytes) as (own_nbytes, step):
+        for _ in range(3):
+            step()
+        hardware.idle()
+        with _peak(hardware) as peak:
+            step()
+            hardware.idle()
+        bpsfast.barrier()
+        after = _count(hardware)
+    known = after.device is not None and before.device is not None
+    return Footprint(
+        way, nbytes, after.device - before.device - own_nbytes if known else None,  # type: ignore[operator]
+        peak[0] - before.device - own_nbytes if known else None,  # type: ignore[operator]
+        after.inputs - before.inputs, after.results - before.results, after.pinned - before.pinned,
+        after.machine - before.machine)
+
+
+def _count(hardware: Hardware) -> _Count:
+    session = current()
+    sizes = {owner: 0 for owner in ("rank", "others")}
+    for (owner, _), segment in session.memory.segments.items():
+        sizes["rank" if owner == "rank" else "others"] += segment.nbytes
+    pinned = sum(segment.nbytes for _, segment in session.devices._pinned.values())  # it has no other reader
+    return _Count(hardware.allocated_nbytes(), sizes["rank"], sizes["others"], pinned,
+                  bpsfast.counters()["memory_segments"])
+
+
+@contextlib.contextmanager
+def _peak(hardware: Hardware) -> Iterator[list[int]]:
+    """Yield a list that has the most that the device's arrays take meanwhile, at the end."""
+    found = [0]
+    if hardware.allocated_nbytes() is None:
+        yield found
+        return
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    others = (hardware.allocated_nbytes() or 0) - torch.cuda.memory_allocated()
+    yield found
+    found[0] = torch.cuda.max_memory_allocated() + others
+
+
+@contextlib.contextmanager
+def _way(hardware: Hardware, way: str, nbytes: int) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Yield what the user's own gradients, and parameters, take of the device, and what makes a step."""
+    n = nbytes // _N_TENSORS // 4
+    if way == "Gradients":
+        device = "host" if hardware.name == "host" else "cuda"
+        gradients = bpsfast.Gradients({f"{way} {i}": ((n,), np.float32) for i in range(_N_TENSORS)}, device=device)
+        yield nbytes, lambda: _gradients_step(gradients)
+        return
+    if way.startswith("DistributedOptimizer"):
+        weights, optimizer = _model(hardware, way, n)
+        yield 2 * nbytes, lambda: _model_step(weights, optimizer)
+        return
+    arrays = [hardware.array(n) for _ in range(_N_TENSORS)]
+    names = [f"{way} {i}" for i in range(_N_TENSORS)]
+    results: list[Any] = []
+    if way == "push_pull in place":
+        yield nbytes, lambda: [handle.wait() for handle in
+                               [hardware.begin(x, name, average=True) for x, name in zip(arrays, names)]]
+        return
+
+    def step() -> None:
+        results[:] = [bpsfast.push_pull(x, name=name) for x, name in zip(arrays, names)]
+
+    yield nbytes, step
+
+
+def _gradients_step(gradients: bpsfast.Gradients) -> None:
+    for name in gradients:
+        gradients.ready(name)
+    gradients.step()
+    for name in gradients:
+        gradients.wait(name)
+
+
+def _model(hardware: Hardware, way: str, n: int) -> tuple[Any, Any]:
+    import torch
+
+    from bpsfast import torch as bps
+
+    device = "cpu" if hardware.name == "host" else "cuda"
+    weights = [torch.nn.Parameter(torch.zeros(n, device=device)) for _ in range(_N_TENSORS)]
+    named = [(f"{way} {i}", weight) for i, weight in enumerate(weights)]
+    compression = bps.Compression.fp16 if way.endswith("fp16") else bps.Compression.none
+    return weights, bps.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1), named_parameters=named,
+                                             compression=compression)
+
+
+def _model_step(weights: Any, optimizer: Any) -> None:
+    import torch
+
+    for weight in weights:  # in place, or the allocator would have both at once
+        if weight.grad is not None:
+            weight.grad.zero_()
+    torch.stack([weight.sum() for weight in weights]).sum().backward()
+    optimizer.step()

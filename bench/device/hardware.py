@@ -1,0 +1,94 @@
+"""What the bench wants of a device, and of the program that works on it. `on_cuda` and `on_host` have it."""
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bpsfast.device.device import Device
+from bpsfast.orchestration.errors import ConfigError
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Pinned(NamedTuple):
+    """*nbytes* of the host's own memory that the device reaches by itself; *owner* keeps it."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+class Moment(Protocol):
+    """When the program's stream got to a place of its work."""
+
+    def since(self, earlier: Moment) -> float:
+        """Return the seconds since *earlier*, of the same device, by the device's clock. Once both were reached."""
+
+
+class Hardware(Protocol):
+    """One device and the stream on which this process computes. Owner thread only.
+
+    Arrays are float32 vectors of whatever kind users of the device have. What is said to be enqueued is done on the
+    stream, in order.
+    """
+
+    name: str
+    device: Device  # for streams of our own, and plain copies
+
+    def array(self, n: int) -> Any:
+        """Return an array of *n* zeros."""
+
+    def address(self, array: Any) -> int:
+        """Return where on the device it lies."""
+
+    def write(self, array: Any, values: Floats) -> None:
+        """Put *values* there, and wait until they are."""
+
+    def read(self, array: Any) -> Floats:
+        """Wait for what is enqueued, and return the values."""
+
+    def set(self, array: Any, value: float) -> None:
+        """Enqueue a kernel that lets all elements be *value*."""
+
+    def compute(self, n: int) -> None:
+        """Enqueue *n* products of matrices."""
+
+    def moment(self) -> Moment:
+        """Enqueue a look at the clock."""
+
+    def begin(self, array: Any, name: str, average: bool) -> Any:
+        """Begin a push_pull in place, as a hook of the backward pass does; return its handle."""
+
+    def idle(self) -> None:
+        """Wait until everything that is enqueued is done."""
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """Return pinned memory, as the device's own library gives it."""
+
+    def allocated_nbytes(self) -> int | None:
+        """Return what arrays take of the device's memory now; None: nobody counts it."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the device is, for the result file."""
+
+
+def hardware(device: str) -> Hardware:
+    """Return that of this process: "cuda" (its current device), or "host".
+
+    Raises
+    ------
+    ConfigError
+        If *device* is neither.
+    UnsupportedError
+        If there is no such one.
+    """
+    if device == "cuda":
+        from bpsfast.bench.device.on_cuda import CudaHardware
+
+        return CudaHardware()
+    if device == "host":
+        from bpsfast.bench.device.on_host import HostHardware
+
+        return HostHardware()
+    raise ConfigError(f"device {device!r}: expected cuda or host")

@@ -1,0 +1,103 @@
+"""The host device (`bpsfast.device.host`): the program's stream is a thread, kernels are NumPy's."""
+from __future__ import annotations
+
+import mmap
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+
+import bpsfast
+from bpsfast.bench.device.hardware import Floats, Moment, Pinned
+from bpsfast.device.host import HostArray, host_device
+
+_SIDE = 256  # of the matrices
+
+
+class HostMoment:
+    """See `Moment`."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def reach(self) -> None:
+        """Look at the clock."""
+        self.at_s = time.perf_counter()
+
+    def since(self, earlier: Moment) -> float:
+        """See `Moment`."""
+        assert isinstance(earlier, HostMoment), "of the same device"
+        return self.at_s - earlier.at_s
+
+
+class HostHardware:
+    """See `Hardware`."""
+
+    def __init__(self) -> None:
+        self.name = "host"
+        self.device = host_device()
+        self._stream = self.device.stream()
+        draw = np.random.default_rng(0)
+        self._factors = [draw.random((_SIDE, _SIDE), np.float32) for _ in range(2)]
+        self._product = np.empty((_SIDE, _SIDE), np.float32)
+
+    def array(self, n: int) -> HostArray:
+        """See `Hardware`."""
+        array = np.zeros(n, np.float32).view(HostArray)
+        array.stream = self._stream
+        return array
+
+    def address(self, array: HostArray) -> int:
+        """See `Hardware`."""
+        return int(array.ctypes.data)
+
+    def write(self, array: HostArray, values: Floats) -> None:
+        """See `Hardware`."""
+        self._stream.run(lambda: np.copyto(array, values))
+        self.idle()
+
+    def read(self, array: HostArray) -> Floats:
+        """See `Hardware`."""
+        self.idle()
+        return np.array(array, subok=False)
+
+    def set(self, array: HostArray, value: float) -> None:
+        """See `Hardware`."""
+        self._stream.run(lambda: array.fill(value))
+
+    def compute(self, n: int) -> None:
+        """See `Hardware`."""
+        a, b = self._factors
+        for _ in range(n):
+            self._stream.run(lambda: np.matmul(a, b, out=self._product))
+
+    def moment(self) -> HostMoment:
+        """See `Hardware`."""
+        moment = HostMoment()
+        self._stream.run(moment.reach)
+        return moment
+
+    def begin(self, array: HostArray, name: str, average: bool) -> Any:
+        """See `Hardware`."""
+        return bpsfast.push_pull_async(array, average=average, name=name, out=array)
+
+    def idle(self) -> None:
+        """See `Hardware`."""
+        self._stream.record().wait()
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """See `Hardware`."""
+        memory = np.ones(nbytes + mmap.PAGESIZE, np.uint8)
+        address = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.device.pin(address, nbytes, writable=True)
+        weakref.finalize(memory, self.device.unpin, address)
+        return Pinned(address, nbytes, memory)
+
+    def allocated_nbytes(self) -> int | None:
+        """See `Hardware`."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """See `Hardware`."""
+        return {"device": "the machine itself: threads for streams, memory of the host for the device's"}

@@ -1,0 +1,136 @@
+"""The parts of the bench, each with a job of its own: what is asked of its ranks, and the records that come of it."""
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bpsfast.bench.device import overlap
+from bpsfast.bench.device.copies import AFTER, BOTH, IN, OUT
+from bpsfast.bench.device.footprint import WAYS
+from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE, Plan
+from bpsfast.bench.device.rank import COPIES, SUMS
+from bpsfast.bench.hall import Hall
+from bpsfast.bench.samples import Row, take_turns
+
+Records = list[dict[str, Any]]
+#: Of a rank's answer that is no measurement.
+_ASK_S = 180.0
+
+
+def sums(plan: Plan) -> Records:
+    """push_pull of one array, and of a stream of them, beside plain copies of the same bytes in the same turns."""
+    records: Records = []
+    with Hall(plan.n_ranks, 1) as hall:
+        group = hall.bpsfast(device=plan.device, **plan.job)
+        records.append(record("device", {}, group.ask("facts", only=[0])[0]))
+        for nbytes in plan.sizes:
+            many = plan.n_arrays(nbytes)
+            one = [Row(group, f"{SUMS}1", nbytes, "push_pull of one"),
+                   Row(group, f"{COPIES}1, {AFTER}", nbytes, AFTER)]
+            stream = [Row(group, f"{SUMS}{many}", nbytes, "push_pull of a stream"),
+                      *(Row(group, f"{COPIES}{many}, {way}", nbytes, way) for way in (BOTH, OUT, IN))]
+            take_turns(one, plan.n_rounds, n=plan.n_samples(nbytes))
+            take_turns(stream, plan.n_rounds, n=plan.n_samples(many * nbytes))
+            for rows, n in ((one, 1), (stream, many)):
+                found = [_sampled(row, n, plan) for row in rows]
+                _compare(found)
+                records += found
+    return records
+
+
+def _sampled(row: Row, n: int, plan: Plan) -> dict[str, Any]:
+    """Return the record of *row*, whose operation is on *n* arrays."""
+    return record("sums", {"operation": row.name, "nbytes": row.nbytes, "n_arrays": n, "n_ranks": plan.n_ranks,
+                           "dtype": "float32", "n_per_round": row.n_per_round},
+                  {"median_s": row.median_s, "rate": n * row.nbytes / row.median_s, "n_wrong": row.n_wrong,
+                   "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s, "samples_s": row.samples_s})
+
+
+def _compare(records: Records) -> None:
+    """Add to the first of *records*, push_pull's, which share of the bounds that the others are it reaches."""
+    ours, bound, *ways = (each["measured"] for each in records)
+    ours |= {"of_bound": bound["median_s"] / ours["median_s"],
+             "reaches_bound": bound["median_s"] / ours["median_s"] >= LEAST_OF_BOUND}
+    if ways:
+        ours["of_longer_way"] = max(way["median_s"] for way in ways) / ours["median_s"]
+
+
+def beside(plan: Plan) -> Records:
+    """Steps with and without an exchange, in turns; on a GPU what the profiler sees, too."""
+    n = 3 if plan.quick else 10
+    with Hall(plan.n_ranks, 1) as hall:
+        group = hall.bpsfast(device=plan.device, **plan.job)
+        found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+        n_wrong = 0
+        for _ in range(plan.n_rounds):
+            for exchanges in (False, True):
+                for answer in group.ask("beside", exchanges, n, plan.backward, timeout_s=_ASK_S):
+                    found[exchanges] += answer["steps"]
+                    n_wrong += answer["n_wrong"]
+        alone, ours = (_columns(found[exchanges]) for exchanges in (False, True))
+        ratio = statistics.median(ours["stream_s"]) / statistics.median(alone["stream_s"])
+        layers, nbytes, products = plan.backward
+        records = [record("beside", {"n_layers": layers, "nbytes": nbytes, "n_products": products,
+                                     "n_ranks": plan.n_ranks},
+                          {"stream_ratio": ratio, "is_as_alone": ratio <= MOST_OF_ALONE, "n_wrong": n_wrong,
+                           "alone": alone, "with_exchange": ours})]
+        if plan.is_gpu:
+            records += [record("profile", {"rank": rank}, profile)
+                        for rank, profile in enumerate(group.ask("profile", timeout_s=_ASK_S))]
+    return records
+
+
+def _columns(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+    return {name: [step[name] for step in steps] for name in steps[0]}
+
+
+def stages(plan: Plan) -> Records:
+    """The overlap of a step's stages between two nodes of one rank each, over tcp on this machine's loopback."""
+    n, nbytes = plan.step
+    with tempfile.TemporaryDirectory(prefix="bpsfast-trace-") as folder:
+        with Hall(2, 2) as hall:
+            group = hall.bpsfast(device=plan.device, **{**plan.job, "transport": "tcp", "trace_dir": folder})
+            row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")
+            take_turns([row], 1, n=4, n_warmup=3)
+        found = overlap.load(Path(folder))
+    chosen = found[-2:-1]  # in the midst: processes end after the last one
+    return [record("stages", {"n_arrays": n, "nbytes": nbytes, "n_nodes": 2, "transport": "tcp"},
+                   {**each.measured(), "n_wrong": row.n_wrong, "rounds_s": [other.whole_s for other in found],
+                    "picture": each.picture()}) for each in chosen]
+
+
+def training(plan: Plan) -> Records:
+    """The digits' network: averages by the device's way beside those by the CPU's."""
+    with Hall(plan.n_ranks, 1) as hall:
+        group = hall.bpsfast(device=plan.device, **_afar(plan))
+        return [record("training", {"n_steps": plan.n_training_steps, "rank": rank, "n_ranks": plan.n_ranks}, found)
+                for rank, found in enumerate(group.ask("train", plan.n_training_steps, timeout_s=2 * _ASK_S))]
+
+
+def memory(plan: Plan) -> Records:
+    """What each way to push gradients takes of memory, each in a job of its own."""
+    records: Records = []
+    for way in WAYS:
+        with Hall(plan.n_ranks, 1) as hall:
+            group = hall.bpsfast(device=plan.device, **_afar(plan))
+            records += [record("memory", {"rank": rank, "n_ranks": plan.n_ranks}, found) for rank, found
+                        in enumerate(group.ask("footprint", way, plan.footprint_nbytes, timeout_s=_ASK_S))]
+    return records
+
+
+def _afar(plan: Plan) -> dict[str, Any]:
+    """Return the settings of a job in which torch's tensors lie on the device."""
+    return {**plan.job, "host_device": not plan.is_gpu}
+
+
+def record(section: str, chosen: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the result file."""
+    return {"section": section, "chosen": chosen, "measured": measured}
+
+
+#: By name, in the order in which they run.
+PARTS: dict[str, Callable[[Plan], Records]] = {
+    "sums": sums, "beside": beside, "stages": stages, "training": training, "memory": memory}

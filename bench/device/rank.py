@@ -1,0 +1,75 @@
+"""One rank of a job whose gradients lie on a device: what is timed, and what is asked beside times."""
+from __future__ import annotations
+
+from typing import Any
+
+import bpsfast
+from bpsfast.bench.contestant import Operation
+from bpsfast.bench.device import sums
+from bpsfast.bench.device.beside import Beside
+from bpsfast.bench.device.copies import Copies
+from bpsfast.bench.device.hardware import hardware
+
+#: What variants of `DeviceRank` begin with: "push_pull of 8", "copies of 8, out" and so on.
+SUMS, COPIES = "push_pull of ", "copies of "
+
+
+class DeviceRank:
+    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, way (`copies`)."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._hardware = hardware(device)
+        bpsfast.init()
+        self.rank, self._size = bpsfast.rank(), bpsfast.size()
+        self._copies = Copies(self._hardware)
+        self._beside: Beside | None = None
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """See the class; *nbytes* of each of the arrays."""
+        if variant.startswith(SUMS):
+            return sums.operation(self._hardware, self.rank, self._size, nbytes, int(variant.removeprefix(SUMS)))
+        n, _, way = variant.removeprefix(COPIES).partition(", ")
+        return self._copies.operation(way, nbytes, int(n))
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        bpsfast.barrier()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._copies.close()
+        bpsfast.shutdown()
+
+    # -- what is asked beside times --------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the device is."""
+        return self._hardware.facts()
+
+    def beside(self, exchanges: bool, n_steps: int, shape: tuple[int, int, int]) -> dict[str, Any]:
+        """Make *n_steps* steps of `Beside` of *shape* (layers, bytes, products) after one that does not count."""
+        if self._beside is None:
+            self._beside = Beside(self._hardware, self.rank, self._size, *shape)
+        bpsfast.barrier()
+        self._beside.step(exchanges)
+        steps = [self._beside.step(exchanges)._asdict() for _ in range(n_steps)]
+        return {"steps": steps, "n_wrong": self._beside.n_wrong() if exchanges else 0}
+
+    def profile(self) -> dict[str, Any]:
+        """Look with torch's profiler for waits within backward (`profiled`)."""
+        from bpsfast.bench.device import profiled
+
+        return profiled.measure()
+
+    def train(self, n_steps: int) -> dict[str, Any]:
+        """Train the digits' network (`digits`)."""
+        from bpsfast.bench.device import digits
+
+        return digits.train("cpu" if self._device == "host" else "cuda", n_steps)._asdict()
+
+    def footprint(self, way: str, nbytes: int) -> dict[str, Any]:
+        """Return the memory that one way takes (`footprint`)."""
+        from bpsfast.bench.device import footprint
+
+        return footprint.measure(self._hardware, way, nbytes)._asdict()
