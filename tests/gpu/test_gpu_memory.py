@@ -10,7 +10,7 @@ from bpsfast.bench.device.hardware import hardware  # noqa: E402
 from tests.gpu.place import REHEARSES  # noqa: E402
 from tests.gpu.ranks import start_ranks  # noqa: E402
 
-NBYTES = 16 << 20
+NBYTES = 32 << 20
 
 
 def measured(way):
@@ -24,8 +24,8 @@ def test_of_each_byte(way, on_device, at_most):
     try:
         for found in job.run(measured, way):
             share = 0.5 if "fp16" in way else 1
-            assert found["input_nbytes"] / NBYTES == pytest.approx(share, rel=0.1)
-            assert found["result_nbytes"] / NBYTES == pytest.approx(2 * share, rel=0.1)
+            assert found["input_nbytes"] / NBYTES == pytest.approx(share, rel=0.3)
+            assert found["result_nbytes"] / NBYTES == pytest.approx(2 * share, rel=0.3)
             assert found["pinned_nbytes"] == found["input_nbytes"] + found["result_nbytes"], "what is pinned"
             if not REHEARSES:
                 assert found["device_nbytes"] / NBYTES == pytest.approx(on_device, abs=0.05)
