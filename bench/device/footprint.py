@@ -68,7 +68,8 @@ def _count(hardware: Hardware) -> _Count:
     sizes = {owner: 0 for owner in ("rank", "others")}
     for (owner, _), segment in session.memory.segments.items():
         sizes["rank" if owner == "rank" else "others"] += segment.nbytes
-    pinned = sum(segment.nbytes for _, segment in session.devices._pinned.values())  # it has no other reader
+    known = filter(None, session.devices._pinned.values())  # it has no other reader; what is not pinned may be None
+    pinned = sum(segment.nbytes for _, segment in known)
     return _Count(hardware.allocated_nbytes(), sizes["rank"], sizes["others"], pinned,
                   bpsfast.counters()["memory_segments"])
 

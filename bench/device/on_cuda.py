@@ -9,6 +9,7 @@ from bpsfast.device.cuda import cuda_device, cupy
 from bpsfast.orchestration.errors import UnsupportedError
 
 _SIDE = 2048  # of the matrices
+_READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported: can results, which ranks map so, be pinned
 _QUERY = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total"
 
 
@@ -103,6 +104,7 @@ class CudaHardware:
         return {"device": found.name, "memory_nbytes": found.total_memory,
                 "n_multiprocessors": found.multi_processor_count, "capability": f"{found.major}.{found.minor}",
                 "n_copy_engines": engines,
+                "pins_read_only": bool(runtime.deviceGetAttribute(_READ_ONLY_SUPPORTED, self._where.index)),
                 "driver_cuda": runtime.driverGetVersion(), "runtime_cuda": runtime.runtimeGetVersion(),
                 "cupy": module.__version__, "torch": self._torch.__version__, "torch_cuda": self._torch.version.cuda,
                 "nvidia_smi": _smi()}
