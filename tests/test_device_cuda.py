@@ -1,4 +1,4 @@
-"""CUDA through CuPy: with a GPU what it does; with CuPy alone, that it has what is called; without, how that is said."""
+"""CUDA through CuPy: what it does on a GPU; that CuPy, where it is, has what is called; what is said without it."""
 from __future__ import annotations
 
 import ast
