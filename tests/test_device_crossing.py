@@ -66,7 +66,7 @@ def waiting_for_the_stream():
     """The deadline of a wait is kept, and says that the stream of this rank is behind; later it goes on."""
     with held(host_device()) as gate:
         x = on(gate.stream)
-        crossing, unit = begin("held", x, x)
+        crossing, _ = begin("held", x, x)
         begun = time.monotonic()
         texts = []
         for wait in crossing.wait, crossing.wait_departed:
@@ -104,7 +104,7 @@ def read_late():
         seen, crossings = [], []
         for round in range(3):
             x = np.full(N, 10.0 * round, "f4").view(HostArray)
-            crossing, unit = begin("late", x, late if round == 0 else x)
+            crossing, _ = begin("late", x, late if round == 0 else x)
             crossings.append(crossing)
             if round < 2:
                 crossing.wait(deadline())
@@ -174,7 +174,7 @@ def failed():
         raise ValueError("a bad kernel")
 
     stream.run(fail)
-    crossing, unit = begin("failed", on(stream), on(None))
+    crossing, _ = begin("failed", on(stream), on(None))
     texts = []
     try:
         crossing.wait(deadline())

@@ -1,14 +1,18 @@
 """Gradients on a device, by real jobs: bit-equal to the same in shared memory."""
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 import bpsfast
 from bpsfast.autotune.point import Point
+from bpsfast.device.host import HostArray, host_device
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_arrays import Stream, same, values
+from tests.device_memory import LIMIT_S, held
 from tests.test_tuner import CUTS, Tour
 
 pytestmark = pytest.mark.matrix
@@ -104,7 +108,8 @@ def filled_from():
     wrong = []
     with Stream() as one, Stream() as other:
         for step in range(4):
-            far = {name: one.far(np.full(shape, step + bpsfast.rank(), dtype)) for name, (shape, dtype) in LAYERS.items()}
+            far = {name: one.far(np.full(shape, step + bpsfast.rank(), dtype))
+                   for name, (shape, dtype) in LAYERS.items()}
             back = {name: other.far(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}
             for name in g:
                 target = {0: None, 1: tensor_input(back[name]), 2: tensor_input(far[name])}[step % 3]
@@ -152,3 +157,35 @@ def tuned():
 def test_editions(shared_job, tmp_path):
     job = shared_job(ranks=(2,), autotune=True, tuned_dir=str(tmp_path))
     assert job.run(tuned) == [([], len(CUTS) + 1)] * 2
+
+
+def while_the_stream_stands_still():
+    """A whole backward pass, and push_pull_async of all gradients, while the stream stands still; values in its order.
+    """
+    with held(host_device()) as gate:
+        gradients = Gradients({f"g{i}": ((1000,), "f4") for i in range(8)}, average=False, prefix="lag ",
+                                      device="host")
+        for name in gradients:
+            gradients[name].stream = gate.stream
+            gate.stream.run(lambda name=name: gradients[name].fill(bpsfast.rank() + int(name[1:])))
+            gradients.ready(name)
+        x = np.zeros(1000, "f4").view(HostArray)
+        x.stream = gate.stream
+        gate.stream.run(lambda: x.fill(7))
+        handle = bpsfast.push_pull_async(x, average=False, name="lag", out=x)
+        gate.stream.run(lambda: None)
+        early = float(x.sum()), bpsfast.poll(handle)
+        timer = threading.Timer(0.05, gate.go)
+        timer.start()
+        for name in gradients:
+            gradients.wait(name)
+        bpsfast.synchronize(handle)
+        gradients.step()
+        timer.join()
+        gate.stream.record().wait(LIMIT_S)
+        return early, [float(gradients[name][0]) for name in gradients], float(x[0])
+
+
+def test_ready_never_waits_for_the_stream(shared_job):
+    job = shared_job(ranks=(2,))
+    assert job.run(while_the_stream_stands_still) == [((0.0, False), [2.0 * i + 1 for i in range(8)], 14.0)] * 2

@@ -81,9 +81,9 @@ def compressed(codec):
     with Stream() as stream:
         for round in range(4):
             x = values((100_000,), "float32", round)
-            want = bpsfast.push_pull(x.copy(), name=f"{codec} near", compression=choice, learning_rate=0.1 / (1 + round))
-            got = bpsfast.push_pull(stream.far(x), name=f"{codec} far", compression=choice,
-                                    learning_rate=0.1 / (1 + round))
+            options = {"compression": choice, "learning_rate": 0.1 / (1 + round)}
+            want = bpsfast.push_pull(x.copy(), name=f"{codec} near", **options)
+            got = bpsfast.push_pull(stream.far(x), name=f"{codec} far", **options)
             if not same(stream.near(got), want):
                 return round
     return None
@@ -130,5 +130,6 @@ def with_the_setting():
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_the_setting(shared_job, shape):
-    job = shared_job(ranks=shape, host_device=True, transport="tcp" if len(shape) > 1 else "auto", partition_bytes=65536)
+    job = shared_job(ranks=shape, host_device=True, transport="tcp" if len(shape) > 1 else "auto",
+                     partition_bytes=65536)
     assert job.run(with_the_setting) == [([], ["host"])] * sum(shape)

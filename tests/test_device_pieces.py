@@ -1,6 +1,8 @@
 """Units by partitions: every byte of every load is copied once, to where it belongs."""
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, strategies as st
 
 from bpsfast.device.pieces import Load, Piece, cut
@@ -12,7 +14,7 @@ def units(draw):
     stride = 64 * draw(st.integers(1, 5))
     edges = sorted(draw(st.sets(st.integers(0, 2000), max_size=10)))
     loads = [Load(begin, draw(st.integers(1, 1 << 40)), end - begin)
-             for begin, end in zip(edges, edges[1:]) if draw(st.booleans())]
+             for begin, end in pairwise(edges) if draw(st.booleans())]
     nbytes = (edges[-1] if edges else 0) + draw(st.integers(0, 300))
     return nbytes, stride, draw(st.permutations(loads))
 
@@ -27,7 +29,8 @@ def test_every_byte_once_and_inside_its_partition(unit):
     found = {}
     for piece in pieces:
         for load in piece.copies:
-            assert piece.number * stride <= load.offset < load.offset + load.nbytes <= piece.number * stride + piece.nbytes
+            begin = piece.number * stride
+            assert begin <= load.offset < load.offset + load.nbytes <= begin + piece.nbytes
             for i in range(load.nbytes):
                 assert load.offset + i not in found
                 found[load.offset + i] = load.address + i

@@ -120,20 +120,29 @@ class CudaDevice:
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
         self._number = number
-        self._device = cupy().cuda.Device(number)
+        self._runtime = cupy().cuda.runtime
         self._lock = threading.Lock()
         self._gate: CudaStream | None = None
 
     @contextmanager
     def current(self, what: str) -> Iterator[None]:
-        """Let calls inside be of this device, whichever the thread uses; failures while *what* are `DeviceError`."""
-        with _failures(self.name, what), self._device:
-            yield
+        """Let calls inside be of this device, whichever the thread uses; failures while *what* are `DeviceError`.
+
+        Not by CuPy's ``with Device``, which remembers in the object, in some versions, what threads have used before.
+        """
+        runtime = self._runtime
+        with _failures(self.name, what):
+            before = runtime.getDevice()
+            runtime.setDevice(self._number)
+            try:
+                yield
+            finally:
+                runtime.setDevice(before)
 
     def enter(self) -> None:
         """See `Device`."""
         with _failures(self.name, "entering it"):
-            self._device.use()
+            self._runtime.setDevice(self._number)
 
     def stream(self) -> CudaStream:
         """See `Device`."""
@@ -181,11 +190,10 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         """See `Device`."""
-        runtime = cupy().cuda.runtime
         try:
-            with self._device:
-                runtime.hostUnregister(address)
-        except runtime.CUDARuntimeError:
+            with self.current("unpinning pages of the host"):
+                self._runtime.hostUnregister(address)
+        except DeviceError:
             return  # the context is gone, or broken by a failure that was raised where it came from
 
 
