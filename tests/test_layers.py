@@ -29,6 +29,7 @@ _SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
 LAYERS = [  # the most special folder first
     Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
+    Layer("bpsfast/device", _CORE, frozenset({"cupy"})),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),

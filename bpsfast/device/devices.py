@@ -117,8 +117,8 @@ class Devices:
         return arrival
 
     def arrival(self, unit: Unit, round: int, target: Bytes, pieces: Sequence[Piece] | None = None) -> Arrival:
-        """Return what brings *pieces* of the sum of *round* to *target*, and waits for all of them; None: what is wanted.
-        For `add_back`.
+        """Return what brings *pieces* of the sum of *round* to *target*, and waits for all of them; None: those wanted
+        there. For `add_back`.
         """
         session = self._session
 
