@@ -4,7 +4,8 @@ The table *is* the `Settings` class: each field carries its unit, meaning and li
 
     command line (`overrides`) > BPSFAST_NAME > BytePS's variable (`byteps_variables`) > profile file > default
 
-and an unknown ``BPSFAST_*`` variable is an error. To add a setting, add one field here; nothing else is needed.
+and an unknown ``BPSFAST_*`` variable is an error. To add a setting, add one field here; nothing else is needed. So this
+file is longer than others: the table is all there is to know of a setting.
 """
 from __future__ import annotations
 

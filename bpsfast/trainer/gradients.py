@@ -7,6 +7,9 @@
 
 Names in forward order are priorities: what the next forward pass needs first is sent first. Small tensors are fused
 into groups with one round each: a group goes out when its last member is ready.
+
+Longer than other files: everything that a trainer calls is here, and what it stands on in files of its own: `edition`
+(units, and where inputs lie), `progress` (of a step), `tuner`, `device.gathering` (units whose tensors are on a GPU).
 """
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from ..device.communicator import joins
 from ..device.gathering import Gathering
 from ..dtypes import wire_name
 from ..orchestration.codec import CodecSpec
-from ..orchestration.errors import BusyError, MismatchError
+from ..orchestration.errors import MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
 from . import current as process, learning_rate as rates
 from .edition import Cut, Edition
 from .memory import Region
+from .progress import Progress
 from .tensor_input import TensorInput, tensor_input
 from .tuner import Tuner
 from .unit import Unit
@@ -106,8 +110,7 @@ class Gradients:
         self._lock = threading.Lock()
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         self._homes: dict[str, Region] = {}
-        self._ready: set[str] = set()
-        self._pending: dict[str, int] = {}
+        self._progress = Progress(tensors)
         self._rates: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -210,7 +213,7 @@ class Gradients:
             if self._enter(name):
                 unit.push(address, unit.nbytes)  # each partition is announced as soon as it is copied
         else:
-            self._refuse_twice(name)
+            self._progress.refuse_twice(name)
             copy(place.address, address, place.array.nbytes)
             if self._enter(name):
                 self._push(unit)
@@ -242,12 +245,12 @@ class Gradients:
 
     def missing(self) -> list[str]:
         """Return the names that are not ready in this step."""
-        return [name for name in self._names if name not in self._ready]
+        return self._progress.missing()
 
     @property
     def busy(self) -> bool:
         """Whether a gradient of this step is ready: the step has begun and not ended."""
-        return bool(self._ready)
+        return self._progress.has_begun
 
     def wait(self, name: str, timeout_s: float | None = None) -> Any:
         """Return the sum (mean) of *name* as a read-only array, waiting for it; on a device as `Gradients` says.
@@ -369,8 +372,7 @@ class Gradients:
                 for unit in chosen.distinct:
                     unit.follow(self._edition.distinct[0])
             self._last, self._edition = self._edition, chosen
-            self._ready.clear()
-            self._pending.clear()
+            self._progress.end()
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
@@ -398,31 +400,23 @@ class Gradients:
             name: home.array.view(edition.units[name].dtype).reshape(edition.members[name].shape)
             for name, home in self._homes.items()}
 
-    def _refuse_twice(self, name: str) -> None:
-        if name in self._ready:
-            raise BusyError(f"gradient {name!r} is ready for the second time in one step: end the step by step() first")
-
     def _enter(self, name: str, gather: Callable[[], None] = lambda: None) -> bool:
-        """Note that *name* is ready, and *gather* it; return whether its unit is complete now."""
+        """Note that *name* is ready, and *gather* it; return whether its unit is whole now."""
         self._prepare(name)
         with self._lock:
-            unit = self._edition.units[name]
-            self._refuse_twice(name)
-            gather()
-            self._ready.add(name)
-            left = self._pending.get(unit.name, len(unit.members)) - 1
-            self._pending[unit.name] = left
-        return left == 0
+            return self._progress.enter(name, self._edition.units[name], gather)
 
     def _awaited(self, name: str) -> tuple[Edition, Unit, int]:
         """Return the edition and the unit of *name*, and the round whose result is meant."""
         self._prepare(name)
         with self._lock:  # `step` of another thread changes all of it
-            edition = self._edition if name in self._ready else self._last
+            is_ready = self._progress.is_ready(name)
+            edition = self._edition if is_ready else self._last
             unit = edition.units[name]
             wires = {wire: own for own, wire in edition.wires.items()}
-            waits = name in self._ready and self._pending[unit.name]
-            absent = [wires[wire] for wire in unit.members if wires[wire] not in self._ready] if waits else []
+            absent = [wires[wire] for wire in unit.members if not self._progress.is_ready(wires[wire])]
+            if not is_ready or self._progress.is_whole(unit):
+                absent = []
         if absent:
             raise MismatchError(f"gradient {name!r} travels together with {', '.join(absent)}, which are not ready yet")
         if not unit.has_begun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
 from ..trace.records import Part
+from .runs import runs
 
 if TYPE_CHECKING:
     from ..device.arrivals import Arrival
@@ -32,15 +33,6 @@ INPUT_ALIGNMENT = 64
 _WINDOW_PARTS = 2, 8
 #: A wait for a device looks this often whether the session was closed.
 _SLICE_S = 0.1
-
-
-class _Run(NamedTuple):
-    """Consecutive result bytes of the unit inside one segment; offsets by round parity."""
-
-    begin: int
-    end: int
-    segment: Segment
-    offsets: tuple[int, int]
 
 
 class Unit:
@@ -82,7 +74,7 @@ class Unit:
         self._staging: Region | None = None
         self._window: Region | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
-        self._runs = _runs(ready, segments)
+        self._runs = runs(ready, segments)
         self._readers: list[tuple[int, Arrival]] = []  # of a round: copies to devices, which may go on
 
     def titles(self) -> dict[int, Part]:
@@ -379,27 +371,3 @@ class Unit:
 def window_parts(local_size: int) -> int:
     """Return how many partitions the window of `Unit.stream` holds where *local_size* ranks share a machine."""
     return min(max(_WINDOW_PARTS[0], local_size), _WINDOW_PARTS[1])
-
-
-def _runs(ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> list[_Run]:
-    """Turn the extents into runs, joined where one continues the other in both parities."""
-    runs: list[_Run] = []
-    begin = 0
-    for extent in ready.extents:
-        segment = segments.get((f"result:{extent.node}", extent.segment))
-        if segment is None:
-            raise ProtocolError(f"results of {ready.plan.name!r} lie in segment {extent.segment} of node "
-                                f"{extent.node}, which the node has not shared with this rank")
-        end = min(begin + extent.nbytes, ready.plan.nbytes)
-        offsets = (extent.offset_even, extent.offset_odd)
-        last = runs[-1] if runs else None
-        follows = last is not None and last.segment is segment and offsets == tuple(
-            offset + last.end - last.begin for offset in last.offsets)
-        if last is not None and follows:
-            runs[-1] = last._replace(end=end)
-        else:
-            runs.append(_Run(begin, end, segment, offsets))
-        begin = end
-    if begin != ready.plan.nbytes:
-        raise ProtocolError(f"results of {ready.plan.name!r} cover {begin} of {ready.plan.nbytes} bytes")
-    return runs
