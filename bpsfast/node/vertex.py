@@ -1,7 +1,7 @@
 """The vertex that sums: the engine with its board, doorbell, regions, links and communication service.
 
 Everything native that a node owns is made here and taken down here, in the one order that is safe: service,
-wires, engine, then the memory they wrote to.
+wires, engine, then the memory they wrote to. Longer than other files: that one life is read in one place.
 """
 from __future__ import annotations
 
