@@ -114,6 +114,7 @@ def read_late():
             seen.append(str(exc))
         gate.go()
         crossings[2].wait(deadline())
+        crossings[2].join(host_device().place().caller())
         crossings[0].join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
         return len(seen), late.min(), late.max(), float(x.min())
