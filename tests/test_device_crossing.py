@@ -114,6 +114,7 @@ def read_late():
             seen.append(str(exc))
         gate.go()
         crossings[2].wait(deadline())
+        crossings[2].join(host_device().place().caller())
         crossings[0].join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
         return len(seen), late.min(), late.max(), float(x.min())
@@ -190,7 +191,7 @@ def failed():
 
 
 def test_what_has_failed_is_done_and_given_up(shared_job):
-    job = shared_job(ranks=(2,), partition_bytes=16384, timeout_s=2)
+    job = shared_job(ranks=(2,), partition_bytes=16384, timeout_s=5)
     for texts, done in job.run(failed):
         assert len(texts) == 2
         assert all("a bad kernel" in text for text in texts)

@@ -12,7 +12,7 @@ from bpsfast.device.host import HostArray, host_device
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_arrays import Stream, same, values
-from tests.device_memory import LIMIT_S, held
+from tests.device_memory import LIMIT_S, Slow, eventually, held
 from tests.test_tuner import CUTS, Tour
 
 pytestmark = pytest.mark.matrix
@@ -156,7 +156,9 @@ def tuned():
 
 def test_editions(shared_job, tmp_path):
     job = shared_job(ranks=(2,), autotune=True, tuned_dir=str(tmp_path))
-    assert job.run(tuned) == [([], len(CUTS) + 1)] * 2
+    (wrong, n_editions), (others_wrong, n_others) = job.run(tuned)
+    assert wrong == others_wrong == []
+    assert n_editions == n_others >= 3, "one that comes late, on a busy machine, is left out"
 
 
 def while_the_stream_stands_still():
@@ -189,3 +191,37 @@ def while_the_stream_stands_still():
 def test_ready_never_waits_for_the_stream(shared_job):
     job = shared_job(ranks=(2,))
     assert job.run(while_the_stream_stands_still) == [((0.0, False), [2.0 * i + 1 for i in range(8)], 14.0)] * 2
+
+
+def written_after_the_step(ends):
+    """The next gradient, which the owner's stream writes once the step is over, is not overwritten by the last sum."""
+    device, made = host_device(), []
+
+    def slow():
+        made.append(Slow(device))
+        return made[-1]
+
+    with Stream() as owner:
+        stream = owner.far(np.zeros(1, "f4")).stream
+        device.stream = slow  # those of the lines: copies happen when the test says so
+        g = Gradients({"x": ((1000,), "f4"), "y": ((10,), "f4")}, average=False, device="host", prefix=f"{ends} ")
+        for name in g:
+            g[name].stream = stream
+            stream.run(lambda name=name: g[name].fill(1))
+            g.ready(name)
+        eventually(lambda: made and made[0].order)
+        made[0].go(2)  # to the host
+        g.step(wait=ends == "step")
+        if ends == "finish":
+            for name in g:
+                g.finish(name)
+        for name in g:
+            stream.run(lambda name=name: g[name].fill(5))
+        made[1].go(2)  # and back
+        del device.stream
+        return [owner.near(g[name]).tolist() == [5.0] * g[name].size for name in g]
+
+
+@pytest.mark.parametrize("ends", ["step", "finish"])
+def test_the_next_gradient_comes_after_the_last_sum(job, ends):
+    assert job(ranks=(2,)).run(written_after_the_step, ends) == [[True, True]] * 2

@@ -28,6 +28,7 @@ def fail():
 
 def a_kernel_fails(ends):
     """On rank 1 a kernel before the push fails. Others are told who is missing: at the deadline, or when it *ends*."""
+    bpsfast.push_pull(far(), name="failing")
     stream = host_device().stream()
     if bpsfast.rank() == 1:
         stream.run(fail)
@@ -46,7 +47,7 @@ def a_kernel_fails(ends):
 
 
 def test_a_failing_kernel_is_that_ranks_and_named_elsewhere(job):
-    missing, failed, third = job(ranks=(2, 1), transport="tcp", timeout_s=2).run(a_kernel_fails, False)
+    missing, failed, third = job(ranks=(2, 1), transport="tcp", timeout_s=5).run(a_kernel_fails, False)
     assert failed[0] == "DeviceError"
     assert "a bad kernel" in failed[1]
     assert failed[2], "who polls it must not wait for ever"

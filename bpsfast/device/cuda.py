@@ -152,7 +152,8 @@ class CudaDevice:
     @property
     def address(self) -> str:
         """On PCIe, as sysfs writes it: "0000:3b:00.0"."""
-        domain, _, rest = str(self._device.pci_bus_id).lower().partition(":")
+        with _failures(self.name, "asking for its address"):
+            domain, _, rest = str(self._runtime.deviceGetPCIBusId(self._number)).lower().partition(":")
         return f"{domain[-4:]:0>4}:{rest}"
 
     def stream_at(self, handle: int) -> CudaStream:

@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..orchestration.errors import UnsupportedError
 from .crossing import Crossing
+from .device import Stream
 from .devices import Bytes
 from .pieces import Load
 
@@ -24,6 +25,14 @@ class _Member(NamedTuple):
     target: TensorInput | None
 
 
+class _Sent(NamedTuple):
+    """A round that came from a device: to which addresses its sum goes, by offset, and who works with what is there."""
+
+    crossing: Crossing
+    address_at: dict[int, int]
+    callers: list[Callable[[], Stream]]
+
+
 class Gathering:
     """The units of one object of a trainer. As thread-safe as that: tensors of one unit may come from several threads,
     one after another.
@@ -32,7 +41,7 @@ class Gathering:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._gathered: dict[str, list[_Member]] = {}
-        self._crossings: dict[str, tuple[Crossing, dict[int, int]]] = {}  # with the targets' addresses by offset
+        self._sent: dict[str, _Sent] = {}  # the last round of each unit
 
     def add(self, unit: Unit, offset: int, source: TensorInput, target: TensorInput | None) -> None:
         """Note that the tensor of *unit* at *offset* lies at *source*.
@@ -60,7 +69,8 @@ class Gathering:
             return False
         targets = [member._replace(source=member.target) for member in members if member.target is not None]
         crossing = self._session.devices.send(unit, _bytes(members), _bytes(targets) if targets else None)
-        self._crossings[unit.name] = crossing, {member.offset: member.source.address for member in targets}
+        self._sent[unit.name] = _Sent(crossing, {member.offset: member.source.address for member in targets}, [
+            member.source.place.caller for member in targets if member.source.place is not None])
         return True
 
     def forget(self) -> None:
@@ -69,37 +79,44 @@ class Gathering:
 
     def wait(self, unit: Unit, round: int, deadline: float) -> None:
         """Wait for *round* of *unit*, wherever it came from. Raises as `Unit.wait`, and `DeviceError`."""
-        crossing, _ = self._crossing(unit, round)
-        if crossing is not None:
-            crossing.wait(deadline)
+        sent = self._of(unit, round)
+        if sent is not None:
+            sent.crossing.wait(deadline)
         else:
             unit.wait(round, max(0.0, deadline - time.monotonic()))
 
+    def finish(self, unit: Unit, round: int, deadline: float) -> None:
+        """As `wait`; what owners of arrays enqueue from now on comes after the sum got there, be it read or not."""
+        self.wait(unit, round, deadline)
+        sent = self._of(unit, round)
+        if sent is not None:
+            for caller in sent.callers:
+                sent.crossing.join(caller())
+            sent.callers.clear()
+
     def wait_departed(self, unit: Unit, round: int, deadline: float) -> None:
         """Wait until what *unit* pushed in *round* has left its device, if it was on one. Raises as `wait`."""
-        crossing, _ = self._crossing(unit, round)
-        if crossing is not None:
-            crossing.wait_departed(deadline)
+        sent = self._of(unit, round)
+        if sent is not None:
+            sent.crossing.wait_departed(deadline)
 
     def deliver(self, unit: Unit, round: int, offset: int, target: TensorInput, deadline: float) -> None:
         """Wait for *round*, and let whoever works with *target* find the sum of the tensor at *offset* there."""
         assert target.place is not None, "what lies on no device is delivered by the unit"
         self.wait(unit, round, deadline)
-        crossing, address_at = self._crossing(unit, round)
-        if crossing is not None and address_at.get(offset) == target.address:
-            crossing.join(target.place.caller())
+        sent = self._of(unit, round)
+        if sent is not None and sent.address_at.get(offset) == target.address:
+            sent.crossing.join(target.place.caller())
             return
         arrival = self._session.devices.bring(unit, round, _bytes([_Member(offset, target, None)]))
         arrival.wait(deadline, self._session.require_open)
         assert arrival.event is not None, "it is over"
         target.place.caller().wait(arrival.event)
 
-    def _crossing(self, unit: Unit, round: int) -> tuple[Crossing | None, dict[int, int]]:
-        """Return how *round* of *unit* came from its device, and to which addresses it goes; None: it did not."""
-        found = self._crossings.get(unit.name)
-        if found is None or found[0].unit is not unit or found[0].round != round:
-            return None, {}
-        return found
+    def _of(self, unit: Unit, round: int) -> _Sent | None:
+        """Return how *round* of *unit* came from its device; None: it did not."""
+        found = self._sent.get(unit.name)
+        return found if found is not None and found.crossing.unit is unit and found.crossing.round == round else None
 
 
 def _device(memory: TensorInput) -> str:

@@ -36,10 +36,10 @@ def of_torch(tensor: Any) -> Place:
     from .cuda import cuda_device
 
     torch = sys.modules["torch"]
-    device = cuda_device(tensor.get_device())
+    device, where = cuda_device(tensor.get_device()), tensor.device  # not the tensor: a place shall not keep it
 
     def current() -> CudaStream:
-        return device.stream_at(torch.cuda.current_stream(tensor.device).cuda_stream)
+        return device.stream_at(torch.cuda.current_stream(where).cuda_stream)
 
     return Place(device, current().record(), current)
 

@@ -332,7 +332,7 @@ class Gradients:
     def finish(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""
         _, unit, round = self._awaited(name)
-        self._gathering.wait(unit, round, self._deadline(timeout_s))
+        self._gathering.finish(unit, round, self._deadline(timeout_s))
 
     def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
@@ -361,7 +361,7 @@ class Gradients:
         if wait:
             # The least urgent first: it mostly completes last, and then one sleep was enough.
             for unit in reversed(self._edition.distinct):
-                self._gathering.wait(unit, unit.round, deadline)
+                self._gathering.finish(unit, unit.round, deadline)
         chosen = self._edition
         if self._tuner is not None:
             chosen = self._tuner.conclude(max(0.0, deadline - time.monotonic()))
