@@ -35,8 +35,8 @@ Finish = Callable[[BaseException | None], None]
 
 _KEY_NBYTES = 32
 _TICK_S = 0.5
-#: How long rank 0 waits for others to come, to tell them that it leaves.
-_FAREWELL_S = 1.0
+#: How long one waits for a connection, to say over it that one leaves at once.
+_FAREWELL_S = 5.0
 #: How much longer one waits who does not know what is missing: somebody else does. Rank 0, then the others.
 _GRACE_S = 2.0, 4.0
 
@@ -223,6 +223,10 @@ class TurnService:
     def _all_are_here(self) -> bool:
         return not isinstance(self._line, LeaderLine) or len(self._line.present) == self.size - 1
 
+    @property
+    def _is_heard(self) -> bool:
+        return self._line.is_connected if isinstance(self._line, FollowerLine) else self._all_are_here
+
     def _say(self, message: says.Message) -> None:
         """Tell the other end: rank 0 all who have not left, the others rank 0."""
         if isinstance(self._line, FollowerLine):
@@ -239,7 +243,7 @@ class TurnService:
 
     def _turn(self, now: float) -> None:
         self._wake.clear()
-        if self._abandoned is not None and (self._all_are_here or now >= self._abandoned_at + _FAREWELL_S):
+        if self._abandoned is not None and (self._is_heard or now >= self._abandoned_at + _FAREWELL_S):
             raise self._abandoned
         while self._ended:
             self._conclude(*self._ended.popleft())

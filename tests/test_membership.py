@@ -199,4 +199,6 @@ def test_the_first_word_over_another_connection_is_a_short_one(puppet, membershi
         if puppet.client != before:
             break
     assert isinstance(message, m.Heartbeat)
-    assert puppet.hear() == m.Ready(generation=2)
+    while isinstance(message, m.Heartbeat):  # a slow machine's is not the only one
+        message = puppet.hear()
+    assert message == m.Ready(generation=2)

@@ -114,7 +114,7 @@ def test_old_dlpack_is_read_only():
     (torch.zeros(3, dtype=torch.bool), "bool"),
     (torch.zeros(3, requires_grad=True), "refuses to export"),
     (array.array("H", [1]), "bfloat16"),
-    (_OnGpu(np.zeros(3)), "CUDA device 0"),
+    (_OnGpu(np.zeros(3)), "CuPy"),
     (3.0, "np.asarray"),
     ([1, 2], "np.asarray"),
     (None, "np.asarray"),
