@@ -92,6 +92,7 @@ class TurnService:
         self._untold: list[tuple[str, int]] | None = [] if together and rank != 0 else None  # given, rank 0 not told
         self._abandoned: BpsError | None = None
         self._abandoned_at = 0.0
+        self._met: set[int] = set()
         self._line = self._meet(agree, host)
         try:
             self._wake = WakeUp()
@@ -224,8 +225,13 @@ class TurnService:
         return not isinstance(self._line, LeaderLine) or len(self._line.present) == self.size - 1
 
     @property
-    def _is_heard(self) -> bool:
-        return self._line.is_connected if isinstance(self._line, FollowerLine) else self._all_are_here
+    def _has_met_all(self) -> bool:
+        """Whether everybody has been there: who is gone since needs no last word."""
+        if isinstance(self._line, LeaderLine):
+            self._met |= self._line.present
+        elif self._line.is_connected:
+            self._met.add(0)
+        return len(self._met) == (self.size - 1 if self.rank == 0 else 1)
 
     def _say(self, message: says.Message) -> None:
         """Tell the other end: rank 0 all who have not left, the others rank 0."""
@@ -243,7 +249,8 @@ class TurnService:
 
     def _turn(self, now: float) -> None:
         self._wake.clear()
-        if self._abandoned is not None and (self._is_heard or now >= self._abandoned_at + _FAREWELL_S):
+        has_met_all = self._has_met_all
+        if self._abandoned is not None and (has_met_all or now >= self._abandoned_at + _FAREWELL_S):
             raise self._abandoned
         while self._ended:
             self._conclude(*self._ended.popleft())

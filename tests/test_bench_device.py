@@ -109,7 +109,7 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys, tmp_path
     assert "of this part" in json.loads(path.read_text().splitlines()[1])["measured"]["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_all_of_it_on_the_host_device(tmp_path, capsys):
     pytest.importorskip("torch", reason="torch is not installed")
