@@ -15,6 +15,7 @@ from typing import Any
 VERSIONS = ((0, 1), (0, 2), (0, 3))
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _STRING = 4  # XLA_FFI_AttrType_STRING
+_TOKEN = 17  # XLA_FFI_DataType_TOKEN
 INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 
 
@@ -133,10 +134,13 @@ def text_of(frame: Frame) -> str:
 
 
 def addresses(buffers: Buffers) -> list[int]:
-    """Return where the elements of all buffers but the first, which is a token, lie."""
+    """Return where the elements of all buffers lie, without a token that comes first."""
+    if not buffers.size:
+        return []
     pointers = (c_size_t * buffers.size).from_address(buffers.buffers)
+    first = 1 if c_int.from_address(pointers[0] + Buffer.dtype.offset).value == _TOKEN else 0
     at: Callable[[int], Any] = c_size_t.from_address
-    return [at(pointer + _DATA_OFFSET).value for pointer in pointers[1:]]
+    return [at(pointer + _DATA_OFFSET).value for pointer in pointers[first:]]
 
 
 def error(frame: Frame, text: str) -> int:

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from ..dtypes import TABLE
 from ..orchestration.errors import BpsError
 from ..orchestration.messages import TensorSpec
+from ..pyx.port import copy
 from ..trainer.session import Session
 from ..trainer.unit import Unit
 
@@ -22,6 +24,14 @@ _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+class _Member(NamedTuple):
+    """One tensor: its place among the leaves, and where it lies in its unit."""
+
+    place: int
+    offset: int
+    nbytes: int
+
+
 class Exchange:
     """The tensors *specs* in *session*. Any thread, one at a time.
 
@@ -32,9 +42,9 @@ class Exchange:
     def __init__(self, session: Session, specs: Sequence[TensorSpec]) -> None:
         self.session = session
         sizes = [prod(spec.shape) * TABLE[spec.dtype].itemsize for spec in specs]
-        #: Place among the leaves, description, and bytes; what has no bytes is neither declared nor sent.
-        self._members = [(i, spec, nbytes) for i, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
-        self._units: list[tuple[int, Unit, int]] | None = None
+        #: What has no bytes is neither declared nor sent.
+        self._specs = [(place, spec, nbytes) for place, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
+        self._units: dict[Unit, list[_Member]] = {}
         self._lock = threading.Lock()
 
     def run(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -50,26 +60,49 @@ class Exchange:
             units = self._units or self._committed()
             begun: list[tuple[Unit, int]] = []
             try:
-                for place, unit, nbytes in units:
-                    begun.append((unit, unit.push(sources[place], nbytes)))
+                for unit, members in units.items():
+                    begun.append((unit, _push(unit, members, sources)))
                 deadline = time.monotonic() + timeout_s
-                for place, _, nbytes in units:
-                    _ask_for_huge_pages(targets[place], nbytes)
-                for (unit, round), (place, _, nbytes) in zip(begun, units):
-                    left_s = max(0.0, deadline - time.monotonic())
-                    unit.deliver(round, targets[place], 0, nbytes, left_s)
-                    unit.wait(round, left_s)
+                for unit, round in begun:
+                    _deliver(unit, round, units[unit], targets, deadline)
             except BpsError as exc:
                 for unit, _ in begun:
                     if unit.in_flight:
                         unit.give_up(exc)
                 raise
 
-    def _committed(self) -> list[tuple[int, Unit, int]]:
-        session = self.session
-        session.tensors.declare([spec for _, spec, _ in self._members])
-        self._units = [(place, session.tensors.unit(spec.name), nbytes) for place, spec, nbytes in self._members]
-        return self._units
+    def _committed(self) -> dict[Unit, list[_Member]]:
+        tensors = self.session.tensors
+        tensors.declare([spec for _, spec, _ in self._specs])
+        found: dict[Unit, list[_Member]] = {}
+        for place, spec, nbytes in self._specs:
+            unit = tensors.unit(spec.name)
+            found.setdefault(unit, []).append(_Member(place, unit.members[spec.name].offset, nbytes))
+        self._units = found
+        return found
+
+
+def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int:
+    """Push what *unit* is fused of, gathered, or its one tensor from where it lies; return the round."""
+    if len(members) == 1:
+        return unit.push(sources[members[0].place], members[0].nbytes)
+    base = unit.staging.address
+    for place, offset, nbytes in members:
+        copy(base + offset, sources[place], nbytes)
+    return unit.push_staging()
+
+
+def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequence[int], deadline: float) -> None:
+    """Copy the sums to *targets*: of one tensor each partition as soon as it is complete."""
+    left_s = max(0.0, deadline - time.monotonic())
+    if len(members) == 1:
+        _ask_for_huge_pages(targets[members[0].place], members[0].nbytes)
+        unit.deliver(round, targets[members[0].place], 0, members[0].nbytes, left_s)
+    unit.wait(round, left_s)
+    if len(members) > 1:
+        base = unit.view(round).ctypes.data
+        for place, offset, nbytes in members:
+            copy(targets[place], base + offset, nbytes)
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:

@@ -1,7 +1,8 @@
 """push_pull of pytrees, inside jit and outside."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..compression.choice import Choice, check_choice, chosen, chosen_among
 from ..dtypes import wire_name
+from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
 from . import far, primitive
@@ -33,7 +35,7 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
         Divide by the number of ranks; integers are divided downwards (floor).
     name
         What the names of the leaves begin with, which are those of the job's tensors: ``name.layer.w`` for
-        ``{"layer": {"w": ...}}``. None: names are made of the way to the leaf, its kind and shape.
+        ``{"layer": {"w": ...}}``. None: names are made of the way to the leaf, and of what the whole tree is.
     priority
         Higher goes first where bytes compete. None: the earlier a name is first used, the more urgent it is.
     compression
@@ -58,15 +60,18 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
     given, structure = jax.tree_util.tree_flatten(tree)
     if not given:
         return tree
-    check_choice(compression)
-    mean = averages(average, op)
-    names = names_of(tree, "jax" if name is None else name)
-    leaves = [_array(leaf, each) for leaf, each in zip(given, names)]
-    kinds = [(tuple(leaf.shape), _wire_name(leaf, each)) for leaf, each in zip(leaves, names)]
-    if name is None:
-        kind_of_sum = "mean" if mean else "sum"
-        names = [f"{each} ({kind_of_sum} of {dtype}{list(shape)})" for each, (shape, dtype) in zip(names, kinds)]
-    site = _site(names, kinds, mean, priority, compression)
+    process.current()
+    key = structure, tuple([_kind(leaf) for leaf in given]), average, name, priority, op
+    site = _sites.get(key) if compression is None else None
+    if site is not None:
+        leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in given]
+    else:
+        names = names_of(tree, "jax" if name is None else name)
+        leaves = [_array(leaf, each) for leaf, each in zip(given, names)]
+        kinds = [(tuple(leaf.shape), _wire_name(leaf, each)) for leaf, each in zip(leaves, names)]
+        site = _site(names, kinds, averages(average, op), name is not None, priority, compression)
+        if compression is None:
+            _sites[key] = site
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         sums = primitive.differentiable(site, *leaves)
     elif any(far.is_far(leaf) for leaf in leaves):
@@ -74,6 +79,14 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
     else:
         sums = primitive.run(site, leaves)
     return jax.tree_util.tree_unflatten(structure, sums)
+
+
+#: Sites by what they come from: a training loop calls push_pull with the same trees thousands of times.
+_sites: dict[Any, Site] = {}
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
 
 
 def _array(leaf: Any, name: str) -> Any:
@@ -96,19 +109,23 @@ def _wire_name(leaf: Any, name: str) -> str:
         raise UnsupportedError(f"leaf {name!r}: {exc}") from None
 
 
-def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], mean: bool, priority: int | None,
-          compression: Choice | None) -> Site:
-    twice = sorted({each for each in names if names.count(each) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise ConfigError(f"two leaves have the name {twice[0]!r}: keys of a tree are joined by dots, so no key may be "
+def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], mean: bool, is_named: bool,
+          priority: int | None, compression: Choice | None) -> Site:
+    check_choice(compression)
+    if len(set(names)) < len(names):
+        twice = next(each for each in names if names.count(each) > 1)
+        raise ConfigError(f"two leaves have the name {twice!r}: keys of a tree are joined by dots, so no key may be "
                           "made of others and dots")
-    session = process.current()
-    codecs = {}
+    codecs: Mapping[str, CodecSpec | None] = {}
     if compression is not None:
-        least = session.settings.min_compress_bytes
+        least = process.current().settings.min_compress_bytes
         if len(names) == 1:
             codecs = {names[0]: chosen(compression, names[0], *kinds[0], least, is_alone=True)}
         else:
-            codecs = dict(chosen_among(compression, dict(zip(names, kinds)), least))
+            codecs = chosen_among(compression, dict(zip(names, kinds)), least)
     leaves = tuple(Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds))
-    return Site(leaves, mean, priority)
+    site = Site(leaves, mean, priority)
+    if is_named:
+        return site
+    # Trees of another kind are other tensors.
+    return replace(site, leaves=tuple(replace(leaf, name=f"{leaf.name} of {site.digest[:12]}") for leaf in leaves))

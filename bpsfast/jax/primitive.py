@@ -10,8 +10,8 @@ JAX has no public name for ordered effects. What is taken from `jax._src` is tak
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ try:
     _SETS = (effects.lowerable_effects, effects.ordered_effects, effects.control_flow_allowed_effects,
              effects.custom_derivatives_allowed_effects)
     _TOKEN = core.abstract_token
-    _apply = dispatch.apply_primitive
+    dispatch.runtime_tokens.clear  # noqa: B018 - is it there?
 except (ImportError, AttributeError) as exc:
     raise ImportError(f"bpsfast.jax needs ordered effects, which it does not find in jax {jax.__version__}: {exc}. "
                       "Install a jax of the versions that setup.cfg names, or a newer bpsfast") from exc
@@ -47,18 +47,41 @@ for _set in _SETS:
 
 _push_pull = core.Primitive("bpsfast_push_pull")
 _push_pull.multiple_results = True
+_at_once = core.Primitive("bpsfast_push_pull_at_once")  # without a token: see `_run`
+_at_once.multiple_results = True
+
+
+def settle() -> None:
+    """Wait for the programs that this thread has started, as far as they have effects.
+
+    What one of them has failed with is raised where its results are used. Its token keeps the error, too, and would
+    hand it on to every program that comes: it is forgotten.
+    """
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        dispatch.runtime_tokens.clear()
 
 
 @_push_pull.def_effectful_abstract_eval
-def _shapes(*leaves: Any, site: Site) -> tuple[list[Any], set[Any]]:
-    return [core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], {_effect}
+def _shapes_in_order(*leaves: Any, site: Site) -> tuple[list[Any], set[Any]]:
+    return _shapes(*leaves, site=site), {_effect}
+
+
+@_at_once.def_abstract_eval
+def _shapes(*leaves: Any, site: Site) -> list[Any]:
+    return [core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 @_push_pull.def_impl
 def _run(*leaves: Any, site: Site) -> Any:
-    """Sum outside jit: wait, and raise what was raised."""
+    """Sum outside jit: after all programs under way; wait, and raise what was raised.
+
+    That keeps the order without a token, with which JAX takes a long way to XLA: milliseconds for some hundred leaves.
+    """
+    settle()
     try:
-        return jax.block_until_ready(_apply(_push_pull, *leaves, site=site))
+        return jax.block_until_ready(_now(site)(*leaves))
     except jax.errors.JaxRuntimeError as exc:
         cause = handler.failure(str(exc))
         if cause is None:
@@ -66,15 +89,27 @@ def _run(*leaves: Any, site: Site) -> Any:
         raise cause from None
 
 
+@lru_cache(maxsize=None)
+def _now(site: Site) -> Callable[..., Any]:
+    return jax.jit(lambda *leaves: _at_once.bind(*leaves, site=site))
+
+
 def _lower(ctx: Any, *leaves: Any, site: Site) -> Sequence[Any]:
     """Lower for the CPU: the token is the call's first argument and first result."""
-    handler.require_fit()
     token = ctx.tokens_in.get(_effect)
     with_token = dataclasses.replace(ctx, avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out])
-    lowered = jax.ffi.ffi_lowering(handler.TARGET, has_side_effect=True)
-    token, *sums = lowered(with_token, token, *leaves, site=enter(site))
+    token, *sums = _lower_at_once(with_token, token, *leaves, site=site)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(TokenSet({_effect: token})))
     return sums
+
+
+def _lower_at_once(ctx: Any, *operands: Any, site: Site) -> Sequence[Any]:
+    handler.require_fit()
+    lowered: Sequence[Any] = _lowering(ctx, *operands, site=enter(site))
+    return lowered
+
+
+_lowering = jax.ffi.ffi_lowering(handler.TARGET, has_side_effect=True)
 
 
 def _refuse_lowering(ctx: Any, *leaves: Any, site: Site) -> Sequence[Any]:
@@ -91,6 +126,7 @@ def _refuse_batching(leaves: Any, dims: Any, *, site: Site) -> Any:
 
 mlir.register_lowering(_push_pull, _refuse_lowering)
 mlir.register_lowering(_push_pull, _lower, platform="cpu")
+mlir.register_lowering(_at_once, _lower_at_once, platform="cpu")
 batching.primitive_batchers[_push_pull] = _refuse_batching
 handler.register()
 

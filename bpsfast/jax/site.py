@@ -52,9 +52,12 @@ class Site:
         return Site(leaves, self.average, self.priority)
 
     def specs(self) -> list[TensorSpec]:
-        """Describe the tensors to the job."""
+        """Describe the tensors to the job: small ones travel together."""
+        fusible = [leaf.name for leaf in self.leaves if leaf.codec is None]
+        group = f"{fusible[0]} to {fusible[-1]}, {len(fusible)} leaves" if len(fusible) > 1 else None
         return [TensorSpec(name=leaf.name, shape=leaf.shape, dtype=leaf.dtype, average=self.average,
-                           priority=self.priority, codec=leaf.codec) for leaf in self.leaves]
+                           priority=self.priority, codec=leaf.codec, group=None if leaf.codec is not None else group)
+                for leaf in self.leaves]
 
     def exchange(self, session: Session) -> Exchange:
         """Return what sums it in *session*."""
