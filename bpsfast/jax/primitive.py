@@ -143,7 +143,7 @@ def differentiable(site: Site, *leaves: Any) -> list[Any]:
 
 
 def _forward(site: Site, *leaves: Any) -> tuple[list[Any], None]:
-    return run(site, leaves), None
+    return differentiable(site, *leaves), None
 
 
 def _backward(site: Site, _: None, cotangents: Sequence[Any]) -> tuple[Any, ...]:
