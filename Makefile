@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-ecosystem races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
+.PHONY: demo test test-thorough test-guest test-ecosystem test-frameworks races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -34,6 +34,11 @@ test-guest: $(stamp) guest
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# What is tested with other frameworks than torch, which take some hundred MB to install.
+test-frameworks: $(stamp)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,test]
+	$(bin)/pytest -q --durations=10 tests/test_jax_*.py tests/test_bench_frameworks.py
 
 # Style and types. mypy is shown the package as it is imported, with bpsfast.orchestration and bpsfast.pyx inside.
 view := $(VENV)/view

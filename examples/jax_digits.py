@@ -90,7 +90,10 @@ def main():
     digits = load_digits()
     x, y = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     test, rest = slice(0, 300), slice(300, None)
-    who, params = train_alone(x[rest], y[rest], [int(n) for n in ranks.split(",")]) if ranks else train(x[rest], y[rest])
+    if ranks:
+        who, params = train_alone(x[rest], y[rest], [int(n) for n in ranks.split(",")])
+    else:
+        who, params = train(x[rest], y[rest])
     accuracy = float((logits(params, x[test]).argmax(1) == y[test]).mean())
     digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves(params)))
     print(f"{who}: accuracy {accuracy:.3f}, parameters {digest.hexdigest()[:16]}", flush=True)

@@ -1,5 +1,5 @@
-"""What tests of bpsfast.jax share; importing it skips them where there is no JAX. Ranks are started, not forked: JAX has
-threads from its first array on.
+"""What tests of bpsfast.jax share; importing it skips them where there is no JAX. Ranks are started, not forked: JAX
+has threads from its first array on.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(found, wanted):
     """Whether two trees are the same, bit for bit."""
     kinds = jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(wanted)
     pairs = zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(wanted))
-    return kinds and all(a.dtype == b.dtype and a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return kinds and all((a.dtype, a.shape) == (b.dtype, b.shape) and np.asarray(a).tobytes() == np.asarray(b).tobytes()
                          for a, b in pairs)
 
 

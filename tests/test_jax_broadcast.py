@@ -19,7 +19,8 @@ def tree_of(rank):
     state = optax.adam(1e-3).init({"w": jnp.ones(3)})
     return {"arrays": arrays, "empty": jnp.zeros((0, 2)), "none": None, "number": 1.5 * rank, "flag": rank == 1,
             "count": rank, "numpy": np.full(3, rank), "scalar": np.float64(rank), "key": jax.random.key(rank),
-            "state": jax.tree_util.tree_map(lambda x: x + rank, state), "turned": jnp.arange(6.0).reshape(2, 3).T * rank}
+            "state": jax.tree_util.tree_map(lambda x: x + rank, state),
+            "turned": jnp.arange(6.0).reshape(2, 3).T * rank}
 
 
 def everywhere():

@@ -119,7 +119,8 @@ def refused():
     push = bps.push_pull
     yes = lambda *names: raised(push, *names)  # noqa: E731
     return {
-        "bool": yes(jnp.ones(3, bool)), "complex": yes(jnp.ones(3, jnp.complex64)), "uint32": yes(jnp.ones(3, jnp.uint32)),
+        "bool": yes(jnp.ones(3, bool)), "complex": yes(jnp.ones(3, jnp.complex64)),
+        "uint32": yes(jnp.ones(3, jnp.uint32)),
         "inside": raised(jax.jit(push), {"a": jnp.ones(3, bool)}), "text": yes({"a": "words"}),
         "float64": yes({"a": np.ones(3)}), "names": yes({"a.b": x, "a": {"b": x}}),
         "op": raised(push, x, op=7), "both": raised(push, x, False, op=bps.Average),

@@ -5,7 +5,7 @@
     params = bps.broadcast(params, root_rank=0)
     optimizer = bps.DistributedOptimizer(optax.adam(1e-3))
 
-Inside jit on the CPU: XLA calls our handler with its own buffers (`handler`), in the order of the program (`primitive`).
+Inside jit, on the CPU: XLA calls our handler with its buffers (`handler`), in the order of the program (`primitive`).
 """
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:
 
 def _host_copy(leaf: Any, name: str) -> np.ndarray[Any, Any]:
     if isinstance(leaf, jax.core.Tracer):
-        raise UnsupportedError(f"broadcast of {name!r} inside jit, grad or vmap: call it outside, once, before training")
+        raise UnsupportedError(f"broadcast of {name!r} inside jit, grad or vmap: call it outside, before training")
     if isinstance(leaf, jax.Array) and _is_key(leaf):
         leaf = jax.random.key_data(leaf)
     elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
@@ -77,7 +77,7 @@ def _like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     if not isinstance(leaf, jax.Array):
         return host if isinstance(leaf, np.ndarray) else host[()] if isinstance(leaf, np.generic) else host.item()
     if _is_key(leaf):
-        return jax.device_put(jax.random.wrap_key_data(host, impl=jax.random.key_impl(leaf)), leaf.sharding)
+        return jax.device_put(jax.random.wrap_key_data(jax.numpy.asarray(host), impl=jax.random.key_impl(leaf)), leaf.sharding)
     return jax.device_put(host, leaf.sharding)
 
 

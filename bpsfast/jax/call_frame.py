@@ -1,4 +1,4 @@
-"""XLA's FFI call frame as ctypes structures: what a handler written in Python reads its arguments from, and answers with.
+"""XLA's FFI call frame as ctypes structures: where a handler written in Python finds its arguments, and its answers.
 
 Layouts are those of xla/ffi/api/c_api.h, API version 0.3 (jaxlib ships the header: `jax.ffi.include_dir()`). The frame
 says its own size and version; `check_metadata` and `check_frame` compare them before anything else is read, because a

@@ -106,7 +106,7 @@ def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequen
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Let the kernel back fresh memory by huge pages, where it can: XLA's own allocator takes a fault for every 4 KB."""
+    """Let the kernel back fresh memory by huge pages, if it can: XLA's own allocator takes a fault for every 4 KB."""
     if nbytes >= _LARGE_NBYTES:
         begin = -(-address // _PAGE_NBYTES) * _PAGE_NBYTES
         _madvise(begin, (address + nbytes - begin) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE)

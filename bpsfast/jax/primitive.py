@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ def _run(*leaves: Any, site: Site) -> Any:
         raise cause from None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _now(site: Site) -> Callable[..., Any]:
     return jax.jit(lambda *leaves: _at_once.bind(*leaves, site=site))
 
@@ -138,7 +138,7 @@ def run(site: Site, leaves: Sequence[Any]) -> list[Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable(site: Site, *leaves: Any) -> list[Any]:
-    """As `run`; the sum is linear, so its gradient is the sum (mean) of the ranks' gradients, under names of its own."""
+    """As `run`; the sum is linear: its gradient is the sum (mean) of the ranks' gradients, under names of its own."""
     return run(site, leaves)
 
 
