@@ -77,7 +77,8 @@ def _like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
     if not isinstance(leaf, jax.Array):
         return host if isinstance(leaf, np.ndarray) else host[()] if isinstance(leaf, np.generic) else host.item()
     if _is_key(leaf):
-        return jax.device_put(jax.random.wrap_key_data(jax.numpy.asarray(host), impl=jax.random.key_impl(leaf)), leaf.sharding)
+        key = jax.random.wrap_key_data(jax.numpy.asarray(host), impl=jax.random.key_impl(leaf))
+        return jax.device_put(key, leaf.sharding)
     return jax.device_put(host, leaf.sharding)
 
 
