@@ -22,7 +22,7 @@ WORKLOADS = {"64 MB": (1, 16 << 20, 3), "161 small tensors": (161, 256, 10)}
 
 def rows(arrays: list[np.ndarray[Any, Any]]) -> dict[str, Callable[[], list[Any]]]:
     """Return what sums *arrays*, by the rows' names; of what is installed."""
-    found = {}
+    found: dict[str, Callable[[list[np.ndarray[Any, Any]]], Callable[[], list[Any]]]] = {}
     for module, needed in FRAMEWORKS.items():
         if util.find_spec(needed) is not None:
             found |= import_module(f"bpsfast.bench.frameworks.{module}").ROWS
