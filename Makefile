@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -65,6 +65,18 @@ $(VENV)-site/.gpu: $(sources)
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# What is tested with other frameworks than torch, which take some hundred MB to install.
+test-frameworks: $(stamp)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,test]
+	$(bin)/pytest -q --durations=10 tests/test_jax_*.py tests/test_bench_frameworks.py
+
+# MXNet 1.9.1 is retired and needs NumPy below 1.24: an environment of its own.
+mxnet := $(VENV)/mxnet
+test-mxnet: $(stamp)
+	test -x $(mxnet)/bin/pip || $(PYTHON) -m venv $(mxnet)
+	$(mxnet)/bin/pip install --quiet --editable . "mxnet==1.9.1" "numpy<1.24" "scikit-learn<1.6" pytest pytest-timeout hypothesis
+	$(mxnet)/bin/pytest -q --durations=10 tests/test_mxnet.py tests/test_mxnet_digits.py
 
 # Style and types. mypy is shown the package as it is imported, with bpsfast.orchestration and bpsfast.pyx inside.
 view := $(VENV)/view

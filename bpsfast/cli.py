@@ -266,6 +266,18 @@ def bench_device(assignments: tuple[str, ...], **options: Any) -> None:
         raise SystemExit(1)
 
 
+@bench.command("frameworks")
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@bench_options.rounds("each row", default=10)
+@bench_options.result(quick="One turn.")
+@errors_in_words
+def bench_frameworks(**options: Any) -> None:
+    """Frameworks' arrays beside NumPy's: one large tensor and 161 small ones. Of the frameworks that are installed."""
+    from .bench import frameworks
+
+    frameworks.run(options)
+
+
 @bench.command("rows")
 @click.option("--table", "table_size", help="Size of the table.  [default: 2G]", metavar="SIZE")
 @click.option("--row", "row_elements", type=_COUNT, help="float32 elements of a row.  [default: 128]")

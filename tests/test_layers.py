@@ -31,10 +31,13 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
     Layer("bpsfast/device", _CORE, frozenset({"cupy"})),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
+    Layer("bpsfast/jax", _CORE | {"jax", "optax"}),
+    Layer("bpsfast/mxnet", _CORE | {"mxnet"}),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
     Layer("bench/schedule/training", _CORE | {"torch"}),
+    Layer("bench/frameworks/jax_rows.py", _CORE | {"jax"}),
     Layer("bench", _CORE, _SHOW | {"torch", "mpi4py"}),
 ]
 
@@ -143,7 +146,8 @@ def loaded_after(code: str, cwd: Path) -> dict[str, list[str]]:
 
 
 FRAMEWORKS = {
-    "torch", "tensorflow", "jax", "cupy", "numba", "llvmlite", "scipy", "matplotlib", "rich", "sklearn", "pynvml"}
+    "torch", "tensorflow", "jax", "mxnet", "cupy", "numba", "llvmlite", "scipy", "matplotlib", "rich", "sklearn",
+    "pynvml"}
 
 
 def test_import_loads_no_framework_and_compiles_nothing(tmp_path: Path) -> None:
@@ -166,3 +170,11 @@ def test_torch_layers_load_no_compiler_of_ours(tmp_path: Path, layer: str) -> No
     found = loaded_after(f"import bpsfast.{layer}", tmp_path)
     assert {"torch", f"bpsfast.{layer}.optimizer"} <= set(found["modules"])
     assert not {"numba", "llvmlite"} & set(found["modules"])
+
+
+def test_jax_layer_loads_no_compiler_of_ours_and_no_torch(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    pytest.importorskip("optax", reason="optax is not installed")
+    found = loaded_after("import bpsfast.jax", tmp_path)
+    assert {"jax", "optax", "bpsfast.jax.optimizer"} <= set(found["modules"])
+    assert not {"numba", "llvmlite", "torch"} & set(found["modules"])

@@ -16,10 +16,13 @@ BPSFAST = str(Path(sys.executable).with_name("bpsfast"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=["torch", "numpy", "elastic"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["torch", "numpy", "jax", "elastic"])
 def test_program(program: str, tmp_path: Path) -> None:
     if "import torch" in program:
         pytest.importorskip("torch", reason="torch is not installed")
+    if "import jax" in program:
+        pytest.importorskip("jax", reason="jax is not installed")
+        pytest.importorskip("optax", reason="optax is not installed")
     (tmp_path / "train.py").write_text(program)
     command = [BPSFAST, "run", "-n", "2", "--timeout", "90", "--", sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)

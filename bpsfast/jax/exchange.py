@@ -1,0 +1,112 @@
+"""The tensors of one push_pull, summed from memory to memory: all are begun before the first is waited for."""
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from ..dtypes import TABLE
+from ..orchestration.errors import BpsError
+from ..orchestration.messages import TensorSpec
+from ..pyx.port import copy
+from ..trainer.session import Session
+from ..trainer.unit import Unit
+
+#: From this size on targets are worth a system call, as in NumPy's allocator.
+_LARGE_NBYTES = 4 << 20
+_PAGE_NBYTES = 4096
+_MADV_HUGEPAGE = 14
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Member(NamedTuple):
+    """One tensor: its place among the leaves, and where it lies in its unit."""
+
+    place: int
+    offset: int
+    nbytes: int
+
+
+class Exchange:
+    """The tensors *specs* in *session*. Any thread, one at a time.
+
+    The first run waits until all ranks have declared them. That cannot deadlock: every rank comes to its push_pulls of
+    JAX in one order (see `primitive`).
+    """
+
+    def __init__(self, session: Session, specs: Sequence[TensorSpec]) -> None:
+        self.session = session
+        sizes = [prod(spec.shape) * TABLE[spec.dtype].itemsize for spec in specs]
+        #: What has no bytes is neither declared nor sent.
+        self._specs = [(place, spec, nbytes) for place, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
+        self._units: dict[Unit, list[_Member]] = {}
+        self._lock = threading.Lock()
+
+    def run(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Sum what lies at the addresses *sources* into *targets*.
+
+        Raises
+        ------
+        MismatchError, BusyError, ClosedError, StallError, PeerLostError
+            As `bpsfast.push_pull`; *targets* are then partly written.
+        """
+        timeout_s = self.session.settings.timeout_s
+        with self._lock:
+            units = self._units or self._committed()
+            begun: list[tuple[Unit, int]] = []
+            try:
+                for unit, members in units.items():
+                    begun.append((unit, _push(unit, members, sources)))
+                deadline = time.monotonic() + timeout_s
+                for unit, round in begun:
+                    _deliver(unit, round, units[unit], targets, deadline)
+            except BpsError as exc:
+                for unit, _ in begun:
+                    if unit.in_flight:
+                        unit.give_up(exc)
+                raise
+
+    def _committed(self) -> dict[Unit, list[_Member]]:
+        tensors = self.session.tensors
+        tensors.declare([spec for _, spec, _ in self._specs])
+        found: dict[Unit, list[_Member]] = {}
+        for place, spec, nbytes in self._specs:
+            unit = tensors.unit(spec.name)
+            found.setdefault(unit, []).append(_Member(place, unit.members[spec.name].offset, nbytes))
+        self._units = found
+        return found
+
+
+def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int:
+    """Push what *unit* is fused of, gathered, or its one tensor from where it lies; return the round."""
+    if len(members) == 1:
+        return unit.push(sources[members[0].place], members[0].nbytes)
+    base = unit.staging.address
+    for place, offset, nbytes in members:
+        copy(base + offset, sources[place], nbytes)
+    return unit.push_staging()
+
+
+def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequence[int], deadline: float) -> None:
+    """Copy the sums to *targets*: of one tensor each partition as soon as it is complete."""
+    left_s = max(0.0, deadline - time.monotonic())
+    if len(members) == 1:
+        _ask_for_huge_pages(targets[members[0].place], members[0].nbytes)
+        unit.deliver(round, targets[members[0].place], 0, members[0].nbytes, left_s)
+    unit.wait(round, left_s)
+    if len(members) > 1:
+        base = unit.view(round).ctypes.data
+        for place, offset, nbytes in members:
+            copy(targets[place], base + offset, nbytes)
+
+
+def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Let the kernel back fresh memory by huge pages, if it can: XLA's own allocator takes a fault for every 4 KB."""
+    if nbytes >= _LARGE_NBYTES:
+        begin = -(-address // _PAGE_NBYTES) * _PAGE_NBYTES
+        _madvise(begin, (address + nbytes - begin) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE)

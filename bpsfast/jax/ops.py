@@ -1,0 +1,131 @@
+"""push_pull of pytrees, inside jit and outside."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compression.choice import Choice, check_choice, chosen, chosen_among
+from ..dtypes import wire_name
+from ..orchestration.codec import CodecSpec
+from ..orchestration.errors import ConfigError, UnsupportedError
+from ..trainer import current as process
+from . import far, primitive
+from .leaf_names import names_of
+from .reduce_op import averages
+from .site import Leaf, Site
+
+
+def push_pull(tree: Any, average: bool = True, name: str | None = None, priority: int | None = None,
+              compression: Choice | None = None, *, op: int | None = None) -> Any:
+    """Return *tree* with each leaf summed over all ranks, or averaged. Differentiable in reverse mode; works in jit.
+
+    All leaves are under way at once. Ranks must make their push_pulls of JAX arrays in one order: that in which their
+    programs run outside jit, and in which Python passes through them while JAX traces inside.
+
+    Parameters
+    ----------
+    tree
+        Arrays of the same shapes and dtypes on all ranks. None is no leaf, and stays. Nothing is copied on the way in.
+    average
+        Divide by the number of ranks; integers are divided downwards (floor).
+    name
+        What the names of the leaves begin with, which are those of the job's tensors: ``name.layer.w`` for
+        ``{"layer": {"w": ...}}``. None: names are made of the way to the leaf, and of what the whole tree is.
+    priority
+        Higher goes first where bytes compete. None: the earlier a name is first used, the more urgent it is.
+    compression
+        As of `bpsfast.push_pull`; chosen by the names of the leaves.
+    op
+        Average or Sum, instead of *average*.
+
+    Returns
+    -------
+    New arrays. Outside jit they are ready when this returns, those of GPUs when their device has come so far.
+
+    Raises
+    ------
+    UnsupportedError
+        For leaves of a dtype that bpsfast does not sum (or not without jax_enable_x64), inside vmap, or inside jit for
+        another platform than the CPU.
+    ConfigError
+        If two leaves have one name, or *op* or *compression* is not possible.
+    MismatchError, BusyError, ClosedError, StallError, PeerLostError
+        As `bpsfast.push_pull`. Inside jit JAX makes a `jax.errors.JaxRuntimeError` of them, with their class and text.
+    """
+    given, structure = jax.tree_util.tree_flatten(tree)
+    if not given:
+        return tree
+    process.current()
+    key = structure, tuple([_kind(leaf) for leaf in given]), average, name, priority, op
+    site = _sites.get(key) if compression is None else None
+    if site is not None:
+        leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in given]
+    else:
+        names = names_of(tree, "jax" if name is None else name)
+        leaves = [_array(leaf, each) for leaf, each in zip(given, names)]
+        kinds = [(tuple(leaf.shape), _wire_name(leaf, each)) for leaf, each in zip(leaves, names)]
+        site = _site(names, kinds, averages(average, op), name is not None, priority, compression)
+        if compression is None:
+            _sites[key] = site
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        sums = primitive.differentiable(site, *leaves)
+    elif any(far.is_far(leaf) for leaf in leaves):
+        sums = far.push_pull(site, leaves)
+    else:
+        sums = primitive.run(site, leaves)
+    return jax.tree_util.tree_unflatten(structure, sums)
+
+
+#: Sites by what they come from: a training loop calls push_pull with the same trees thousands of times.
+_sites: dict[Any, Site] = {}
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+
+
+def _array(leaf: Any, name: str) -> Any:
+    """Return *leaf* as an array of JAX, of the same dtype."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if not isinstance(leaf, np.ndarray | np.generic | float | int) or isinstance(leaf, bool):
+        raise UnsupportedError(f"leaf {name!r} is a {type(leaf).__name__}: only arrays and numbers are summed")
+    array = jnp.asarray(leaf)
+    if isinstance(leaf, np.ndarray | np.generic) and array.dtype != leaf.dtype:
+        raise UnsupportedError(f"leaf {name!r} is {leaf.dtype}, of which JAX makes {array.dtype}: convert it, set "
+                               "jax_enable_x64, or use bpsfast.push_pull")
+    return array
+
+
+def _wire_name(leaf: Any, name: str) -> str:
+    try:
+        return wire_name(leaf.dtype)
+    except UnsupportedError as exc:
+        raise UnsupportedError(f"leaf {name!r}: {exc}") from None
+
+
+def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], mean: bool, is_named: bool,
+          priority: int | None, compression: Choice | None) -> Site:
+    check_choice(compression)
+    if len(set(names)) < len(names):
+        twice = next(each for each in names if names.count(each) > 1)
+        raise ConfigError(f"two leaves have the name {twice!r}: keys of a tree are joined by dots, so no key may be "
+                          "made of others and dots")
+    codecs: Mapping[str, CodecSpec | None] = {}
+    if compression is not None:
+        least = process.current().settings.min_compress_bytes
+        if len(names) == 1:
+            codecs = {names[0]: chosen(compression, names[0], *kinds[0], least, is_alone=True)}
+        else:
+            codecs = chosen_among(compression, dict(zip(names, kinds)), least)
+    leaves = tuple(Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds))
+    site = Site(leaves, mean, priority)
+    if is_named:
+        return site
+    # Trees of another kind are other tensors.
+    return replace(site, leaves=tuple(replace(leaf, name=f"{leaf.name} of {site.digest[:12]}") for leaf in leaves))

@@ -1,0 +1,86 @@
+"""Gradients summed on their way into an optimizer of optax."""
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..compression.choice import Choice, check_choice
+from ..orchestration.errors import ConfigError
+from .ops import push_pull
+from .reduce_op import averages
+
+
+def distributed_gradients(average: bool = True, name: str = "gradient", priority: int | None = None,
+                          compression: Choice | None = None, *, op: int | None = None) -> optax.GradientTransformation:
+    """Return a transformation that replaces gradients by their mean (sum) over all ranks; for `optax.chain`.
+
+    Parameters are those of `push_pull`; two models that are trained side by side need two names.
+    """
+    check_choice(compression)
+    mean = averages(average, op)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return push_pull(updates, mean, name, priority, compression), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class PassesState(NamedTuple):
+    """What `DistributedOptimizer` keeps between passes."""
+
+    #: Backward passes since the last update.
+    n_passes: Any
+    #: The sum of their gradients.
+    gradients: Any
+    #: That of the optimizer.
+    inner: Any
+
+
+def DistributedOptimizer(optimizer: optax.GradientTransformation, name: str = "gradient",
+                         compression: Choice | None = None, backward_passes_per_step: int = 1, *, average: bool = True,
+                         op: int | None = None, priority: int | None = None) -> optax.GradientTransformation:
+    """Return *optimizer* for gradients that are averaged over all ranks first.
+
+    With *backward_passes_per_step* n, gradients of n calls of ``update`` are added on this rank, as BytePS does (not
+    averaged: divide the loss by n if they should be); the nth sums them over the ranks and updates, the others return
+    zeros. The other parameters are those of `push_pull`.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not possible.
+    """
+    if backward_passes_per_step < 1:
+        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least one pass makes a step")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ConfigError(f"{optimizer!r} is no optimizer of optax: it has no init and update")
+    summed = optax.chain(distributed_gradients(average, name, priority, compression, op=op), optimizer)
+    if backward_passes_per_step == 1:
+        return summed
+    inner = optax.with_extra_args_support(summed)
+
+    def init(params: Any) -> PassesState:
+        return PassesState(jnp.zeros([], jnp.int32), jax.tree_util.tree_map(jnp.zeros_like, params), inner.init(params))
+
+    def update(updates: Any, state: PassesState, params: Any = None, **extra: Any) -> tuple[Any, PassesState]:
+        total = jax.tree_util.tree_map(jnp.add, state.gradients, updates)
+        zeros = jax.tree_util.tree_map(jnp.zeros_like, total)
+
+        def step() -> tuple[Any, PassesState]:
+            found, after = inner.update(total, state.inner, params, **extra)
+            return found, PassesState(jnp.zeros_like(state.n_passes), zeros, after)
+
+        def wait() -> tuple[Any, PassesState]:
+            return zeros, PassesState(state.n_passes + 1, total, state.inner)
+
+        is_last = state.n_passes + 1 == backward_passes_per_step
+        if isinstance(is_last, jax.core.Tracer):
+            found: tuple[Any, PassesState] = jax.lax.cond(is_last, step, wait)
+            return found
+        return step() if is_last else wait()
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,35 @@
+"""The reductions, by Horovod's names: Average, Sum."""
+from __future__ import annotations
+
+import enum
+
+from ..orchestration.errors import ConfigError
+
+
+class ReduceOp(enum.IntEnum):
+    """How tensors of different ranks become one. Average divides by their number, integers downwards."""
+
+    Average = 0
+    Sum = 1
+
+
+Average, Sum = ReduceOp
+
+
+def averages(average: bool, op: int | None) -> bool:
+    """Return whether *op* averages; without it, *average*.
+
+    Raises
+    ------
+    ConfigError
+        If *op* is no reduction, or says something else than *average*.
+    """
+    if op is None:
+        return bool(average)
+    try:
+        found = ReduceOp(op)
+    except ValueError:
+        raise ConfigError(f"op={op!r} is no reduction: use Average or Sum") from None
+    if not average and found is ReduceOp.Average:
+        raise ConfigError("average=False and op=Average say two things about one: leave one of them out")
+    return found is ReduceOp.Average

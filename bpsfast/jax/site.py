@@ -1,0 +1,89 @@
+"""A site: what one push_pull of a program sums. Compiled programs name it by its digest.
+
+Not by a number: JAX keeps compiled programs on disk, and a number that another process gave would mean something else.
+"""
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..orchestration.codec import CodecSpec
+from ..orchestration.errors import ProtocolError
+from ..orchestration.messages import TensorSpec
+from ..trainer.session import Session
+from .exchange import Exchange
+
+_BACKWARD = ".backward"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a site: its name in the job, and what it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    codec: CodecSpec | None = None
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether it has gradients."""
+        return "float" in self.dtype
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one push_pull sums, all leaves at once. Hashable: JAX compiles once for each."""
+
+    leaves: tuple[Leaf, ...]
+    average: bool
+    priority: int | None
+    _exchanges: list[Exchange] = field(default_factory=list, compare=False, repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Name it: the same text for the same site in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
+
+    def backward(self) -> Site:
+        """Return the site that sums the gradients of this one's results."""
+        leaves = tuple(replace(leaf, name=leaf.name + _BACKWARD) for leaf in self.leaves if leaf.is_differentiable)
+        return Site(leaves, self.average, self.priority)
+
+    def specs(self) -> list[TensorSpec]:
+        """Describe the tensors to the job: small ones travel together."""
+        fusible = [leaf.name for leaf in self.leaves if leaf.codec is None]
+        group = f"{fusible[0]} to {fusible[-1]}, {len(fusible)} leaves" if len(fusible) > 1 else None
+        return [TensorSpec(name=leaf.name, shape=leaf.shape, dtype=leaf.dtype, average=self.average,
+                           priority=self.priority, codec=leaf.codec, group=None if leaf.codec is not None else group)
+                for leaf in self.leaves]
+
+    def exchange(self, session: Session) -> Exchange:
+        """Return what sums it in *session*."""
+        if not self._exchanges or self._exchanges[0].session is not session:
+            self._exchanges[:] = [Exchange(session, self.specs())]
+        return self._exchanges[0]
+
+
+_sites: dict[str, Site] = {}
+
+
+def enter(site: Site) -> str:
+    """Let `entered` find *site*, for as long as the process lives; return its digest."""
+    return _sites.setdefault(site.digest, site).digest
+
+
+def entered(digest: str) -> Site:
+    """Return the site of that digest.
+
+    Raises
+    ------
+    ProtocolError
+        If the program that asks for it was compiled elsewhere.
+    """
+    try:
+        return _sites[digest]
+    except KeyError:
+        raise ProtocolError("a compiled program sums what this process has never traced: programs with push_pull are "
+                            "not moved between processes; jit the function here") from None

@@ -1,0 +1,89 @@
+"""push_pull and broadcast of NDArrays, with BytePS's signatures (`byteps.mxnet.ops`)."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mxnet
+
+from ..compression import from_byteps
+from ..compression.choice import Choice
+from ..orchestration.codec import CodecSpec
+from ..orchestration.errors import UnsupportedError
+from ..trainer import current as process, handle as operations
+from ..trainer.broadcaster import broadcast
+from .memory import memory_of
+
+_codecs: dict[str, CodecSpec] = {}  # of names, as `byteps_declare_tensor` was told
+
+
+def byteps_declare_tensor(name: str, **kwargs: Any) -> None:
+    """Fix the place of *name*: of equal priority, what was declared earlier goes first. On all ranks in one order.
+
+    *kwargs* are BytePS's keywords of compression (`bpsfast.compression.from_byteps`).
+    """
+    codec = from_byteps(kwargs)
+    session = process.current()
+    session.order.setdefault(name, len(session.order))
+    if codec is not None:
+        _codecs[name] = codec
+
+
+def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str | None = None,
+                     is_average: bool = True) -> None:
+    """Replace *tensor* by its sum (mean) over all ranks.
+
+    BytePS queues this with MXNet's engine; here it is done when the call returns (`push_pull_all` overlaps several).
+    *version* is BytePS's, and changes nothing.
+
+    Raises
+    ------
+    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
+        As `bpsfast.push_pull`.
+    """
+    push_pull_all([(name, tensor, priority)], is_average)
+
+
+def push_pull_all(tensors: Sequence[tuple[str | None, Any, int]], is_average: bool = True,
+                  compression: Choice | None = None, learning_rate: float | None = None) -> None:
+    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); all are under way at once."""
+    order = process.current().order
+    memories = [memory_of(tensor) for _, tensor, _ in tensors]
+    handles = []
+    for (name, tensor, priority), memory in zip(tensors, memories):
+        if priority == 0 and name in order:
+            priority = -order[name]
+        codec = _codecs.get(name or "", compression)
+        handles.append(operations.start(memory, name, is_average, priority, memory, tensor, codec,
+                                        learning_rate if codec is not None else None))
+    for handle in handles:
+        handle.wait()
+
+
+def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
+    """Overwrite *params* on all ranks by those of rank *root_rank*, in the order of their names.
+
+    A Gluon ParameterDict (``net.collect_params()``) is taken, too, once its parameters are initialized.
+
+    Raises
+    ------
+    UnsupportedError
+        If *params* is no mapping, or a parameter's shape is not known yet.
+    MismatchError
+        If the ranks' tensors differ.
+    """
+    if not hasattr(params, "items"):
+        raise UnsupportedError(f"expected a mapping of names to tensors, got {type(params).__name__}")
+    for name, value in sorted(params.items()):
+        broadcast(memory_of(data_of(name, value)).array(), root_rank, name)
+
+
+def data_of(name: str, value: Any) -> Any:
+    """Return the tensor of *value*, a tensor or a Gluon parameter."""
+    if not isinstance(value, mxnet.gluon.Parameter):
+        return value
+    try:
+        return value.data()
+    except (mxnet.gluon.parameter.DeferredInitializationError, RuntimeError) as exc:
+        raise UnsupportedError(f"parameter {name!r} has no data yet: initialize the network, and run it once, or let "
+                               f"DistributedTrainer broadcast it ({exc})") from exc

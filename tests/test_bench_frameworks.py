@@ -1,0 +1,36 @@
+"""bench frameworks: its table, and one small run. No test asserts a time."""
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from bpsfast.bench import frameworks
+from bpsfast.bench.frameworks.rank import FRAMEWORKS, WORKLOADS
+from bpsfast.orchestration.errors import ConfigError
+
+
+def test_the_table_says_what_is_above_the_target():
+    records = [{"workload": "64 MB", "row": row, "median_s": seconds, "best_s": seconds}
+               for row, seconds in (("numpy", 0.1), ("numpy, out=", 0.15), ("jax eager", 0.11), ("jax jit", 0.13))]
+    _, base, out, eager, jitted = frameworks.text(records).splitlines()
+    assert base.endswith("+0%") and out.endswith("+50%") and eager.endswith("+10%")
+    assert jitted.endswith("+30%  above the target")
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="needs a rank"):
+        frameworks.run({"n_ranks": 0})
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path, capsys):
+    path = tmp_path / "frameworks.jsonl"
+    records = frameworks.run({"quick": True, "json_path": str(path)})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records
+    found = {(record["workload"], record["row"]) for record in records[1:]}
+    assert {(workload, "numpy") for workload in WORKLOADS} <= found
+    if importlib.util.find_spec(FRAMEWORKS["jax_rows"]):
+        assert {(workload, "jax jit") for workload in WORKLOADS} <= found
+    assert "overhead" in capsys.readouterr().out
