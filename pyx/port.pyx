@@ -4,6 +4,8 @@
 A rank holds one port. Announcing is a ring entry and a doorbell; waiting is a futex on the board word of the
 partition, in slices of at most 100 ms that look at the node's process, the job's state, the deadline and
 Python's pending signals: a wait never outlives its deadline or its node.
+
+Longer than other files: methods of one native struct, none of which another class could have.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer

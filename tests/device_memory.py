@@ -5,11 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
 from bpsfast.device.host import HostDevice, HostStream
+from bpsfast.device.line import Line
 from bpsfast.device.pieces import Load, Piece, cut
+from bpsfast.orchestration.errors import ClosedError
 
 #: No wait of a test takes longer.
 LIMIT_S = 20.0
@@ -42,6 +45,16 @@ def held(device: HostDevice) -> Iterator[Held]:
     finally:
         it.go()
         it.stream.close()
+
+
+L = TypeVar("L", bound=Line[Any])
+
+
+def lines_of(line: L) -> Iterator[L]:
+    """Yield *line*, and close it."""
+    yield line
+    line.close(lambda: ClosedError("closed"))
+    assert line.join(LIMIT_S)
 
 
 class Memory:

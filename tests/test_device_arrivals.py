@@ -10,7 +10,7 @@ from bpsfast.device.arrivals import Arrival, Arrivals
 from bpsfast.device.host import HostDevice
 from bpsfast.device.pieces import Load, cut
 from bpsfast.orchestration.errors import ClosedError, DeviceError, PeerLostError
-from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held
+from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held, lines_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 STRIDE = 1000
@@ -63,14 +63,7 @@ def device():
 
 @pytest.fixture
 def line(device):
-    yield from lines_of(device)
-
-
-def lines_of(device):
-    line = Arrivals(device, "arrivals")
-    yield line
-    line.close(lambda: ClosedError("closed"))
-    assert line.join(LIMIT_S)
+    yield from lines_of(Arrivals(device, "arrivals"))
 
 
 def over(arrival):
@@ -98,7 +91,7 @@ def test_partitions_come_as_they_are_complete(device, line):
 
 def test_it_is_over_before_its_copies_are_done():
     device = SlowDevice()
-    lines = lines_of(device)
+    lines = lines_of(Arrivals(device, "arrivals"))
     line = next(lines)
     sum = Sum(device, 3)
     sum.complete(0, 1, 2)
@@ -116,7 +109,7 @@ def test_it_is_over_before_its_copies_are_done():
 
 def test_copies_are_enqueued_by_urgency():
     device = SlowDevice()
-    lines = lines_of(device)
+    lines = lines_of(Arrivals(device, "arrivals"))
     line = next(lines)
     sums = [Sum(device, 2, urgency) for urgency in (5, 1, 9)]
     for sum in sums:
@@ -206,7 +199,7 @@ def test_a_target_whose_stream_failed(device, line):
 
 def test_closing_waits_for_copies():
     device = SlowDevice()
-    lines = lines_of(device)
+    lines = lines_of(Arrivals(device, "arrivals"))
     line = next(lines)
     sum = Sum(device, 2)
     sum.complete(0)

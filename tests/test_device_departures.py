@@ -12,7 +12,7 @@ from bpsfast.device.departures import Departure, Departures
 from bpsfast.device.host import HostDevice
 from bpsfast.device.pieces import Load, cut
 from bpsfast.orchestration.errors import ClosedError, DeviceError
-from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held
+from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held, lines_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 STRIDE = 1000
@@ -45,14 +45,7 @@ def device():
 
 @pytest.fixture
 def line(device):
-    yield from lines_of(device)
-
-
-def lines_of(device):
-    line = Departures(device, "departures")
-    yield line
-    line.close(lambda: ClosedError("closed"))
-    assert line.join(LIMIT_S)
+    yield from lines_of(Departures(device, "departures"))
 
 
 def done(*under_way):
@@ -154,7 +147,7 @@ def test_results_that_are_still_read_hold_it_up(device, line, log):
 def test_a_window_is_in_the_air(monkeypatch, log):
     monkeypatch.setattr(departures, "_WINDOW_NBYTES", 4 * STRIDE)
     device = SlowDevice()
-    lines = lines_of(device)
+    lines = lines_of(Departures(device, "departures"))
     line = next(lines)
     memory, urgent = Memory(device, 20 * STRIDE), Memory(device, 2 * STRIDE)
     line.add(departure := log.departure("a", memory))
@@ -174,7 +167,7 @@ def test_a_window_is_in_the_air(monkeypatch, log):
 def test_small_ones_fly_two_at_a_time_at_least(monkeypatch, log):
     monkeypatch.setattr(departures, "_WINDOW_NBYTES", 1)
     device = SlowDevice()
-    lines = lines_of(device)
+    lines = lines_of(Departures(device, "departures"))
     line = next(lines)
     line.add(departure := log.departure("a", Memory(device, 5 * STRIDE)))
     eventually(lambda: device.streams and len(device.streams[0].order) == 2)
@@ -211,7 +204,7 @@ def test_a_failure_ends_all(device, line, log, where):
 
 
 def test_closing_does_not_wait_for_the_owners_stream(device, log):
-    lines = lines_of(device)
+    lines = lines_of(Departures(device, "departures"))
     line = next(lines)
     with held(device) as gate:
         line.add(departure := log.departure("a", Memory(device, STRIDE), after=[gate.stream.record()]))

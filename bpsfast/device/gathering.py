@@ -73,10 +73,6 @@ class Gathering:
             member.source.place.caller for member in targets if member.source.place is not None])
         return True
 
-    def forget(self) -> None:
-        """Forget what was gathered, and not sent."""
-        self._gathered.clear()
-
     def wait(self, unit: Unit, round: int, deadline: float) -> None:
         """Wait for *round* of *unit*, wherever it came from. Raises as `Unit.wait`, and `DeviceError`."""
         sent = self._of(unit, round)

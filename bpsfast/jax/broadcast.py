@@ -11,6 +11,7 @@ import numpy as np
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.broadcaster import broadcast_bytes, check_root
+from ..trainer.manifest import difference
 from .leaf_names import names_of
 
 
@@ -49,12 +50,12 @@ def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:
     if is_root:
         session.broadcaster.send(text, _pieces(hosts))
         return tree
-    difference = _difference(mine, theirs, session.rank, root_rank)
+    wrong = difference(mine, theirs, "array", session.rank, root_rank)
     received = [np.empty(host.shape, host.dtype) for host in hosts]
     # What does not fit is received all the same, so that the channel stays in step.
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if difference else _pieces(received))
-    if difference:
-        raise MismatchError(difference)
+    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(received))
+    if wrong:
+        raise MismatchError(wrong)
     return jax.tree_util.tree_unflatten(structure, [_like(leaf, host) for leaf, host in zip(given, received)])
 
 
@@ -84,13 +85,3 @@ def _like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
 
 def _pieces(arrays: Sequence[np.ndarray[Any, Any]]) -> list[tuple[int, int]]:
     return [(array.ctypes.data, array.nbytes) for array in arrays]
-
-
-def _difference(mine: list[Any], theirs: list[Any], rank: int, root_rank: int) -> str:
-    for own, other in zip(mine, theirs):
-        if own != other:
-            return (f"a leaf of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), rank "
-                    f"{root_rank} has {other[0]} ({other[1]}, shape {other[2]})")
-    if len(mine) != len(theirs):
-        return f"the broadcast has {len(theirs)} leaves on rank {root_rank}, {len(mine)} on rank {rank}"
-    return ""

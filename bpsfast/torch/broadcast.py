@@ -12,11 +12,9 @@ import torch
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.broadcaster import broadcast_bytes, check_root
+from ..trainer.manifest import Manifest, difference
 from .kept import load_own_state, own_state
 from .ops import REACHED
-
-#: (name, dtype, shape) of each tensor, in order.
-_Manifest = list[tuple[str, str, tuple[int, ...]]]
 
 
 class _Tensor(NamedTuple):
@@ -135,7 +133,7 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
     check_root(session, root_rank)
     mine = _manifest(named)
     is_root = session.rank == root_rank
-    theirs: _Manifest = broadcast_object(mine, root_rank, "list of tensors")
+    theirs: Manifest = broadcast_object(mine, root_rank, "list of tensors")
     dense = _dense(named)
     text = f"{len(theirs)} tensors"
     if session.size == 1:
@@ -143,15 +141,15 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
     if is_root:
         session.broadcaster.send(text, _pieces(dense))
         return
-    difference = _difference(mine, theirs, session.rank, root_rank)
+    wrong = difference(mine, theirs, "tensor", session.rank, root_rank)
     # What does not fit is received all the same, so that the channel stays in step.
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if difference else _pieces(dense))
-    if difference:
-        raise MismatchError(difference)
+    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(dense))
+    if wrong:
+        raise MismatchError(wrong)
     _copy_back(dense)
 
 
-def _manifest(named: list[tuple[str, torch.Tensor]]) -> _Manifest:
+def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
     for name, tensor in named:
         if tensor.device.type not in REACHED or tensor.layout != torch.strided:
             raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense tensors of the "
@@ -174,16 +172,6 @@ def _copy_back(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for tensor, copy in dense:
             if copy.data_ptr() != tensor.data_ptr():
                 tensor.copy_(copy)
-
-
-def _difference(mine: _Manifest, theirs: _Manifest, rank: int, root_rank: int) -> str:
-    for number, (own, other) in enumerate(zip(mine, theirs)):
-        if own != other:
-            return (f"tensor {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "
-                    f"rank {root_rank} has {other[0]} ({other[1]}, shape {other[2]})")
-    if len(mine) != len(theirs):
-        return f"the broadcast has {len(theirs)} tensors on rank {root_rank}, {len(mine)} on rank {rank}"
-    return ""
 
 
 def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -170,7 +170,9 @@ class Exchange:
 
     def _is_afar(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is copied by the streams of a device."""
-        return tensor.is_cuda or self._on_device(tensor).place is not None
+        if not process.current().settings.host_device:
+            return tensor.is_cuda
+        return self._on_device(tensor).place is not None
 
     def _on_device(self, tensor: torch.Tensor) -> TensorInput:
         return process.current().devices.placed(far_memory(tensor))
