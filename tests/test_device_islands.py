@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import bpsfast
+from bpsfast.device import islands
+from bpsfast.device.routes import Road, Routes
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.trainer import current as process
 
@@ -160,3 +162,24 @@ def test_who_loses_a_member_is_told_soon(job):
     (outcome,) = ranks.outcomes(40, only=(0,))
     assert outcome.value in ("PeerLostError", "ClosedError")
     ranks.kill()
+
+
+def sum_over_crossing_islands(n):
+    """Half of the partitions go by pairs of neighbours, half by the other pairs: each rank is in two islands."""
+    pairs = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    islands.agree = lambda session, device: Routes(tuple(
+        Road(0.5, each, tuple(tuple((rank, 0.5) for rank in island) for island in each)) for each in pairs))
+    rank = bpsfast.rank()
+    for turn in range(3):
+        order = np.random.default_rng(10 * turn + rank).permutation(n)
+        handles = {k: bpsfast.push_pull_async(np.full(1_000_000 + k, rank + k, np.float32), average=False, name=f"x{k}")
+                   for k in order}
+        for k, handle in handles.items():
+            assert (handle.wait() == 6 + 4 * k).all()
+    return [len(island) for island in process.current().devices._islands._islands]
+
+
+def test_islands_that_cross_hold_nothing_up(job):
+    """Their calls are on streams of their own: on one, ranks would make them in different orders."""
+    for sizes in start(job, (4,), partition_bytes=1 << 20).run(sum_over_crossing_islands, 6):
+        assert sizes == [2, 2]

@@ -27,7 +27,7 @@ from .arrivals import Arrival
 from .communicator import Run, communicator
 from .crossing import Crossing
 from .departures import Departure
-from .device import Device, Event, OwnStream, Stream
+from .device import Device, Event
 from .line import Back, Passage
 from .machine_routes import agree, island_group
 from .pieces import Piece, cut
@@ -62,7 +62,11 @@ class Trip:
 
 
 class _Island:
-    """One island of this rank: who is in it, by what they are joined, and whose turn it is."""
+    """One island of this rank: who is in it, by what they are joined, and whose turn it is.
+
+    It has a stream of its own. On one for several islands a member of two could have their calls in one order, another
+    one in the other: each would stand before what the other one waits for.
+    """
 
     def __init__(self, session: Session, members: Sequence[int], device: Device) -> None:
         group = island_group(session, members, "turns")
@@ -75,11 +79,13 @@ class _Island:
         self.turns = TurnService(group.rank, group.size, tell, host=lambda: "127.0.0.1", credit_nbytes=_NO_CREDIT,
                                  timeout_s=math.inf, together=True)
         group.close()
+        self.stream = device.stream()
 
     def close(self, why: BpsError) -> None:
         self.turns.abandon(why)
         with contextlib.suppress(BpsError):  # of a job, or a GPU, that is gone there is nothing to give back
             self.calls.close()
+        self.stream.close()
 
 
 class Islands:
@@ -91,7 +97,6 @@ class Islands:
         self._device = device
         self._routes = Routes(())
         self._islands: dict[tuple[int, ...], _Island] = {}
-        self._stream: OwnStream | None = None
         self._lock = threading.Lock()
         self._trips: set[Trip] = set()
         self._held: list[tuple[Event, Trip]] = []  # NCCL may still write to their targets
@@ -126,7 +131,6 @@ class Islands:
         try:
             self._device.enter()
             self._routes = agree(self._session, self._device)
-            self._stream = self._device.stream()
             for members in self._routes.islands():
                 if self._session.rank in members:
                     self._islands[members] = _Island(self._session, members, self._device)
@@ -142,8 +146,6 @@ class Islands:
             why = self._error or DeviceError("the islands are closed")
             for island in self._islands.values():
                 island.close(why)
-            if self._stream is not None:
-                self._stream.close()
 
     def _fail(self, error: BpsError) -> None:
         with self._lock:
@@ -193,7 +195,7 @@ class Islands:
     def _reduced(self, trip: Trip, island: _Island, runs: Sequence[Run], own: Sequence[Piece],
                  others: Sequence[Piece]) -> None:
         """Reduce: *own* partitions lie in the target then, from where they depart. The island's turn."""
-        stream = self._require_stream()
+        stream = island.stream
         for event in (*trip.source.after, *trip.target.after):
             stream.wait(event)
         island.calls.reduce(stream, runs, trip.unit.dtype_name)
@@ -256,12 +258,13 @@ class Islands:
 
     def _handed_back(self, trip: Trip, island: _Island, runs: Sequence[Run]) -> None:
         """Give the sums of the roots to all. The island's turn."""
-        stream = self._require_stream()
+        stream = island.stream
         assert trip.back.event is not None, "the sums have been copied"
         stream.wait(trip.back.event)
         island.calls.broadcast(stream, runs, trip.unit.dtype_name)
-        trip.back.event = stream.record()  # of one stream: what was enqueued before is done, too
-        with self._lock:
+        with self._lock:  # islands of one trip have threads of their own: the last event is after all others
+            stream.wait(trip.back.event)
+            trip.back.event = stream.record()
             trip.n_back -= 1
             is_last = trip.n_back == 0
         if is_last:
@@ -274,10 +277,6 @@ class Islands:
             self._held = [each for each in self._held if not each[0].done()]
             self._held.append((trip.back.event, trip))
         trip.back.end()
-
-    def _require_stream(self) -> Stream:
-        assert self._stream is not None, "turns come once the islands are joined"
-        return self._stream
 
 
 def _runs(pieces: Sequence[tuple[Piece, Piece, int]], members: Sequence[int]) -> list[Run]:
