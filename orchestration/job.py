@@ -62,6 +62,7 @@ class Job:
         self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
         self._moved: set[bytes] = set()  # identities of processes that have others by now
         self._left: set[int] = set()
+        self._unaware: set[bytes] = set()  # who has not said that the end was read
         self._roster = Roster(())
         self._admitted = False
         self._deferred: list[tuple[bytes, m.Message]] = []
@@ -90,6 +91,11 @@ class Job:
     def over(self) -> bool:
         """Tell whether nothing more will be decided."""
         return self.finished or self.aborted is not None
+
+    @property
+    def is_known_to_be_over(self) -> bool:
+        """Tell whether all nodes have read that the job has finished."""
+        return not self._unaware
 
     @property
     def admitted(self) -> bool:
@@ -133,6 +139,9 @@ class Job:
     def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
         if sender in self._moved:
+            return []
+        if isinstance(message, m.Finished):
+            self._unaware.discard(sender)
             return []
         if isinstance(message, m.Join) and (self.over or sender not in self._silence):
             return self._newcomer(now, sender, message)
@@ -357,8 +366,19 @@ class Job:
         if len(self._left) < self._roster.size:
             answers = self._inquiries.rank_left(message.rank)
             return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
+        return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
+
+    def finish(self, senders: Sequence[bytes]) -> Outgoing:
+        """All ranks have left: tell *senders*, and wait for their word that they have read it."""
         self.finished = True
-        return self._to_all(m.Finish(), True)
+        self._unaware.update(senders)
+        return [(sender, m.Finish()) for sender in senders]
+
+    def finish_again(self, sender: bytes, node: int) -> Outgoing:
+        """Tell *node*, which has dialled anew as *sender*, what it has missed."""
+        if node < len(self._roster.nodes):
+            self._unaware.discard(self._roster.senders[node])
+        return self.finish([sender])
 
     # -- losses -------------------------------------------------------------------------------------------
 

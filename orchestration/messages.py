@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 14
+VERSION = 15
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -286,6 +286,10 @@ class Lost(Message):
 
     who: str
     reason: str
+
+
+class Finished(Message):
+    """`Finish` was read: the scheduler need not stay for this node any more."""
 
 
 class RankLeft(Message):
@@ -819,7 +823,7 @@ class Told(Message):
 NodeMessage = (
     Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | Meets | BarrierEnter
     | Heartbeat | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
-    | Rejoin | Kept | Recounted
+    | Rejoin | Kept | Recounted | Finished
 )
 SchedulerMessage = (
     Welcome | Joined | NotComing | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired

@@ -68,7 +68,6 @@ class Scheduler:
         self._lease_s = settings.lease_s
         self._tick_s = tick_s
         self._stop_reason = ""
-        self._has_missed_finish = False  # somebody has
         self._client_key = curve_pair(key, "node")[0]
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -162,7 +161,7 @@ class Scheduler:
 
     def _is_waited_for(self) -> bool:
         """Whether somebody may still come, now that all is over, to hear how it ended."""
-        return self._job.aborted is not None or self._has_missed_finish or self._doorkeeper.n_known > 0
+        return self._job.aborted is not None or not self._job.is_known_to_be_over or self._doorkeeper.n_known > 0
 
     def _turn(self) -> None:
         """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts.
@@ -239,5 +238,4 @@ class Scheduler:
             except zmq.ZMQError as exc:
                 if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
-                self._has_missed_finish |= isinstance(message, m.Finish)
                 pending += self._job.unreachable(time.monotonic(), destination)

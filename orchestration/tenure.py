@@ -47,6 +47,11 @@ class Tenure:
         return self.job.finished
 
     @property
+    def is_known_to_be_over(self) -> bool:
+        """Tell whether all nodes have read that the job has finished."""
+        return self.job.is_known_to_be_over
+
+    @property
     def aborted(self) -> m.Abort | None:
         """Return what ended the job, if it did not end well."""
         return self.job.aborted
@@ -109,7 +114,7 @@ class Tenure:
         if self.job.aborted is not None:
             return [(sender, self.job.aborted)]
         if self.job.finished:
-            return [(sender, m.Finish())]
+            return self.job.finish_again(sender, rejoin.index)
         if self.job.admitted and rejoin.job != self.job.name:
             return [(sender, _refusal(PeerLostError(
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
@@ -157,8 +162,7 @@ class Tenure:
         if rebuilding.finished:
             if another is not None:
                 return self._gather(now, m.Finish())
-            self.job.finished = True
-            return [(sender, m.Finish()) for sender in rebuilding.senders]
+            return self.job.finish(rebuilding.senders)
         try:
             if rebuilding.aborted is not None:
                 raise rebuilding.aborted

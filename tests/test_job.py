@@ -272,7 +272,14 @@ def test_finish_when_all_ranks_have_left():
     table.say(b"A", m.Lost(who="rank 2", reason="exited"))
     table.post(table.job.unreachable(1.0, b"A"))
     table.tick(1000.0)
-    assert table.job.aborted is None and table.job.finished
+    assert table.job.aborted is None and table.job.finished and not table.job.is_known_to_be_over
+    table.post(table.job.finish_again(b"A2", 0))
+    assert table.got(b"A2", m.Finish)
+    table.say(b"A", m.Finished())  # whose connection is gone; it counts as the new one
+    for sender in (b"A2", *(each for each in ALL if each != b"A")):
+        assert not table.job.is_known_to_be_over
+        table.say(sender, m.Finished())
+    assert table.job.is_known_to_be_over
 
 
 def test_a_heartbeat_that_asks_for_the_time_gets_it():

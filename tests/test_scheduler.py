@@ -122,6 +122,8 @@ def test_a_job_from_join_to_finish(start):
     for node, rank in ranks:
         node.send(m.RankLeft(rank=rank))
     assert all(node.wait(m.Finish) == m.Finish() for node in nodes)
+    for node in nodes:
+        node.send(m.Finished())
     assert exit_code() == 0
     for node in nodes:  # the scheduler's going is not news after its last word
         assert node.membership.recv_nowait(time.monotonic()) == []
@@ -143,13 +145,37 @@ def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     until(lambda: scheduler._doorkeeper.n_known == 1)  # whom it takes for there it tells the end, and then goes
     here.send(m.RankLeft(rank=0))
     here.wait(m.Finish)
+    here.send(m.Finished())
     here.membership.close()
     back = start.node(scheduler.port)
     for message in ledger.account():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
+    back.send(m.Finished())
     back.membership.close()
-    scheduler.stop()  # it would go on for who has missed it, as far as it knows
+    assert exit_code() == 0
+
+
+def test_a_node_whose_connection_ends_with_the_last_word_on_it_comes_back_for_it(start):
+    """The scheduler could send it, so it knows only by the node's answer that it was read."""
+    scheduler, exit_code = start(num_nodes=1, lease_s=LIMIT_S)
+    node = start.node(scheduler.port)
+    node.send(join())
+    ledger = Ledger("1.0", {})
+    ledger.heard(node.wait(m.Welcome))
+    left = m.RankLeft(rank=0)
+    node.send(left)
+    ledger.said(left)
+    node.poller.poll(1000 * LIMIT_S)  # the last word is there, and nobody reads it
+    until(lambda: scheduler._job.finished)
+    node.membership.close()
+    until(lambda: scheduler._doorkeeper.n_known == 0)
+    back = start.node(scheduler.port)
+    for message in ledger.account():
+        back.send(message)
+    assert back.wait(m.Finish) == m.Finish()
+    back.send(m.Finished())
+    back.membership.close()
     assert exit_code() == 0
 
 
@@ -161,6 +187,7 @@ def test_a_scheduler_goes_when_all_have_gone(start):
     node.wait(m.Welcome)
     node.send(m.RankLeft(rank=0))
     node.wait(m.Finish)
+    node.send(m.Finished())
     node.membership.close()
     assert exit_code() == 0
 

@@ -296,7 +296,7 @@ class Node:
         self.catch_up()
         if self._exit_code is None and self._interregnum.is_over():
             log.info("all ranks have left, and there is no scheduler any more: this node ends")
-            self._on_finish(messages.Finish())
+            self._finish()
         self._home.flush()
         self._vertex.flush()
 
@@ -375,6 +375,10 @@ class Node:
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
 
     def _on_finish(self, message: messages.Finish) -> None:
+        self.say(messages.Finished())
+        self._finish()
+
+    def _finish(self) -> None:
         if self._exit_code is None:
             self._step_aside()
             self._home.finish()
