@@ -17,7 +17,7 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests but those that need RDMA devices, two files at a time; of large matrices a third, drawn by the commit.
+# All tests but those that need RDMA devices, two files at a time; of large matrices a sixth, drawn by the commit.
 test: $(stamp) sshd mpi
 	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH)
 	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"

@@ -27,7 +27,7 @@ from tests.every_shape import SHAPES, SturdyJob
 from tests.forked import start_server
 from tests.jobs import Job
 from tests.sysfs_trees.machine import Machine
-from tests.thirds import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
+from tests.portions import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
-    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/thirds.py)")
+    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/portions.py)")
     parser.addoption("--write-golden", action="store_true",
                      help="write tests/golden/* from what the code says now; read the difference before you commit it")
     parser.addoption("--strangers-messages", type=int, default=3000,

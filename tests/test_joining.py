@@ -78,7 +78,7 @@ def test_ranks_of_one_machine_are_one_node(ranks):
     assert found == [[6.0, rank, 3, 0, 1, 0, "127.0.0.1"] for rank in range(3)]
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.thorough), "tcp"])
 def test_stores_of_torch(ranks, kind):
     dist = pytest.importorskip("torch.distributed")
     server = None

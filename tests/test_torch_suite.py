@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import torch_suite
-from tests.thirds import chosen, third_of_commit
+from tests.portions import chosen, portion_of_commit
 
 _PROGRAM = str(Path(torch_suite.__file__))
 
@@ -18,7 +18,7 @@ _PROGRAM = str(Path(torch_suite.__file__))
 @pytest.mark.timeout(1500)
 def test_what_gloo_passes_passes(takes_all):
     pytest.importorskip("expecttest", reason="expecttest is missing: torch's tests need it")
-    names = torch_suite.expected() if takes_all else sorted(chosen(torch_suite.expected(), third_of_commit()))
+    names = torch_suite.expected() if takes_all else sorted(chosen(torch_suite.expected(), portion_of_commit()))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ended = subprocess.run([sys.executable, _PROGRAM, *names], env=environ, text=True, timeout=1400,
                            capture_output=True)

@@ -1,6 +1,6 @@
-"""What a run of the suite leaves out, so that it ends in time on a small machine: two thirds of each large matrix.
+"""What a run of the suite leaves out, so that it ends in time on a small machine: most of each large matrix.
 
-    pytestmark = pytest.mark.matrix     # of each test of three or more cases a third, drawn by the commit
+    pytestmark = pytest.mark.matrix     # of each test of three or more cases a sixth, drawn by the commit
     @pytest.mark.thorough               # nothing of it
 
 Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
@@ -9,33 +9,36 @@ from __future__ import annotations
 
 import subprocess
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
-_N = 3
+#: So many runs take all cases between them.
+N_PORTIONS = 6
+_FEW = 3
 
 
-def chosen(cases: Iterable[str], third: int) -> set[str]:
-    """Return every third of *cases* in an order that has nothing to do with how their axes vary, from *third* on."""
-    return set(sorted(cases, key=lambda case: (zlib.crc32(case.encode()), case))[third::_N])
+def chosen(cases: Collection[str], portion: int) -> set[str]:
+    """Return every sixth of *cases* in an order that has nothing to do with how their axes vary; at least one."""
+    ordered = sorted(cases, key=lambda case: (zlib.crc32(case.encode()), case))
+    return set(ordered[portion % len(ordered)::N_PORTIONS]) if len(ordered) < N_PORTIONS else set(ordered[portion::N_PORTIONS])
 
 
-def third_of_commit() -> int:
-    """Return 0, 1 or 2 by the commit of this working tree; 0 if there is none."""
+def portion_of_commit() -> int:
+    """Return 0 to 5 by the commit of this working tree; 0 if there is none."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
                           check=False)
-    return int(done.stdout.strip() or "0", 16) % _N
+    return int(done.stdout.strip() or "0", 16) % N_PORTIONS
 
 
-def left_out(names: Sequence[tuple[str, bool, bool]], third: int) -> set[int]:
+def left_out(names: Sequence[tuple[str, bool, bool]], portion: int) -> set[int]:
     """Return the indices of what a run leaves out of *names*: node ids, whether thorough, whether of a matrix."""
     matrices: dict[str, list[str]] = {}
     for name, _, in_matrix in names:
         if in_matrix and "[" in name:
             matrices.setdefault(name.partition("[")[0], []).append(name)
-    kept = {name for cases in matrices.values() for name in (chosen(cases, third) if len(cases) >= _N else cases)}
+    kept = {name for cases in matrices.values() for name in (chosen(cases, portion) if len(cases) >= _FEW else cases)}
     return {index for index, (name, thorough, in_matrix) in enumerate(names)
             if thorough or (in_matrix and "[" in name and name not in kept)}
 
@@ -54,7 +57,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     """Say which tests are run."""
     if _takes_all(config):
         return "all cases"
-    return f"third {third_of_commit() + 1} of {_N} of each matrix, drawn by the commit; --thorough takes all cases"
+    return f"portion {portion_of_commit() + 1} of {N_PORTIONS} of each matrix, drawn by the commit; --thorough takes all cases"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,6 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _takes_all(config):
         return
     out = left_out([(item.nodeid, item.get_closest_marker("thorough") is not None,
-                     item.get_closest_marker("matrix") is not None) for item in items], third_of_commit())
+                     item.get_closest_marker("matrix") is not None) for item in items], portion_of_commit())
     config.hook.pytest_deselected(items=[items[index] for index in sorted(out)])
     items[:] = [item for index, item in enumerate(items) if index not in out]

@@ -1,4 +1,4 @@
-"""What a run leaves out: never a whole test of a matrix, and over the three thirds nothing."""
+"""What a run leaves out: never a whole test of a matrix, and over all portions nothing."""
 from __future__ import annotations
 
 import itertools
@@ -9,31 +9,32 @@ from pathlib import Path
 
 from hypothesis import given, strategies as st
 
-from tests.thirds import chosen, left_out
+from tests.portions import N_PORTIONS, chosen, left_out
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = [f"a.py::test[{row}-{column}]" for row in range(4) for column in range(3)]
+PORTIONS = range(N_PORTIONS)
+CASES = [f"a.py::test[{row}-{column}]" for row in range(4) for column in range(N_PORTIONS)]
 
 
 @given(st.sets(st.text(), min_size=1))
-def test_each_case_is_in_one_third(cases):
-    thirds = [chosen(cases, third) for third in range(3)]
-    assert set().union(*thirds) == cases and sum(map(len, thirds)) == len(cases)
+def test_each_case_is_in_a_portion_and_no_portion_is_empty(cases):
+    portions = [chosen(cases, portion) for portion in PORTIONS]
+    assert all(portions) and set().union(*portions) == cases
 
 
-@given(st.sets(st.text(), min_size=3))
-def test_no_third_is_empty(cases):
-    assert all(chosen(cases, third) for third in range(3))
+@given(st.sets(st.text(), min_size=N_PORTIONS))
+def test_cases_that_suffice_are_run_once(cases):
+    assert sum(len(chosen(cases, portion)) for portion in PORTIONS) == len(cases)
 
 
-def test_no_third_is_one_column():
-    """As every third in the order of the matrix would be."""
-    for third in range(3):
-        assert len({case[-2] for case in chosen(CASES, third)}) > 1
+def test_no_portion_is_one_column():
+    """As every sixth in the order of the matrix would be."""
+    for portion in PORTIONS:
+        assert len({case[-2] for case in chosen(CASES, portion)}) > 1
 
 
-def kept(names, third):
-    out = left_out(names, third)
+def kept(names, portion):
+    out = left_out(names, portion)
     return [name for index, (name, *_) in enumerate(names) if index not in out]
 
 
@@ -41,14 +42,15 @@ def test_only_large_matrices_are_thinned():
     others = [("a.py::alone", False, True), ("a.py::two[0]", False, True), ("a.py::two[1]", False, True),
               *((f"b.py::no_matrix[{n}]", False, False) for n in range(6))]
     names = [*others, *((case, False, True) for case in CASES)]
-    for third in range(3):
-        here = kept(names, third)
+    for portion in PORTIONS:
+        here = kept(names, portion)
         assert [name for name, *_ in others] == here[:len(others)] and len(here) == len(others) + 4
 
 
 def test_tests_of_one_name_in_two_files_are_two_matrices():
-    names = [(f"{file}.py::test[{n}]", False, True) for file, n in itertools.product("ab", range(3))]
-    assert [len([name for name in kept(names, third) if name[0] == "a"]) for third in range(3)] == [1, 1, 1]
+    names = [(f"{file}.py::test[{n}]", False, True) for file, n in itertools.product("ab", PORTIONS)]
+    for portion in PORTIONS:
+        assert len([name for name in kept(names, portion) if name[0] == "a"]) == 1
 
 
 def test_nothing_thorough_is_run():
@@ -64,7 +66,7 @@ def outcome(folder, *arguments):
 
 def test_what_is_named_is_run(tmp_path):
     (tmp_path / "conftest.py").write_text("""
-from tests.thirds import pytest_collection_modifyitems, pytest_report_header
+from tests.portions import pytest_collection_modifyitems, pytest_report_header
 def pytest_addoption(parser): parser.addoption("--thorough", action="store_true")
 """)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    matrix\n    thorough\n")
@@ -76,6 +78,6 @@ def test(n): pass
 @pytest.mark.thorough
 def test_long(): pass
 """)
-    assert outcome(tmp_path) == "2 passed, 5 deselected"
+    assert outcome(tmp_path) == "1 passed, 6 deselected"
     assert outcome(tmp_path, "--thorough") == "7 passed"
     assert outcome(tmp_path, "test_few.py::test", "test_few.py::test_long") == "7 passed"
