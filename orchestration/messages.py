@@ -767,8 +767,7 @@ class DeviceShared(Message):
 
 
 class Direct(Message):
-    """The tensors `names`, which I declare next, lie on my device: cards may take them from there, and bring their sums.
-    """
+    """The tensors `names`, which I declare next, lie on my device: cards may take them there, and bring their sums."""
 
     names: tuple[str, ...]
 
@@ -860,7 +859,8 @@ SchedulerMessage = (
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
     | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
-    | Told | ShareDevice | DeviceShared | Direct | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
+    | Told | ShareDevice | DeviceShared | Direct
+    | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

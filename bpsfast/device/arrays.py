@@ -11,8 +11,8 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from .host import HostArray, host_device
 
 if TYPE_CHECKING:
-    from .device import Device
     from ..trainer.tensor_input import TensorInput
+    from .device import Device
 
 
 def empty_like(source: TensorInput) -> Any:

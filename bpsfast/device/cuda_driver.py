@@ -63,8 +63,8 @@ def _attribute(device: int, attribute: int) -> int:
 def require_dma_buf(device: int) -> None:
     """Raise `UnsupportedError` unless cards can be given memory of CUDA device *device*."""
     if not _attribute(device, _DMA_BUF_SUPPORTED):
-        raise UnsupportedError(f"cuda:{device} exports no dma-buf, by which cards reach its memory: that takes CUDA 11.7, "
-                               "NVIDIA's open kernel modules, Linux 5.12 and a data center or workstation GPU")
+        raise UnsupportedError(f"cuda:{device} exports no dma-buf, by which cards reach its memory: that takes CUDA "
+                               "11.7, NVIDIA's open kernel modules, Linux 5.12 and a data center or workstation GPU")
 
 
 def dma_buf(address: int, nbytes: int) -> int:

@@ -114,7 +114,8 @@ def _with_one_root(found: Routes, here: Sequence[_Member]) -> Routes:
     islands = {tuple(sorted(island)) for road in found.roads for island in road.islands}
     if islands != {everybody} or len(roots) != 1:
         raise ConfigError(f"BPSFAST_GPU_DIRECT is on, but the ranks {everybody} of this machine sum in the islands "
-                          f"{sorted(islands)} with the roots {sorted(roots)}: set BPSFAST_REDUCE_ROOTS to one local rank")
+                          f"{sorted(islands)} with the roots {sorted(roots)}: set BPSFAST_REDUCE_ROOTS to one local "
+                          "rank")
     return found
 
 

@@ -48,8 +48,9 @@ class Standing:
         for part in parts:
             reason = self._why_staged(unit, part)
             if self._straight is not None and reason is not None:
-                self._straight.count(unit, reason or ("" if part.part in found else "no piece of what the GPU shares is "
-                                                      "as large as the tensors that are sent together"))
+                no_room = "" if part.part in found else ("no piece of what the GPU shares is as large as the tensors "
+                                                         "that are sent together")
+                self._straight.count(unit, reason or no_room)
 
     def _why_staged(self, unit: UnitPlan, part: PartPlan) -> str | None:
         if self._straight is None or not self._straight.is_used:

@@ -1,8 +1,8 @@
 """What goes straight between a rank's device and this node's cards (GPUDirect), and why everything else does not.
 
 A rank shares memory of its device, which is registered with all cards in use; the node has addresses for it (`Shadow`)
-and cannot read it. So a partition goes that way if nothing here looks into it: another node sums it, which is reached by
-RDMA, and one rank of this one has all of its input. All others pass through memory of the host.
+and cannot read it. So a partition goes that way if nothing here looks into it: another node sums it, which is reached
+by RDMA, and one rank of this one has all of its input. All others pass through memory of the host.
 """
 from __future__ import annotations
 

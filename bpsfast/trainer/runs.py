@@ -9,7 +9,6 @@ from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import UnitReady
 from ..pyx.pages import Segment
 
-
 #: A segment in the memory of another rank's device.
 _ELSEWHERE = DeviceSegment(-1, None)
 

@@ -48,8 +48,8 @@ class MemoryRegion(Owned):
                   remote_write: bool = True, remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
         """Refuse: pyverbs registers only what it has exported from a DRM device itself, and chooses *iova*."""
         domain._open()
-        raise OSError(errno.EOPNOTSUPP, f"verbs=pyverbs cannot register the dma-buf {fd} of {nbytes} bytes from {offset} "
-                                        f"on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no descriptor; "
+        raise OSError(errno.EOPNOTSUPP, f"verbs=pyverbs cannot register the dma-buf {fd} of {nbytes} bytes from "
+                                        f"{offset} on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no descriptor; "
                                         "set BPSFAST_VERBS=native")
 
     def _register(self, domain: ProtectionDomain, address: int, nbytes: int, keep: object, remote_write: bool,
