@@ -138,8 +138,8 @@ def _require_root(settings: Settings, local_size: int, n_machines: int) -> int:
         return 0
     if settings.islands != "auto" or not settings.reduce_roots.isdecimal():
         raise ConfigError(f"BPSFAST_GPU_DIRECT is on, and this machine has {local_size} ranks: what a card sends must "
-                          "be the sum of all of them. Set BPSFAST_ISLANDS=auto and BPSFAST_REDUCE_ROOTS to the one local "
-                          "rank whose GPU is below the card's PCIe switch "
+                          "be the sum of all of them. Set BPSFAST_ISLANDS=auto and BPSFAST_REDUCE_ROOTS to the one "
+                          "local rank whose GPU is below the card's PCIe switch "
                           f"(islands={settings.islands}, reduce_roots={settings.reduce_roots or 'by topology'})")
     return int(settings.reduce_roots)
 

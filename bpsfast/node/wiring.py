@@ -320,8 +320,8 @@ class Wiring:
                 if not isinstance(link, RdmaLink) or link.fenced:
                     who = "this node" if part.owner == self._me.index else f"node {part.owner}"
                     raise PeerLostError(f"{who} would sum a partition of {unit.members[0].name!r} from now on, and "
-                                        f"cannot read node {self._me.index}'s input of it, which lies in GPU memory: with "
-                                        "BPSFAST_GPU_DIRECT=1 a job goes on without a lost node only where others that "
+                                        f"cannot read node {self._me.index}'s input of it, which lies in GPU memory: "
+                                        "with BPSFAST_GPU_DIRECT=1 a job goes on without a lost node only where others that "
                                         "are reached by RDMA take its place")
 
     def _forget_early(self, committed: Generation) -> None:

@@ -49,8 +49,8 @@ class MemoryRegion(Owned):
         """Refuse: pyverbs registers only what it has exported from a DRM device itself, and chooses *iova*."""
         domain._open()
         raise OSError(errno.EOPNOTSUPP, f"verbs=pyverbs cannot register the dma-buf {fd} of {nbytes} bytes from "
-                                        f"{offset} on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no descriptor; "
-                                        "set BPSFAST_VERBS=native")
+                                        f"{offset} on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no "
+                                        "descriptor; set BPSFAST_VERBS=native")
 
     def _register(self, domain: ProtectionDomain, address: int, nbytes: int, keep: object, remote_write: bool,
                   remote_read: bool, relaxed_ordering: bool) -> None:
