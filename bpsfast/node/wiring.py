@@ -319,10 +319,11 @@ class Wiring:
                 link = self._links.get(part.owner)
                 if not isinstance(link, RdmaLink) or link.fenced:
                     who = "this node" if part.owner == self._me.index else f"node {part.owner}"
-                    raise PeerLostError(f"{who} would sum a partition of {unit.members[0].name!r} from now on, and "
-                                        f"cannot read node {self._me.index}'s input of it, which lies in GPU memory: "
-                                        "with BPSFAST_GPU_DIRECT=1 a job goes on without a lost node only where others that "
-                                        "are reached by RDMA take its place")
+                    raise PeerLostError(
+                        f"{who} would sum a partition of {unit.members[0].name!r} from now on, and cannot read node "
+                        f"{self._me.index}'s input of it, which lies in GPU memory: with BPSFAST_GPU_DIRECT=1 a job "
+                        "goes on without a lost node only where others that are reached by RDMA take its place")
+
 
     def _forget_early(self, committed: Generation) -> None:
         """Drop what was said of generations before the one that is *committed*: they were withdrawn."""

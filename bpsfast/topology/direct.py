@@ -1,7 +1,7 @@
 """Which GPUs could hand their sums straight to which network card (GPUDirect), and why others could not.
 
 Only below one PCIe switch: through a root complex such copies run at half the card's rate or less (OSDI'20: under 50 of
-100 Gbit/s), and some platforms forbid them. Unproven here: no GPU machine has measured it.
+100 Gbit/s), and some platforms forbid them. `device.direct` has jobs do it. Unproven: no GPU machine has measured it.
 """
 from __future__ import annotations
 
