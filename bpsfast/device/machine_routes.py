@@ -86,7 +86,7 @@ def _routes(here: list[_Member], settings: Settings) -> Routes:
     if not here[0].gpu:  # which has no cards in its topology
         found = routes(strategy_of(of_host(len(here)), msgspec.structs.replace(settings, gpu_direct=False)),
                        {f"gpu{place}": member.rank for place, member in enumerate(here)})
-        return _with_one_root(found, here) if settings.gpu_direct else found
+        return _with_one_root(found, here, settings) if settings.gpu_direct else found
     if len({member.gpu for member in here}) < len(here):
         if settings.gpu_direct:
             raise ConfigError("BPSFAST_GPU_DIRECT is on, but ranks of this machine share GPUs, which are no island: "
@@ -104,18 +104,22 @@ def _routes(here: list[_Member], settings: Settings) -> Routes:
     for line in strategy.lines():
         log.info("%s", line)
     found = routes(strategy, {name_of[member.gpu]: member.rank for member in here})
-    return _with_one_root(found, here) if settings.gpu_direct else found
+    return _with_one_root(found, here, settings) if settings.gpu_direct else found
 
 
-def _with_one_root(found: Routes, here: Sequence[_Member]) -> Routes:
-    """Return *found* if one rank has the sum of all that are *here*: only that can go straight to a card."""
+def _with_one_root(found: Routes, here: Sequence[_Member], settings: Settings) -> Routes:
+    """Return *found* if one rank has the sum of all that are *here*, as *settings* say: only that can go straight to a
+    card.
+    """
     everybody = tuple(sorted(member.rank for member in here))
     roots = {root for road in found.roads for island in road.roots for root, _ in island}
     islands = {tuple(sorted(island)) for road in found.roads for island in road.islands}
-    if islands != {everybody} or len(roots) != 1:
+    wanted = {member.rank for member in here if str(member.local_rank) == settings.reduce_roots}
+    if islands != {everybody} or roots != wanted:
         raise ConfigError(f"BPSFAST_GPU_DIRECT is on, but the ranks {everybody} of this machine sum in the islands "
-                          f"{sorted(islands)} with the roots {sorted(roots)}: set BPSFAST_REDUCE_ROOTS to one local "
-                          "rank")
+                          f"{sorted(islands)} with the roots {sorted(roots)}: set BPSFAST_REDUCE_ROOTS to one "
+                          f"local rank, now {settings.reduce_roots or 'by topology'}, whose GPU has that place in the "
+                          "order of addresses on PCIe")
     return found
 
 

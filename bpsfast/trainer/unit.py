@@ -28,7 +28,6 @@ from .runs import Run, runs
 if TYPE_CHECKING:
     from ..device.arrivals import Arrival
     from ..device.device import Device
-    from ..device.segments import DevicePlace
     from .memory import Region
     from .session import Session
 
@@ -85,7 +84,7 @@ class Unit:
         self._runs = runs(ready, segments, on_device)
         #: The partitions, by number, whose results lie on a device: of this rank, or of another one of its machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
-        self._place: DevicePlace | None = None  # of their inputs
+        self._landing: Landing | None = None
         self._readers: list[tuple[int, Arrival]] = []  # of a round: copies to devices, which may go on
 
     def titles(self) -> dict[int, Part]:
@@ -109,16 +108,15 @@ class Unit:
 
     def landing(self, device: Device) -> Landing:
         """Return where its input lies when it comes from *device*, allocated at the first use."""
-        own = sorted(number for number in self.on_device if self._lies_here(number))
-        if own and self._place is None:
-            place = self.session.devices.direct.allocate(device, len(own) * self.stride)
+        if self._landing is None:
+            own = sorted(number for number in self.on_device if self._lies_here(number))
+            staging = self.staging if len(own) < self.n_parts or not self.n_parts else None
             with self._lock:
-                self._place, place = self._place or place, place
-            if self._place is not place:
-                self.session.devices.direct.release(place)
-        straight = {number: at * self.stride for at, number in enumerate(own)}
-        return Landing(self.staging if len(own) < self.n_parts or not self.n_parts else None,
-                       self._place, straight, self.stride)
+                if self._landing is None:
+                    place = self.session.devices.direct.allocate(device, len(own) * self.stride) if own else None
+                    self._landing = Landing(staging, place, {number: at * self.stride for at, number in enumerate(own)},
+                                            self.stride)
+        return self._landing
 
     def _lies_here(self, number: int) -> bool:
         """Whether the result of a partition on a device is on this rank's."""
@@ -411,9 +409,9 @@ class Unit:
             self._runs = []
             self._readers = []
             self._staging = self._window = None
-            place, self._place = self._place, None
-        if place is not None:
-            self.session.devices.direct.release(place)
+            landing, self._landing = self._landing, None
+        if landing is not None and landing.place is not None:
+            self.session.devices.direct.release(landing.place)
 
 
 def window_parts(local_size: int) -> int:

@@ -1,4 +1,4 @@
-"""A GPU's memory that cards read and write: exported, and, where a card is below its PCIe switch, sums that go that way."""
+"""A GPU's memory that cards read and write: exported; and, where a card is below its switch, sums that go that way."""
 from __future__ import annotations
 
 import os
