@@ -4,6 +4,9 @@ The node's mapping of that memory is closed to every access by a CPU: a node tha
 """
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.guest.direct_ranks import (
@@ -36,8 +39,12 @@ def test_sums_are_right_and_only_what_is_summed_elsewhere_goes_straight():
     assert all(text.startswith("UnsupportedError") and "BPSFAST_GPU_DIRECT" in text for text in refused), refused
 
 
-@pytest.mark.timeout(900)
+_OF_ISLANDS = "from bpsfast import kernels; kernels.address('int64', 'band'), kernels.address('uint8')"
+
+
+@pytest.mark.timeout(1200)
 def test_the_root_of_an_island_sends_the_sum_of_its_machine():
+    subprocess.run([sys.executable, "-c", _OF_ISLANDS], check=True, timeout=500)  # as `compiled`
     with running(ranks=(2, 1), helpers=1, islands="auto", reduce_roots="0", placement="ps", **DIRECT) as job:
         found = job.run(sum_in_every_way, 2, timeout_s=400)
         job.close()
