@@ -748,6 +748,34 @@ class Allocated(Message):
     offset: int
 
 
+class ShareDevice(Message):
+    """Register `nbytes` of my device's memory, whose descriptor comes along, with the cards that you use.
+
+    The first `result_nbytes` are for results, which you place; where inputs lie in what follows I say. `gpu`: the
+    address on PCIe of the GPU whose dma-buf it is; "": it is a memfd, the host device's.
+    """
+
+    request: int
+    nbytes: int
+    result_nbytes: int
+    gpu: str = ""
+
+
+class DeviceShared(Message):
+    """It is your segment `segment` from now on, its results' part mine to give; with an `error` nothing is."""
+
+    request: int
+    segment: int = 0
+    error: str = ""
+    reason: str = ""
+
+
+class Direct(Message):
+    """The tensors `names`, which I declare next, lie on my device: cards may take them there, and bring their sums."""
+
+    names: tuple[str, ...]
+
+
 class StateAsk(Message):
     """Copy this node's state of the compressed unit `unit` to my input memory, or take it from there.
 
@@ -779,6 +807,7 @@ class Extent(Record):
     offset_even: int
     offset_odd: int
     nbytes: int
+    on_device: bool = False  # in a segment that one of the ranks has shared by `ShareDevice`
 
 
 class UnitReady(Record):
@@ -834,7 +863,8 @@ SchedulerMessage = (
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
     | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
-    | Told | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
+    | Told | ShareDevice | DeviceShared | Direct
+    | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

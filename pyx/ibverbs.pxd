@@ -124,6 +124,7 @@ cdef extern from "verbs.h" nogil:
     const char *BPS_VERBS_LIBRARY
     int bps_verbs_open(const char *, char *, size_t)
     bps_ibv_mr *bps_reg_mr(bps_ibv_pd *, void *, size_t, unsigned int)
+    bps_ibv_mr *bps_reg_dmabuf_mr(bps_ibv_pd *, uint64_t, size_t, uint64_t, int, unsigned int)
     int bps_post_send(bps_ibv_qp *, bps_ibv_send_wr *, bps_ibv_send_wr **)
     int bps_post_recv(bps_ibv_qp *, bps_ibv_recv_wr *, bps_ibv_recv_wr **)
     int bps_poll_cq(bps_ibv_cq *, int, bps_ibv_wc *)

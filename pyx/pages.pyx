@@ -5,7 +5,7 @@ A `Segment` is one memfd: page-aligned, pre-faulted, sealed against resizing, pa
 (SCM_RIGHTS), and gone with its last mapping: nothing to collide with by name, nothing left after ``kill -9``.
 A `Window` maps runs of several segments side by side, so that a tensor whose partitions lie in different
 segments is one contiguous array. Both export buffers and refuse to unmap while an export lives: a NIC or a
-NumPy array never points into freed memory.
+NumPy array never points into freed memory. A `Shadow` is addresses that stand for memory of a device.
 """
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -56,6 +56,7 @@ cdef extern from *:
     void *mmap(void *addr, size_t length, int prot, int flags, int fd, off_t offset) nogil
     int munmap(void *addr, size_t length) nogil
     int madvise(void *addr, size_t length, int advice) nogil
+    int mprotect(void *addr, size_t length, int prot) nogil
     int bps_seal(int fd) nogil
     int bps_prefer_node(void *address, size_t nbytes, unsigned int node) nogil
     void bps_touch(char *p, size_t n, size_t page) nogil
@@ -63,7 +64,7 @@ cdef extern from *:
     void *bps_map(size_t nbytes, int prot, int fd) nogil
     void bps_fill_huge(char *address, size_t nbytes, size_t page) nogil
     void *MAP_FAILED
-    int PROT_READ, PROT_WRITE, MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED
+    int PROT_NONE, PROT_READ, PROT_WRITE, MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED
     int MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_HUGEPAGE
     unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_HUGETLB, MFD_HUGE_2MB
 
@@ -331,3 +332,6 @@ cdef class Window:
 
     def __dealloc__(self):
         self._release()
+
+
+include "pages_shadow.pxi"

@@ -56,9 +56,10 @@
     X(int, query_qp, (struct bps_ibv_qp *, struct bps_ibv_qp_attr *, int, struct bps_ibv_qp_init_attr *)) \
     X(int, destroy_qp, (struct bps_ibv_qp *))
 
-/* NULL where the library is older (rdma-core 28 and 36 brought them) */
+/* NULL where the library is older (rdma-core 28, 34 and 36 brought them) */
 #define BPS_VERBS_OPTIONAL(X) \
     X(struct bps_ibv_mr *, reg_mr_iova2, (struct bps_ibv_pd *, void *, size_t, uint64_t, unsigned int)) \
+    X(struct bps_ibv_mr *, reg_dmabuf_mr, (struct bps_ibv_pd *, uint64_t, size_t, uint64_t, int, int)) \
     X(int, is_fork_initialized, (void))
 
 #define BPS_VERBS_FIELD(result, name, parameters) result(*name) parameters;
@@ -107,6 +108,17 @@ static inline struct bps_ibv_mr *bps_reg_mr(struct bps_ibv_pd *pd, void *address
     if (access >= BPS_ACCESS_RELAXED_ORDERING && bps_verbs.reg_mr_iova2 != NULL)
         return bps_verbs.reg_mr_iova2(pd, address, nbytes, (uint64_t)(uintptr_t)address, access);
     return bps_verbs.reg_mr(pd, address, nbytes, (int)(access & (BPS_ACCESS_RELAXED_ORDERING - 1)));
+}
+
+/* Register nbytes of a dma-buf from `offset` on, which lanes and peers call by `iova`. NULL with errno set; ENOSYS: the
+ * library is too old. */
+static inline struct bps_ibv_mr *bps_reg_dmabuf_mr(struct bps_ibv_pd *pd, uint64_t offset, size_t nbytes, uint64_t iova,
+                                                   int fd, unsigned int access)
+{
+    if (bps_verbs.reg_dmabuf_mr != NULL)
+        return bps_verbs.reg_dmabuf_mr(pd, offset, nbytes, iova, fd, (int)access);
+    errno = ENOSYS;
+    return NULL;
 }
 
 static inline int bps_positive(int rc) { return rc < 0 ? -rc : rc; }

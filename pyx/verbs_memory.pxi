@@ -18,6 +18,26 @@ cdef str _why_not_registered(int rc, uintptr_t address, size_t nbytes, attribute
     return "the arguments do not suit the device"
 
 
+cdef str _why_no_dmabuf(int rc, int fd, device):
+    """Say what a refused registration of a dma-buf usually means."""
+    if rc == errnos.ENOSYS:
+        return "this libibverbs has no ibv_reg_dmabuf_mr: it came with rdma-core 34"
+    if rc == errnos.EOPNOTSUPP or rc == errnos.EPROTONOSUPPORT:
+        return (f"the driver of {device.name} cannot use another device's memory (mlx5 can from Linux 5.12 on, irdma, "
+                "bnxt_re and efa from later ones; rxe and siw cannot)")
+    if rc == errnos.EBADF or rc == EINVAL:
+        return f"descriptor {fd} is no dma-buf, it is shorter, or offset and iova differ within a page"
+    return "whoever exported the memory does not let this card reach it (see dmesg)"
+
+
+cdef unsigned int _access(size_t nbytes, bint remote_write, bint remote_read, bint relaxed_ordering) except 0:
+    if nbytes == 0:
+        raise ValueError("a memory region needs nbytes > 0")
+    return (BPS_ACCESS_LOCAL_WRITE | (BPS_ACCESS_REMOTE_WRITE if remote_write else 0)
+            | (BPS_ACCESS_REMOTE_READ if remote_read else 0)
+            | (BPS_ACCESS_RELAXED_ORDERING if relaxed_ordering else 0))
+
+
 @cython.final
 @cython.no_gc_clear
 cdef class MemoryRegion:
@@ -70,19 +90,41 @@ cdef class MemoryRegion:
         self.keep = keep
         return self
 
+    @classmethod
+    def of_dmabuf(cls, ProtectionDomain domain not None, int fd, size_t nbytes, uintptr_t iova, *, uint64_t offset=0,
+                  bint remote_write=True, bint remote_read=False, bint relaxed_ordering=False):
+        """Register *nbytes* from *offset* on of the dma-buf *fd*, memory of another device (``ibv_reg_dmabuf_mr``).
+
+        Whoever posts, or is told the rkey, calls its first byte *iova*; both have the same offset in a page. The
+        descriptor may be closed afterwards: the region keeps the memory.
+
+        Raises
+        ------
+        OSError
+            With the errno: EOPNOTSUPP where the driver cannot, ENOSYS where the library cannot.
+        """
+        cdef MemoryRegion self = cls.__new__(cls)
+        cdef bps_ibv_pd *pd = domain._open()
+        cdef bps_ibv_mr *mr
+        cdef unsigned int access = _access(nbytes, remote_write, remote_read, relaxed_ordering)
+        domain.children += 1  # as in `_register`
+        with nogil:
+            mr = bps_reg_dmabuf_mr(pd, offset, nbytes, iova, fd, access)
+        if mr == NULL:
+            rc = errno
+            domain.children -= 1
+            raise OSError(rc, f"ibv_reg_dmabuf_mr({domain.device.name}, offset={offset}, nbytes={nbytes}, "
+                              f"iova={iova:#x}, fd={fd}, access={access:#x}): {_words(rc)}; "
+                              f"{_why_no_dmabuf(rc, fd, domain.device)}")
+        self.mr, self.domain, self.forks = mr, domain, bps_forks
+        self.address, self.nbytes, self.lkey, self.rkey = iova, nbytes, mr.lkey, mr.rkey
+        return self
+
     cdef int _register(self, ProtectionDomain domain, uintptr_t address, size_t nbytes, bint remote_write,
                        bint remote_read, bint relaxed_ordering) except -1:
         cdef bps_ibv_pd *pd = domain._open()
         cdef bps_ibv_mr *mr
-        cdef unsigned int access = BPS_ACCESS_LOCAL_WRITE
-        if nbytes == 0:
-            raise ValueError("a memory region needs nbytes > 0")
-        if remote_write:
-            access |= BPS_ACCESS_REMOTE_WRITE
-        if remote_read:
-            access |= BPS_ACCESS_REMOTE_READ
-        if relaxed_ordering:
-            access |= BPS_ACCESS_RELAXED_ORDERING
+        cdef unsigned int access = _access(nbytes, remote_write, remote_read, relaxed_ordering)
         domain.children += 1  # nobody closes the domain during the call
         with nogil:
             mr = bps_reg_mr(pd, <void *>address, nbytes, access)

@@ -234,3 +234,50 @@ def test_thousands_of_partitions(device, line):
     line.add(arrival)
     over(arrival)
     assert n_looks < 10 * n_parts
+
+
+class Noticing(HostDevice):
+    """A device that has to be told to see what cards have written."""
+
+    def __init__(self):
+        super().__init__()
+        self.noticed = []
+        self.complete = set()
+
+    def take_notice(self):
+        self.noticed.append(set(self.complete))
+
+
+def test_a_device_takes_notice_before_it_reads_what_cards_have_written():
+    """Once they are complete, before each copy; never for what lies on the host."""
+    device = Noticing()
+    written = np.random.default_rng(1).integers(1, 256, 3 * STRIDE, np.uint8)  # on the device: not pinned
+    target = np.zeros(3 * STRIDE, np.uint8)
+    host = written[STRIDE : 2 * STRIDE].copy()
+    device.pin(host.ctypes.data, STRIDE, True)
+    changed = threading.Condition()
+
+    def wait(number, timeout_s):
+        with changed:
+            return changed.wait_for(lambda: number in device.complete, timeout_s)
+
+    def complete(number):
+        with changed:
+            device.complete.add(number)
+            changed.notify_all()
+
+    arrival = Arrival("a", 0, cut(3 * STRIDE, STRIDE, [Load(0, target.ctypes.data, 3 * STRIDE)]), [],
+                      lambda offset: host.ctypes.data + offset - STRIDE if STRIDE <= offset < 2 * STRIDE
+                      else written.ctypes.data + offset, wait, lambda *_: None, None, on_device={0, 2})
+    for line in lines_of(Arrivals(device, "noticing")):
+        line.add(arrival)
+        complete(1)
+        eventually(lambda: (target[STRIDE : 2 * STRIDE] == host).all())
+        assert device.noticed == []
+        complete(0)
+        eventually(lambda: (target[:STRIDE] == written[:STRIDE]).all())
+        complete(2)
+        arrival.wait(deadline(), lambda: None)
+        arrival.event.wait()
+    assert (target == written).all()
+    assert device.noticed == [{0, 1}, {0, 1, 2}]

@@ -236,3 +236,17 @@ def test_any_thread_may_add(device, line, log):
         thread.join()
     done(*under_way)
     assert len(log.announced) == 8
+
+
+def test_what_a_card_takes_from_the_device_is_copied_within_it(device, line):
+    """Pieces 1 and 3 go to memory of the device that was not pinned, which `copy` would refuse."""
+    memory, straight, announced = Memory(device, 4 * STRIDE), np.zeros(2 * STRIDE, np.uint8), []
+    begin = straight.ctypes.data
+    line.add(departure := Departure("a", 0, memory.host.ctypes.data, memory.pieces(STRIDE), [],
+                                    lambda piece, _: announced.append(piece.number), memory,
+                                    on_device={1: begin - STRIDE, 3: begin + STRIDE - 3 * STRIDE}))
+    done(departure)
+    parts = memory.far.reshape(4, STRIDE)
+    assert (straight.reshape(2, STRIDE) == parts[[1, 3]]).all() and (memory.host.reshape(4, STRIDE)[[0, 2]]
+                                                                     == parts[[0, 2]]).all()
+    assert not memory.host.reshape(4, STRIDE)[[1, 3]].any() and announced == [0, 1, 2, 3]

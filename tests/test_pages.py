@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.pyx.pages import Segment, Window, huge_page_nbytes
+from bpsfast.pyx.pages import Segment, Shadow, Window, huge_page_nbytes
 
 PAGE = mmap.PAGESIZE
 
@@ -210,3 +210,40 @@ def test_an_empty_or_short_pool_falls_back_to_ordinary_pages(n_pages):
     with pool_of_huge_pages(n_pages), Segment(16 << 20) as segment:
         assert segment.page_nbytes == PAGE
         memoryview(segment)[:] = b"\1" * segment.nbytes  # no SIGBUS
+
+
+def test_a_shadow_is_addresses_and_no_memory():
+    reader, writer = os.pipe()
+    shadow = Shadow(os.dup(reader), 4 * PAGE)
+    with pytest.raises(BufferError):
+        memoryview(shadow)
+    for address in (shadow.address, shadow.address + 4 * PAGE - 1):  # the kernel says what a CPU would die of
+        with pytest.raises(OSError, match="Bad address"):
+            os.writev(writer, [(ctypes.c_char * 1).from_address(address)])
+    fd = shadow.fileno()
+    shadow.close()
+    shadow.close()
+    assert shadow.closed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with pytest.raises(ValueError, match="pages"):
+        Shadow(reader, PAGE + 1)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_shadow_of_a_memfd_is_its_memory_until_it_is_shut():
+    with Segment(2 * PAGE, huge=False) as segment:
+        shadow = Shadow(os.dup(segment.fileno()), segment.nbytes, maps=True)
+        view = memoryview(shadow)
+        view[3] = 7
+        assert memoryview(segment)[3] == 7
+        with pytest.raises(BufferError, match="live exports"):
+            shadow.close()
+        view.release()
+        shadow.shut()
+        with pytest.raises(BufferError):
+            memoryview(shadow)
+        shadow.close()
+        with pytest.raises(ValueError, match="closed"):
+            shadow.shut()

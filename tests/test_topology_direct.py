@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.settings import Settings
 from bpsfast.topology.copies import switch_of
-from bpsfast.topology.direct import Pair, nearest, pairs, possible, wished
+from bpsfast.topology.direct import Pair, nearest, pairs, possible, why_not, wished
 from bpsfast.topology.discovery import discover
 from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology
 from bpsfast.topology.joints import joint
@@ -84,3 +84,18 @@ def test_asked_for_where_no_gpu_can_it_is_refused_with_the_reason_and_what_to_do
     with pytest.raises(ConfigError, match=r"BPSFAST_GPU_DIRECT = 1: no GPU of machine by formula.*\(gpu0: it and nic0 "
                                           r"are not below one PCIe switch.*another slot.*or unset it"):
         wished(switched(), Settings(gpu_direct=True))
+
+
+def test_a_gpu_and_the_cards_of_a_job():
+    """All cards that a job uses have to be below the GPU's switch; a card may have several functions."""
+    parts = [Part("socket0", Kind.SOCKET), *(Part(f"switch{n}", Kind.SWITCH) for n in range(2)),
+             Part("gpu0", Kind.GPU, "0000:3B:00.0"), Part("nic0", Kind.NIC, device="mlx5_0,mlx5_1"),
+             Part("nic1", Kind.NIC, device="mlx5_2")]
+    ends = [("socket0", "switch0"), ("socket0", "switch1"), ("switch0", "gpu0"), ("switch0", "nic0"),
+            ("switch1", "nic1")]
+    topology = Topology("two", tuple(parts), tuple(Link(*each, LinkKind.PCIE, 16 * GIGA) for each in ends))
+    assert why_not(topology, "0000:3b:00.0", ["mlx5_1", "mlx5_0"]) == ""
+    reason = why_not(topology, "0000:3b:00.0", ["mlx5_0", "mlx5_2"])
+    assert reason.startswith("gpu0 (0000:3b:00.0) cannot copy straight to mlx5_2: it and nic1 hang at different PCIe")
+    assert "rxe0 is no card" in why_not(topology, "0000:3b:00.0", ["rxe0"])
+    assert "not among those that sysfs shows" in why_not(topology, "0000:5e:00.0", ["mlx5_0"])

@@ -3,10 +3,20 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.node.generation import Generation
+from bpsfast.node.generation import Generation, Holding
 from bpsfast.node.regions import Regions
 from bpsfast.node.wiring import Wiring
-from bpsfast.orchestration.messages import NodeInfo, Plan
+from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.orchestration.messages import (
+    Extent,
+    MemberPlan,
+    NodeInfo,
+    PartPlan,
+    Plan,
+    Recover,
+    Succession,
+    UnitPlan,
+)
 from bpsfast.transport.shm import PeerExtents
 from bpsfast.transport.tcp import TcpLink
 
@@ -61,3 +71,23 @@ def test_memory_at_hand_is_no_less_to_own(newcomer, max_nbytes):
     before = wiring.ownable_nbytes
     wiring.warm([], 10 << 20)
     assert regions.nbytes <= max_nbytes and wiring.ownable_nbytes >= before
+
+
+@pytest.mark.parametrize("heir", [0, 1])
+def test_nobody_inherits_what_lies_on_a_device_and_cannot_reach_it(wiring, heir):
+    """Neither the node itself nor one behind tcp; what lies in memory goes on as ever."""
+    unit = UnitPlan(unit=0, name="u", dtype="float32", average=False, priority=0, nbytes=8192, stride=4096,
+                    members=(MemberPlan(name="w", shape=(2048,), offset=0, nbytes=8192),),
+                    parts=tuple(PartPlan(part=part, offset=4096 * part, nbytes=4096, owner=heir) for part in (0, 1)))
+    wiring._links = {1: TcpLink(1, {})}
+    wiring._holdings[0] = Holding(extents={part: Extent(node=0, segment=0, offset_even=0, offset_odd=0, nbytes=4096,
+                                                        on_device=part == 1) for part in (0, 1)})
+
+    def recover(*parts):
+        return Recover(epoch=1, generation=1, units=(unit,),
+                       successions=tuple(Succession(part=part, owner=heir, kept_round=1) for part in parts))
+
+    wiring._require_reach(recover(0))
+    who = "this node" if heir == 0 else "node 1"
+    with pytest.raises(PeerLostError, match=f"{who} would sum a partition of 'w'.*GPU memory.*BPSFAST_GPU_DIRECT"):
+        wiring._require_reach(recover(0, 1))

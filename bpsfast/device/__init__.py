@@ -9,4 +9,6 @@ still.
     twins, broadcasts     what collectives and broadcasts read and write instead of memory on a device
     arrays                new ones on devices
     devices               the devices of a session
+    direct, segments      memory of a device that cards read and write by themselves (GPUDirect)
+    cuda_driver           what of CUDA's driver that takes
 """

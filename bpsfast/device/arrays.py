@@ -8,10 +8,11 @@ import numpy as np
 
 from ..dtypes import TABLE
 from ..orchestration.errors import ConfigError, UnsupportedError
-from .host import HostArray
+from .host import HostArray, host_device
 
 if TYPE_CHECKING:
     from ..trainer.tensor_input import TensorInput
+    from .device import Device
 
 
 def empty_like(source: TensorInput) -> Any:
@@ -29,6 +30,18 @@ def empty_like(source: TensorInput) -> Any:
     return zeros(source.shape, source.dtype, source.place.device.name)
 
 
+def device_of(device: str) -> Device:
+    """Return the device that is called so, as `zeros` says; raises as that."""
+    if device == "host":
+        return host_device()
+    kind, colon, number = device.partition(":")
+    if kind != "cuda" or (colon and not number.isdecimal()):
+        raise ConfigError(f"device={device!r}: expected 'cuda', 'cuda:0' or the like, or 'host'")
+    from .cuda import cuda_device, cupy
+
+    return cuda_device(int(number) if colon else int(cupy().cuda.runtime.getDevice()))
+
+
 def zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     """Return a new array of zeros on *device*: "host", "cuda", "cuda:1"; a CuPy array on a GPU, ordered on CuPy's
     current stream.
@@ -43,13 +56,10 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     numpy_dtype = TABLE[dtype].numpy
     if device == "host":
         return np.zeros(shape, numpy_dtype).view(HostArray)
-    kind, colon, number = device.partition(":")
-    if kind != "cuda" or (colon and not number.isdecimal()):
-        raise ConfigError(f"device={device!r}: expected 'cuda', 'cuda:0' or the like, or 'host'")
-    from .cuda import cuda_device, cupy
+    from .cuda import CudaDevice, cupy
 
-    module = cupy()
-    place = cuda_device(int(number) if colon else int(module.cuda.runtime.getDevice()))
+    module, place = cupy(), device_of(device)
+    assert isinstance(place, CudaDevice), f"{device} is of no known kind"
     with place.current(f"making an array of {shape}"):
         try:
             return module.zeros(shape, numpy_dtype)

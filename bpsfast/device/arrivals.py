@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .device import Device, Event, OwnStream, Stream
 from .line import Back, Line
@@ -28,7 +28,9 @@ class Arrival(Back):
     Parameters
     ----------
     source
-        Returns where the sum's bytes from an offset on lie on the host.
+        Returns where the sum's bytes from an offset on lie on the host, or the device.
+    on_device
+        The pieces, by number, of which they lie on the device: a card has written them there.
     wait
         Waits up to so many seconds for a partition, by its number; whether it is complete. Raises when it never will
         be.
@@ -42,11 +44,13 @@ class Arrival(Back):
 
     def __init__(self, title: str, urgency: int, pieces: Sequence[Piece], after: Sequence[Event],
                  source: Callable[[int], int], wait: Callable[[int, float], bool],
-                 landed: Callable[[Piece, int], None], keeps: object, whole: bool = False) -> None:
+                 landed: Callable[[Piece, int], None], keeps: object, whole: bool = False,
+                 on_device: Collection[int] = ()) -> None:
         super().__init__(title, urgency, keeps)
         self.left = {piece.number: piece for piece in pieces if whole or piece.copies}
         self.after = after
         self.source = source
+        self.on_device = on_device
         self.wait_for = wait
         self.landed = landed
         self.copying: deque[tuple[Event, Piece, int]] = deque()
@@ -101,8 +105,11 @@ class Arrivals(Line[Arrival]):
     def _bring(self, under_way: list[Arrival], stream: Stream) -> list[Arrival]:
         moved = False
         for arrival in sorted(under_way, key=lambda arrival: arrival.urgency):
-            for piece in [piece for piece in itertools.islice(arrival.left.values(), _SIGHT)
-                          if arrival.wait_for(piece.number, 0.0)]:
+            complete = [piece for piece in itertools.islice(arrival.left.values(), _SIGHT)
+                        if arrival.wait_for(piece.number, 0.0)]
+            if arrival.on_device and any(piece.number in arrival.on_device and piece.copies for piece in complete):
+                self._device.take_notice()
+            for piece in complete:
                 _copy(arrival, piece, arrival.stream(self._device, stream))
                 moved = True
             if not arrival.left and arrival.event is None:
@@ -133,7 +140,10 @@ class Arrivals(Line[Arrival]):
 def _copy(arrival: Arrival, piece: Piece, stream: Stream) -> None:
     begin_ns = time.monotonic_ns()
     for load in piece.copies:
-        stream.copy(load.address, arrival.source(load.offset), load.nbytes, to_host=False)
+        if piece.number in arrival.on_device:
+            stream.move(load.address, arrival.source(load.offset), load.nbytes)
+        else:
+            stream.copy(load.address, arrival.source(load.offset), load.nbytes, to_host=False)
     del arrival.left[piece.number]
     arrival.copying.append((stream.record(), piece, begin_ns))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..orchestration.errors import DeviceError, UnsupportedError
-from .device import Event, Place
+from . import cuda_driver
+from .device import Event, Place, SharedMemory
 
-_TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+_TO_DEVICE, _TO_HOST, _WITHIN = 1, 2, 3  # cudaMemcpyKind
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegister flags
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t; ROCm's hipError_t has them, too
 #: CUDA has no wait with a limit: a thread that has one asks so often.
@@ -110,6 +112,11 @@ class CudaStream:
             cupy().cuda.runtime.memcpyAsync(destination, source, nbytes, _TO_HOST if to_host else _TO_DEVICE,
                                             self.handle)
 
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        """See `Stream`."""
+        with self._device.current(f"copying {nbytes} bytes within it"):
+            cupy().cuda.runtime.memcpyAsync(destination, source, nbytes, _WITHIN, self.handle)
+
     def close(self) -> None:
         """See `OwnStream`. CuPy destroys it when nobody holds it any more."""
 
@@ -123,6 +130,7 @@ class CudaDevice:
         self._runtime = cupy().cuda.runtime
         self._lock = threading.Lock()
         self._gate: CudaStream | None = None
+        self._needs_flush = False  # what cards have written, before it is read
 
     @contextmanager
     def current(self, what: str) -> Iterator[None]:
@@ -196,6 +204,35 @@ class CudaDevice:
                 self._runtime.hostUnregister(address)
         except DeviceError:
             return  # the context is gone, or broken by a failure that was raised where it came from
+
+    def share(self, nbytes: int) -> SharedMemory:
+        """See `Device`. Whole pages of the host's, as dma-bufs have them, wherever cudaMalloc begins."""
+        page_nbytes = mmap.PAGESIZE
+        rounded = -(-nbytes // page_nbytes) * page_nbytes
+        with self.current(f"making {rounded} bytes of its memory known to cards"):
+            cuda_driver.require_dma_buf(self._number)
+            self._needs_flush = cuda_driver.needs_flush(self._number)
+            begin = int(self._runtime.malloc(rounded + page_nbytes - 1))
+            address = -(-begin // page_nbytes) * page_nbytes
+            try:
+                fd = cuda_driver.dma_buf(address, rounded)
+            except BaseException:
+                self._runtime.free(begin)
+                raise
+        return SharedMemory(address, rounded, fd, self.address, lambda: self._free(begin))
+
+    def _free(self, address: int) -> None:
+        try:
+            with self.current("giving memory back that cards knew"):
+                self._runtime.free(address)
+        except DeviceError:
+            return  # as for `unpin`
+
+    def take_notice(self) -> None:
+        """See `Device`."""
+        if self._needs_flush:
+            with self.current("waiting for what cards have written"):
+                cuda_driver.flush_writes()
 
 
 @functools.cache

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .arrivals import Arrival
@@ -20,18 +21,23 @@ from .pieces import Piece
 #: So much is in the air at once, and at least so many partitions: one lands while the other flies.
 _WINDOW_NBYTES = 8 << 20
 _LEAST_PIECES = 2
+#: Of a unit of which nothing goes straight to a card.
+NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 class Departure(Passage):
     """*pieces* of a unit, copied to the host's memory at *address* after the events *after*, and once *readers* of what
     comes of it have done with what was there before; *announce* is called with each as it lands, and with when its
-    copies began (ns). *keeps* holds the memory they come from.
+    copies began (ns). *keeps* holds the memory they come from. *on_device*: pieces by their number that are copied
+    within the device, as if the unit lay at that address: a card takes them from there.
     """
 
     def __init__(self, title: str, urgency: int, address: int, pieces: Sequence[Piece], after: Sequence[Event],
-                 announce: Callable[[Piece, int], None], keeps: object, readers: Sequence[Arrival] = ()) -> None:
+                 announce: Callable[[Piece, int], None], keeps: object, readers: Sequence[Arrival] = (),
+                 on_device: Mapping[int, int] = NOWHERE) -> None:
         super().__init__(title, urgency, keeps)
         self.address = address
+        self.on_device = on_device
         self.pieces = pieces
         self.announce = announce
         self.n_taken_off = 0
@@ -107,7 +113,11 @@ def _ready(under_way: Sequence[Departure]) -> list[Departure]:
 def _take_off(departure: Departure, stream: Stream) -> _Flight:
     piece = departure.pieces[departure.n_taken_off]
     begin_ns = time.monotonic_ns()
+    straight = departure.on_device.get(piece.number)
     for load in piece.copies:
-        stream.copy(departure.address + load.offset, load.address, load.nbytes, to_host=True)
+        if straight is None:
+            stream.copy(departure.address + load.offset, load.address, load.nbytes, to_host=True)
+        else:
+            stream.move(straight + load.offset, load.address, load.nbytes)
     departure.n_taken_off += 1
     return _Flight(stream.record(), departure, piece, begin_ns)

@@ -5,9 +5,10 @@ rules, are CUDA's; `host` has a device without a GPU that keeps them.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Event(Protocol):
@@ -39,12 +40,32 @@ class Stream(Protocol):
     def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
         """Enqueue a copy between the device's memory and pinned memory of the host."""
 
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy within the device's memory."""
+
 
 class OwnStream(Stream, Protocol):
     """A stream that was made here."""
 
     def close(self) -> None:
         """Let go of it: after what is enqueued it does nothing any more. Idempotent; raises nothing."""
+
+
+class SharedMemory(NamedTuple):
+    """*nbytes* at *address* of a device, which whoever has the descriptor *fd* can register with a card. `gpu`: the
+    device's address on PCIe, and *fd* is a dma-buf; "": it is a memfd. *free* gives the memory back.
+    """
+
+    address: int
+    nbytes: int
+    fd: int
+    gpu: str
+    free: Callable[[], object]
+
+    def close(self) -> None:
+        """Give it back, once. Cards that have it registered keep it. Raises nothing."""
+        os.close(self.fd)
+        self.free()
 
 
 class Device(Protocol):
@@ -66,6 +87,24 @@ class Device(Protocol):
 
     def unpin(self, address: int) -> None:
         """Undo `pin`. Raises nothing."""
+
+    def share(self, nbytes: int) -> SharedMemory:
+        """Return new memory of the device that a card can reach.
+
+        Raises
+        ------
+        UnsupportedError
+            If the device, or its driver, does not let cards reach its memory.
+        DeviceError
+            If it has no such memory left.
+        """
+
+    def take_notice(self) -> None:
+        """Let what is enqueued from now on find what cards have written to the device's memory until now.
+
+        Bytes and completion take different ways over PCIe: that the host has seen the one does not say that the device
+        sees the other. Called by the host, after it has seen the completion; blocks for about a microsecond at most.
+        """
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from .arrivals import Arrival, Arrivals
 from .crossing import Crossing
 from .departures import Departure, Departures
 from .device import Device, Event
+from .direct import Direct
 from .pieces import Load, Piece, cut
 from .twins import Twins
 
@@ -54,6 +55,7 @@ class Devices:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.twins = Twins(session, self)
+        self.direct = Direct(session)
         self._lock = threading.Lock()
         self._lines: dict[str, _Lines] = {}
         self._islands: Islands | None = None
@@ -82,9 +84,9 @@ class Devices:
         DeviceError
             If the device cannot reach the segments.
         """
-        session, staging = self._session, unit.staging
+        session, landing = self._session, unit.landing(source.device)
         lines = self._require_lines(source.device)
-        self.pin(source.device, [session.memory.segments["rank", staging.segment]])
+        self.pin(source.device, landing.segments(session.memory.segments))
         back = None if target is None else self._prepare(target, unit).back
         if unit.islands:
             assert target is not None, "the sum of an island is handed on by its devices"
@@ -93,14 +95,14 @@ class Devices:
         arrival = None if target is None else self.arrival(unit, round, target)
 
         def announce(piece: Piece, begin_ns: int) -> None:
-            session.port.land(unit.first_part + piece.number, round, staging.segment,
-                              staging.offset + piece.number * unit.stride, piece.nbytes, begin_ns)
+            session.port.land(unit.first_part + piece.number, round, *landing.entry(piece.number), piece.nbytes,
+                              begin_ns)
             if piece.number == 0 and back is not None and arrival is not None:  # nothing can be complete before
                 back.add(arrival)
 
         departure = Departure(f"round {round} of {unit.name!r} from {source.device.name}", unit.urgency,
-                              staging.address, cut(unit.nbytes, unit.stride, source.loads), source.after, announce,
-                              source.keeps, readers)
+                              landing.address, cut(unit.nbytes, unit.stride, source.loads), source.after, announce,
+                              source.keeps, readers, landing.on_device)
         if unit.n_parts > 0:
             lines.out.add(departure)
         else:
@@ -131,7 +133,7 @@ class Devices:
         arrival = Arrival(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
                           cut(unit.nbytes, unit.stride, target.loads) if pieces is None else pieces, target.after,
                           lambda offset: unit.result_address(round, offset), wait, landed, target.keeps,
-                          whole=pieces is not None)
+                          whole=pieces is not None, on_device=unit.on_device)
         unit.read_by(round, arrival)
         return arrival
 
@@ -162,6 +164,7 @@ class Devices:
             for device, segment in filter(None, self._pinned.values()):
                 device.unpin(segment.address)
             self._pinned.clear()
+        self.direct.close()
         return True
 
     def _require_islands(self, device: Device) -> Islands:

@@ -64,9 +64,14 @@ class Gathering:
 
         Raises as `Devices.send`.
         """
-        members = self._gathered.pop(unit.name, None)
+        members = self._gathered.get(unit.name)
         if members is None:
             return False
+        if unit.on_device and len(members) < len(unit.members):
+            raise UnsupportedError(f"{len(unit.members) - len(members)} of {len(unit.members)} tensors that are sent "
+                                   f"together with {unit.name!r} do not lie on {_device(members[0].source)}: with "
+                                   "BPSFAST_GPU_DIRECT=1 all do")
+        del self._gathered[unit.name]
         targets = [member._replace(source=member.target) for member in members if member.target is not None]
         crossing = self._session.devices.send(unit, _bytes(members), _bytes(targets) if targets else None)
         self._sent[unit.name] = _Sent(crossing, {member.offset: member.source.address for member in targets}, [

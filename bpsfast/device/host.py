@@ -7,6 +7,7 @@ on a GPU. Copies are refused from or to memory that was not pinned, which a GPU 
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
 from bisect import bisect_right
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..orchestration.errors import DeviceError
+from ..pyx.pages import Segment
 from ..pyx.port import copy
-from .device import Event, Place, Stream
+from .device import Event, Place, SharedMemory, Stream
 
 #: How long `close` waits for a stream's thread, which may be inside the user's work.
 _CLOSE_S = 5.0
@@ -88,6 +90,10 @@ class HostStream:
         self._device.require_pinned(destination if to_host else source, nbytes)
         self.run(lambda: copy(destination, source, nbytes))
 
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        """See `Stream`."""
+        self.run(lambda: copy(destination, source, nbytes))
+
     def close(self) -> None:
         """See `OwnStream`."""
         with self._lock:
@@ -125,6 +131,9 @@ class _Program:
         self._device.require_pinned(destination if to_host else source, nbytes)
         copy(destination, source, nbytes)
 
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        copy(destination, source, nbytes)
+
 
 class HostDevice:
     """See `Device`."""
@@ -152,6 +161,17 @@ class HostDevice:
         """See `Device`."""
         with self._lock:
             self._pinned = [(begin, end) for begin, end in self._pinned if begin != address]
+
+    def share(self, nbytes: int) -> SharedMemory:
+        """See `Device`."""
+        try:
+            segment = Segment(nbytes, name="bpsfast-device")
+        except OSError as exc:
+            raise DeviceError(f"the host device has no {nbytes} bytes left: {exc}") from exc
+        return SharedMemory(segment.address, segment.nbytes, os.dup(segment.fileno()), "", segment.close)
+
+    def take_notice(self) -> None:
+        """See `Device`. A CPU finds what cards have written."""
 
     def require_pinned(self, address: int, nbytes: int) -> None:
         """Raise `DeviceError` unless these bytes of the host lie in one pinned range."""

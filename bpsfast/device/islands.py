@@ -205,7 +205,7 @@ class Islands:
         """Let the partitions *own* be copied and announced after *after*; *others* are announced with nothing in them.
         """
         unit, round, port = trip.unit, trip.round, self._session.port
-        staging = unit.staging
+        landing = unit.landing(trip.source.device)
         empty = {piece.number for piece in others}
 
         def announce(piece: Piece, begin_ns: int) -> None:
@@ -213,12 +213,11 @@ class Islands:
             if piece.number in empty:
                 port.submit_empty(part, 1, round)
             else:
-                port.land(part, round, staging.segment, staging.offset + piece.number * unit.stride, piece.nbytes,
-                          begin_ns)
+                port.land(part, round, *landing.entry(piece.number), piece.nbytes, begin_ns)
 
         pieces = [*own, *(Piece(piece.number, 0, ()) for piece in others)]
-        departure = Departure(trip.out.title, unit.urgency, staging.address, pieces,
-                              after, announce, trip, trip.readers)
+        departure = Departure(trip.out.title, unit.urgency, landing.address, pieces,
+                              after, announce, trip, trip.readers, landing.on_device)
 
         def then(error: BpsError | None) -> None:
             with self._lock:

@@ -10,7 +10,7 @@ import msgspec
 
 from ..collective.byte_strings import all_gather_bytes, broadcast_bytes
 from ..collective.group import Group
-from ..orchestration.errors import BpsError, ConfigError, UnsupportedError, error_of
+from ..orchestration.errors import BpsError, ConfigError, error_of
 from ..topology import discovery
 from ..topology.decision import strategy_of
 from ..topology.graph import Kind
@@ -83,13 +83,14 @@ def _decide(here: list[_Member], settings: Settings) -> _Decided:
 
 
 def _routes(here: list[_Member], settings: Settings) -> Routes:
-    if settings.gpu_direct:
-        raise UnsupportedError("BPSFAST_GPU_DIRECT is on: `bpsfast topo --strategy` reckons with it, but nothing "
-                               "registers a GPU's memory with a card yet; set it to off")
-    if not here[0].gpu:
-        return routes(strategy_of(of_host(len(here)), settings),
-                      {f"gpu{place}": member.rank for place, member in enumerate(here)})
+    if not here[0].gpu:  # which has no cards in its topology
+        found = routes(strategy_of(of_host(len(here)), msgspec.structs.replace(settings, gpu_direct=False)),
+                       {f"gpu{place}": member.rank for place, member in enumerate(here)})
+        return _with_one_root(found, here, settings) if settings.gpu_direct else found
     if len({member.gpu for member in here}) < len(here):
+        if settings.gpu_direct:
+            raise ConfigError("BPSFAST_GPU_DIRECT is on, but ranks of this machine share GPUs, which are no island: "
+                              "give each a GPU of its own, or set it to off")
         log.info("ranks of this machine share GPUs: each copies its own input, NCCL has one rank for each")
         return Routes(())
     topology = discovery.discover(None)
@@ -102,7 +103,24 @@ def _routes(here: list[_Member], settings: Settings) -> Routes:
     strategy = strategy_of(used, settings)
     for line in strategy.lines():
         log.info("%s", line)
-    return routes(strategy, {name_of[member.gpu]: member.rank for member in here})
+    found = routes(strategy, {name_of[member.gpu]: member.rank for member in here})
+    return _with_one_root(found, here, settings) if settings.gpu_direct else found
+
+
+def _with_one_root(found: Routes, here: Sequence[_Member], settings: Settings) -> Routes:
+    """Return *found* if one rank has the sum of all that are *here*, as *settings* say: only that can go straight to a
+    card.
+    """
+    everybody = tuple(sorted(member.rank for member in here))
+    roots = {root for road in found.roads for island in road.roots for root, _ in island}
+    islands = {tuple(sorted(island)) for road in found.roads for island in road.islands}
+    wanted = {member.rank for member in here if str(member.local_rank) == settings.reduce_roots}
+    if islands != {everybody} or roots != wanted:
+        raise ConfigError(f"BPSFAST_GPU_DIRECT is on, but the ranks {everybody} of this machine sum in the islands "
+                          f"{sorted(islands)} with the roots {sorted(roots)}: set BPSFAST_REDUCE_ROOTS to one "
+                          f"local rank, now {settings.reduce_roots or 'by topology'}, whose GPU has that place in the "
+                          "order of addresses on PCIe")
+    return found
 
 
 def _address(device: Device) -> str:

@@ -72,6 +72,10 @@ class Detours:
         link = self._vertex.links.get(index)
         if not isinstance(link, TcpLink) and not (isinstance(link, RdmaLink) and self._leaves_rdma):
             return False
+        if self._vertex.straight.reaches(link):
+            log.warning("node %d is not reached by tcp instead: BPSFAST_GPU_DIRECT is on, partitions lie in GPU memory",
+                        index)
+            return False
         if not self._patiently(partial(self._vertex.part_with, link)):
             return False  # it may still be written into our memory
         log.info("%s with node %d is over: %s", link.kind, index, reason)

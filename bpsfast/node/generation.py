@@ -21,6 +21,7 @@ class Holding:
     """What this node uses for one unit: parts of the engine, expected writes, memory."""
 
     ranks: tuple[int, ...] = ()  # who pushes it, if not all
+    names: tuple[str, ...] = ()  # of its tensors
     parts: list[PartPlan] = field(default_factory=list)
     bound: list[tuple[int, int]] = field(default_factory=list)  # (node, part)
     places: list[tuple[Arena, Place, int]] = field(default_factory=list)
@@ -49,14 +50,10 @@ class Holding:
                       if theirs is arena and 0 <= address - place.address < page_round(max(1, length)))
             _, place, length = self.places.pop(at)
             first, last = address - place.address, address - place.address + page_round(max(1, nbytes))
-            arena.release(_from(place, first), nbytes)
+            arena.release(place.beyond(first), nbytes)
             for begin, end in ((0, first), (last, page_round(max(1, length)))):
                 if end > begin:
-                    self.places.append((arena, _from(place, begin), end - begin))
-
-
-def _from(place: Place, offset: int) -> Place:
-    return Place(place.segment, place.offset + offset, place.address + offset)
+                    self.places.append((arena, place.beyond(begin), end - begin))
 
 
 @dataclass

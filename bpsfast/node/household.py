@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -147,7 +148,12 @@ class Household:
             self._loop.forget(rank.channel.fileno())
             self._lose(rank, str(exc))
             return
-        for message, _ in received:
+        for message, fds in received:
+            if isinstance(message, messages.ShareDevice) and self._attached and len(fds) == 1:
+                self._share_device(rank, message, fds[0])
+                continue
+            for fd in fds:
+                os.close(fd)
             self._act(rank, message)
 
     def _act(self, rank: LocalRank, message: messages.Message) -> None:
@@ -158,6 +164,8 @@ class Household:
                                     lags=self._node.vertex.lags(owned=False)))
         elif isinstance(message, messages.StateAsk) and self._attached:
             rank.tell(self._copy_state(rank, message))
+        elif isinstance(message, messages.Direct):
+            self._node.vertex.straight.expect(message.names)
         elif isinstance(message, messages.Detach):
             self._detach(rank, message)
         elif isinstance(message, _PASSED_ON) and message.rank == rank.rank:
@@ -172,6 +180,15 @@ class Household:
                 lambda: rank.allocate(message, lambda chunk: vertex.input_grew(rank.source, chunk)))
         except CapacityError as exc:
             rank.tell(messages.Refuse(error="CapacityError", reason=str(exc)))
+
+    def _share_device(self, rank: LocalRank, message: messages.ShareDevice, fd: int) -> None:
+        vertex = self._node.vertex
+        try:
+            segment = self._node.patiently(lambda: vertex.share_device(rank, message, fd))
+        except BpsError as exc:
+            rank.tell(messages.DeviceShared(request=message.request, error=type(exc).__name__, reason=str(exc)))
+        else:
+            rank.tell(messages.DeviceShared(request=message.request, segment=segment))
 
     def _copy_state(self, rank: LocalRank, message: messages.StateAsk) -> messages.StateDone:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
@@ -60,20 +60,23 @@ class Installation:
         what fails half way is given back like the rest.
         """
         holding.ranks = unit.ranks
+        holding.names = tuple(member.name for member in unit.members)
         coded = self._standing.is_coded(unit)
         if coded:
             holding.codec, holding.dtype = unit.codec, unit.dtype
         here = [part for part in unit.parts if self._standing.appears_here(unit, part)]
-        even_nbytes = sum(page_round(part.nbytes) for part in here)
-        # One run per parity and unit: neighbours stay neighbours, so a rank's view is few mappings.
-        at = self._allocate(holding, self._regions.results, 2 * even_nbytes) if here else Place(0, 0, 0)
+        places = self._straight(holding, [part for part in here if self._standing.is_direct(unit, part)])
+        straight = set(places)
+        self._standing.count_straight(unit, here, straight)
+        places |= self._side_by_side(holding, self._regions.results, [part for part in here if part.part not in places])
         for part in unit.parts:
-            outputs = (at.address, at.address + even_nbytes)
-            if self._standing.appears_here(unit, part):
-                generation.extents[part.part] = Extent(node=self._me.index, segment=at.segment, offset_even=at.offset,
-                                                       offset_odd=at.offset + even_nbytes, nbytes=part.nbytes)
-                step = page_round(part.nbytes)
-                at = Place(at.segment, at.offset + step, at.address + step)
+            outputs = (0, 0)
+            if part.part in places:
+                even, odd = places[part.part]
+                outputs = even.address, odd.address
+                generation.extents[part.part] = Extent(node=self._me.index, segment=even.segment,
+                                                       offset_even=even.offset, offset_odd=odd.offset,
+                                                       nbytes=part.nbytes, on_device=part.part in straight)
             if part.owner != self._me.index and not self._standing.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:
@@ -180,6 +183,30 @@ class Installation:
         holding.places.append((arena, place, nbytes))
         self._room[arena.kind] -= page_round(nbytes)
         return place
+
+    def _side_by_side(self, holding: Holding, arena: Arena, parts: Sequence[PartPlan], at: Place | None = None
+                      ) -> dict[int, tuple[Place, Place]]:
+        """Return places for both results of *parts*, from *at* on if that was allocated: one run for each parity.
+        Neighbours stay neighbours, so a rank's view is few mappings.
+        """
+        even_nbytes = sum(page_round(part.nbytes) for part in parts)
+        if at is None and parts:
+            at = self._allocate(holding, arena, 2 * even_nbytes)
+        found, offset = {}, 0
+        for part in parts:
+            assert at is not None, "it was allocated"
+            found[part.part] = at.beyond(offset), at.beyond(offset + even_nbytes)
+            offset += page_round(part.nbytes)
+        return found
+
+    def _straight(self, holding: Holding, parts: Sequence[PartPlan]) -> dict[int, tuple[Place, Place]]:
+        """As `_side_by_side`, in memory of a rank's device; nothing where that has no room in one piece."""
+        nbytes = 2 * sum(page_round(part.nbytes) for part in parts)
+        at = self._regions.direct.fit(nbytes) if parts else None
+        if at is None:
+            return {}
+        holding.places.append((self._regions.direct, at, nbytes))
+        return self._side_by_side(holding, self._regions.direct, parts, at)
 
     def _frames(self, part: PartPlan, arena: Arena, holding: Holding) -> tuple[int, int]:
         """Return addresses of memory for frames of the result of *part*, by parity."""

@@ -7,6 +7,7 @@
     frames     of compressed results, both parities, of parts that this node owns
     states     of compressed parts: what stays from round to round; nobody else's
     stores     weights and momentum that this node keeps, of parts that it owns
+    direct     memory of a rank's device: inputs and results that go straight between it and cards
 
 An arena is a list of segments, filled first fit. What retired units used is given back to its segment, which stays
 until the job ends: whoever mapped or registered it is never asked, and the next units need no new one. Segment
@@ -21,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from ..holes import Holes
 from ..orchestration.errors import CapacityError
-from ..pyx.pages import Segment
+from ..pyx.pages import Segment, Shadow
 from ..seating.homes import Homes
 from . import headroom
 
@@ -43,6 +44,10 @@ class Place(NamedTuple):
     offset: int
     address: int
 
+    def beyond(self, nbytes: int) -> Place:
+        """Return where what follows the first *nbytes* begins."""
+        return Place(self.segment, self.offset + nbytes, self.address + nbytes)
+
 
 class Registrar(Protocol):
     """Whoever has to know of every segment before it is used, and may refuse it (`transport.rdma.Rails`)."""
@@ -50,19 +55,19 @@ class Registrar(Protocol):
     def require(self, nbytes: int, purpose: str) -> None:
         """Return if *nbytes* more can be had; raise `CapacityError` with both numbers."""
 
-    def register(self, kind: str, segment: Segment) -> None:
+    def register(self, kind: str, segment: Segment | Shadow) -> None:
         """Take in a segment, which stays until the end; raise `CapacityError` if that cannot be."""
 
 
 class Chunk:
-    """One segment of an arena, and what of it is free."""
+    """One segment of an arena, and what of it is free: of a device's the first *nbytes* are the arena's."""
 
     __slots__ = ("holes", "index", "segment")
 
-    def __init__(self, index: int, segment: Segment) -> None:
+    def __init__(self, index: int, segment: Segment | Shadow, nbytes: int = -1) -> None:
         self.index = index
         self.segment = segment
-        self.holes = Holes(segment.nbytes)
+        self.holes = Holes(segment.nbytes if nbytes < 0 else nbytes)
 
 
 class Arena:
@@ -103,13 +108,13 @@ class Arena:
         """
         rounded = page_round(max(1, nbytes))
         for chunk in self.chunks:
-            place = self._take(chunk, rounded)
+            place = _take(chunk, rounded)
             if place is not None:
                 return place, None
         chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._pool,
                                    self.home)
         self.chunks.append(chunk)
-        place = self._take(chunk, rounded)
+        place = _take(chunk, rounded)
         assert place is not None, "the chunk was made for it"
         return place, chunk
 
@@ -118,10 +123,15 @@ class Arena:
         chunk = next(chunk for chunk in self.chunks if chunk.index == place.segment)
         chunk.holes.give(place.offset, page_round(max(1, nbytes)))
 
-    @staticmethod
-    def _take(chunk: Chunk, rounded: int) -> Place | None:
-        offset = chunk.holes.take(rounded)
-        return None if offset is None else Place(chunk.index, offset, chunk.segment.address + offset)
+    def fit(self, nbytes: int) -> Place | None:
+        """As `allocate`, of the segments there are; None if none has room."""
+        return next((place for chunk in self.chunks
+                     if (place := _take(chunk, page_round(max(1, nbytes)))) is not None), None)
+
+
+def _take(chunk: Chunk, rounded: int) -> Place | None:
+    offset = chunk.holes.take(rounded)
+    return None if offset is None else Place(chunk.index, offset, chunk.segment.address + offset)
 
 
 class Regions:
@@ -156,6 +166,7 @@ class Regions:
         self.frames = self.arena("frame")
         self.states = self.arena("state")
         self.stores = self.arena("store")
+        self.direct = self.arena("direct")  # results in memory of a rank's device
 
     def arena(self, kind: str, pool: bool = True) -> Arena:
         """Return a new arena of *kind*; *pool*: its huge pages may be those of the pool."""
@@ -195,6 +206,23 @@ class Regions:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
+    def take_in(self, shadow: Shadow, result_nbytes: int) -> Chunk:
+        """Register memory of a rank's device, of which results may take the first *result_nbytes*. `direct` has it.
+
+        Raises
+        ------
+        CapacityError
+            If a card does not take it; it is then still the caller's.
+        """
+        self._require_number()
+        if self._registrar is not None:
+            self._registrar.register("direct", shadow)
+        chunk = Chunk(len(self._chunks), shadow, result_nbytes)
+        self._chunks.append(chunk)
+        self._kinds.append("direct")
+        self.direct.chunks.append(chunk)
+        return chunk
+
     def adopt(self, segment: Segment) -> None:
         """Take over memory that a lost peer has left: written from now on, by peers too, and closed in the end."""
         self._adopted.append(segment)
@@ -229,9 +257,7 @@ class Regions:
     def grow(self, kind: str, nbytes: int, pool: bool, home: int | None = None) -> Chunk:
         """Make a segment of at least *nbytes*, faulted in; raises `CapacityError` before it touches a page."""
         self._require(nbytes, f"a segment for {kind}s")
-        if len(self._chunks) >= MAX_SEGMENTS:
-            raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
-                                "declare fewer, larger tensors (or groups)")
+        self._require_number()
         try:
             segment = self._homes.segment(home, nbytes, name=f"bpsfast-{kind}", huge=self._huge_pages, pool=pool)
         except OSError as exc:  # somebody else took the memory since we looked
@@ -261,6 +287,11 @@ class Regions:
         with contextlib.ExitStack() as last:
             for segment in (*(chunk.segment for chunk in self._chunks), *self._adopted):
                 last.callback(segment.close)
+
+    def _require_number(self) -> None:
+        if len(self._chunks) >= MAX_SEGMENTS:
+            raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
+                                "declare fewer, larger tensors (or groups)")
 
     def _require(self, nbytes: int, purpose: str) -> None:
         if self._max_nbytes and self.nbytes + nbytes > self._max_nbytes:

@@ -1,7 +1,7 @@
 """What a node has to do with the partitions of a plan: whether it pushes or owns them, and what memory that takes."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
@@ -9,18 +9,22 @@ from ..orchestration.partition import ITEM_NBYTES
 from ..transport import Link, wire
 from .members import Members, members_of
 from .regions import page_round
+from .straight import Straight
 from .vaults import kept_nbytes
 
 
 class Standing:
-    """Node *me* among *nodes*; *links* by node, which may change, *local*: the engine's sources of its ranks."""
+    """Node *me* among *nodes*; *links* by node, which may change, *local*: the engine's sources of its ranks.
+    *straight*: what of it lies on a device.
+    """
 
-    def __init__(self, me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], local: Sequence[int]
-                 ) -> None:
+    def __init__(self, me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], local: Sequence[int],
+                 straight: Straight | None = None) -> None:
         self._me = me
         self._nodes = nodes
         self._links = links
         self._local = list(local)
+        self._straight = straight
         self._members: dict[tuple[int, ...], Members] = {}  # by the ranks of units
 
     def members_of(self, ranks: tuple[int, ...]) -> Members:
@@ -34,6 +38,24 @@ class Standing:
         if part.owner == self._me.index:
             return True
         return bool(self.members_of(unit.ranks).local) and wire(self._links[part.owner]) is not None
+
+    def is_direct(self, unit: UnitPlan, part: PartPlan) -> bool:
+        """Whether *part* goes straight between a rank's device and a card, if that device's memory has room."""
+        return self._why_staged(unit, part) == ""
+
+    def count_straight(self, unit: UnitPlan, parts: Sequence[PartPlan], found: Collection[int]) -> None:
+        """Count *parts* of *unit*, of which those in *found* have places on a device; say why others have not."""
+        for part in parts:
+            reason = self._why_staged(unit, part)
+            if self._straight is not None and reason is not None:
+                no_room = "" if part.part in found else ("no piece of what the GPU shares is as large as the tensors "
+                                                         "that are sent together")
+                self._straight.count(unit, reason or no_room)
+
+    def _why_staged(self, unit: UnitPlan, part: PartPlan) -> str | None:
+        if self._straight is None or not self._straight.is_used:
+            return None
+        return self._straight.why_staged(unit, part, self._me.index, len(self.members_of(unit.ranks).local))
 
     def written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
         """Return the nodes that get a partial or the result of *part*, of *ranks*, from this one over a wire."""
@@ -64,7 +86,8 @@ class Standing:
             for part in unit.parts:
                 is_owner = part.owner == self._me.index
                 wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
-                room["result"] += 2 * page_round(part.nbytes) * self.appears_here(unit, part)
+                in_memory = self.appears_here(unit, part) and not self.is_direct(unit, part)
+                room["result"] += 2 * page_round(part.nbytes) * in_memory
                 room["partial"] += page_round(self.partial_nbytes(unit, part))
                 room["slot"] += wire_nbytes * len(members.wired) * is_owner
                 if coded and is_owner:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
-from ..orchestration.messages import LagRow, Message, NodeInfo, Stage, Welcome
+from ..orchestration.messages import LagRow, Message, NodeInfo, ShareDevice, Stage, Welcome
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -27,6 +27,7 @@ from .generation import Generation
 from .local_rank import LocalRank
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
 from .seats import Seats
+from .straight import Straight
 from .succession import Succession
 from .tracing import Tracing
 from .wiring import Wiring
@@ -80,6 +81,7 @@ class Vertex:
         self.rails = rdma.Rails(settings, budget.least(settings.transport, MIN_SEGMENT_NBYTES),
                                 seats.allowed if seats is not None else frozenset())
         self.links: dict[int, Link] = {}
+        self.straight = Straight(settings, self.regions, self.rails, self.links)
         self.transports: dict[str, str] = {}
 
     @property
@@ -131,7 +133,8 @@ class Vertex:
         for _, link in sorted(self.links.items()):
             self._know(link)
         self._wiring = Wiring(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
-                              [rank.source for rank in ranks], sums=self._settings.sums == "on")
+                              [rank.source for rank in ranks], sums=self._settings.sums == "on",
+                              straight=self.straight)
         self._dispatcher.start()
         for wired in self.wires():
             wired.start(engine, self._source_of[wired.index])
@@ -225,6 +228,12 @@ class Vertex:
         """Let the engine and the peers of this host read a new segment of a rank's inputs."""
         self.engine.map_segment(source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
         self.wiring.share_chunk(chunk, "input")
+
+    def share_device(self, rank: LocalRank, message: ShareDevice, fd: int) -> int:
+        """Take in memory of *rank*'s device; return its segment. *fd* is ours in any case; raises as `take_in`."""
+        chunk = self.straight.take_in(rank.local_rank, message, fd)
+        self.engine.map_segment(rank.source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
+        return chunk.index
 
     def peer_said(
         self, link: TalkingLink, message: Message, fds: tuple[int, ...], generation: Generation | None
@@ -343,6 +352,8 @@ class Vertex:
             found[f"wire_{link.index}"]["replaced"] = before.get("replaced", 0)
         if self.rails.used:
             found["rdma"] = self.rails.counters()
+        if self.straight.is_used:
+            found["direct"] = self.straight.counters()
         return found
 
     def abort(self, error: BpsError) -> None:

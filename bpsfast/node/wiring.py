@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from ..orchestration.errors import CapacityError, ProtocolError
+from ..orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, UnitPlan
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
@@ -24,6 +24,7 @@ from .generation import Generation, Holding
 from .installation import Installation, kernel
 from .regions import Chunk, Regions
 from .standing import Standing
+from .straight import Straight
 from .succession import Estate, Succession
 from .vaults import Vaults
 
@@ -43,11 +44,14 @@ class Wiring:
         Source ids of the local ranks, in local-rank order.
     sums
         False: parts move, but nothing is summed (`no_sum`).
+    straight
+        What of ranks' devices cards reach.
     """
 
     def __init__(
         self, me: NodeInfo, nodes: Sequence[NodeInfo], engine: Engine, regions: Regions,
         links: Mapping[int, Link], sources: Mapping[int, int], local: Sequence[int], sums: bool = True,
+        straight: Straight | None = None,
     ) -> None:
         self._me = me
         self._engine = engine
@@ -55,7 +59,8 @@ class Wiring:
         self._links = links
         self._sources = sources
         self._sums = sums
-        self._standing = Standing(me, nodes, links, local)
+        self._straight = straight
+        self._standing = Standing(me, nodes, links, local, straight)
         self._shared: dict[int, tuple[Chunk, str]] = {}
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._holdings: dict[int, Holding] = {}  # of committed units
@@ -185,6 +190,8 @@ class Wiring:
             raise ProtocolError(f"units {list(units)} cannot be retired on node {self._me.index}: {exc}") from exc
         for number in units:
             holding = self._holdings.pop(number)
+            if self._straight is not None:
+                self._straight.forget(holding.names)
             for part in holding.parts:
                 self.first_parts.pop(part.part, None)
                 self.readers.pop(part.part, None)
@@ -232,7 +239,10 @@ class Wiring:
                      for part in holding.parts if everything or (here and part.owner in lost))
 
     def prepare_succession(self, message: Recover) -> tuple[Generation, Succession]:
-        """Allocate and bind what the new owners of *message* need here; raises as `prepare`."""
+        """Allocate and bind what the new owners of *message* need here; raises as `prepare`, and `PeerLostError` if a
+        partition whose input lies on a device would be summed by who cannot reach it.
+        """
+        self._require_reach(message)
         generation = Generation(Plan(generation=message.generation, units=message.units), is_succession=True)
         succession = Succession(self._me, self._engine, self._links, self._sources, self._standing, self._holdings,
                                 self._regions, self._estates, message)
@@ -271,13 +281,18 @@ class Wiring:
         self._forget_early(generation)
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
-        """Yield (node, number, segment) of every segment that results of *generation* appear in."""
-        for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()}):
+        """Yield (node, number, segment) of every segment that results of *generation* appear in, but a rank's own: of
+        its device.
+        """
+        for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()
+                                    if not extent.on_device}):
             link = self._links.get(node)
             if isinstance(link, ShmLink):
                 yield node, number, link.segments[number]
             else:
-                yield node, number, self._regions.chunk(number).segment
+                segment = self._regions.chunk(number).segment
+                assert isinstance(segment, Segment), "all others are a device's"
+                yield node, number, segment
 
     def share_chunk(self, chunk: Chunk, kind: str) -> None:
         """Let all peers of this host map *chunk*, once."""
@@ -292,6 +307,23 @@ class Wiring:
             _show(link, chunk, kind)
 
     # -- innards ------------------------------------------------------------------------------------------
+
+    def _require_reach(self, message: Recover) -> None:
+        changed = {each.part for each in message.successions}
+        for unit in message.units:
+            holding = self._holdings.get(unit.unit)
+            for part in unit.parts if holding is not None else ():
+                extent = holding.extents.get(part.part) if holding is not None else None
+                if part.part not in changed or extent is None or not extent.on_device:
+                    continue
+                link = self._links.get(part.owner)
+                if not isinstance(link, RdmaLink) or link.fenced:
+                    who = "this node" if part.owner == self._me.index else f"node {part.owner}"
+                    raise PeerLostError(
+                        f"{who} would sum a partition of {unit.members[0].name!r} from now on, and cannot read node "
+                        f"{self._me.index}'s input of it, which lies in GPU memory: with BPSFAST_GPU_DIRECT=1 a job "
+                        "goes on without a lost node only where others that are reached by RDMA take its place")
+
 
     def _forget_early(self, committed: Generation) -> None:
         """Drop what was said of generations before the one that is *committed*: they were withdrawn."""

@@ -1,11 +1,11 @@
 """Which GPUs could hand their sums straight to which network card (GPUDirect), and why others could not.
 
 Only below one PCIe switch: through a root complex such copies run at half the card's rate or less (OSDI'20: under 50 of
-100 Gbit/s), and some platforms forbid them. Unproven here: no GPU machine has measured it.
+100 Gbit/s), and some platforms forbid them. `device.direct` has jobs do it. Unproven: no GPU machine has measured it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
@@ -47,6 +47,21 @@ def _reason(topology: Topology, gpu: str, card: str) -> str:
     where = "hang at different PCIe switches" if n_switches > 1 else "are not below one PCIe switch"
     crossing = f", and the way crosses the root complex of {sockets[0]}" if sockets else ""
     return f"it and {card} {where}{crossing}"
+
+
+def why_not(topology: Topology, address: str, devices: Collection[str]) -> str:
+    """Return why the GPU at *address* on PCIe cannot copy straight to each of the RDMA *devices*; "" if it can."""
+    gpu = next((part.name for part in topology.of(Kind.GPU) if part.address.lower() == address.lower()), None)
+    if gpu is None:
+        return f"the GPU at {address} is not among those that sysfs shows (a container may hide them)"
+    for device in sorted(devices):
+        card = next((part.name for part in topology.of(Kind.NIC) if device in part.device.split(",")), None)
+        if card is None:
+            return f"{device} is no card on PCIe"
+        reason = _reason(topology, gpu, card)
+        if reason:
+            return f"{gpu} ({address}) cannot copy straight to {device}: {reason}"
+    return ""
 
 
 def possible(topology: Topology) -> tuple[Pair, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ..device import arrays
 from ..orchestration.errors import BpsError
 from ..orchestration.messages import MemberPlan, TensorSpec
 from .memory import Region
@@ -40,12 +41,15 @@ class Home(NamedTuple):
 
 class Edition:
     """Edition *number* of *specs* (by the trainer's names), declared as *cut* says; 0 is the first. Returns at once.
+    *device*: from which all tensors come.
 
     Not thread-safe until it is laid out; after that it does not change.
     """
 
-    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], number: int, cut: Cut) -> None:
+    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], number: int, cut: Cut,
+                 device: str | None = None) -> None:
         self.cut = cut
+        self.device = device
         self.units: dict[str, Unit] = {}
         self.members: dict[str, MemberPlan] = {}
         self.places: dict[str, Region] = {}
@@ -55,10 +59,11 @@ class Edition:
         self._own: list[Region] = []  # input memory that is this edition's alone
         ending = f"~{number}" if number else ""
         self.wires = {name: spec.name + ending for name, spec in specs.items()}
-        session.tensors.declare([
-            msgspec.structs.replace(spec, name=self.wires[name], group=spec.group and spec.group + ending,
-                                    **cut._asdict())
-            for name, spec in specs.items()], lenient=True)
+        declared = [msgspec.structs.replace(spec, name=self.wires[name], group=spec.group and spec.group + ending,
+                                            **cut._asdict()) for name, spec in specs.items()]
+        if device is not None and session.settings.gpu_direct:
+            session.devices.direct.cover(arrays.device_of(device), declared)
+        session.tensors.declare(declared, lenient=True)
 
     @property
     def is_committed(self) -> bool:

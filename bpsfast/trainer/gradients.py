@@ -100,7 +100,7 @@ class Gradients:
             for name, (shape, dtype) in kinds.items()
         }
         self._session.n_users.update(self._names.values())
-        self._edition = Edition(self._session, specs, 0, Cut())
+        self._edition = Edition(self._session, specs, 0, Cut(), self._device)
         self._last = self._edition  # that of the last step
         self._tuner: Tuner | None = None
         self._tuned = tuned  # of an earlier job, and once the tuner is gone
@@ -232,7 +232,8 @@ class Gradients:
         missing = self.missing()
         for name in missing:
             self._prepare(name)
-            if self._edition.units[name].islands:  # whose devices hand the sum on
+            unit = self._edition.units[name]
+            if unit.islands or unit.on_device:  # devices hand the sum on, or a card takes it from there
                 assert self._device is not None, "only devices are in islands"
                 shape, dtype = self._edition.members[name].shape, self._edition.units[name].dtype_name
                 zeros = tensor_input(arrays.zeros(shape, dtype, self._device))

@@ -227,6 +227,7 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
                       codec=codec, islands=source.place is not None and joins(session.settings, source.dtype, codec))
     if not session.tensors.knows(spec):
+        session.devices.direct.cover(source.place.device if source.place is not None else None, [spec])
         session.tensors.declare([spec])
     return session, name, session.tensors.unit_nowait(name)
 

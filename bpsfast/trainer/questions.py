@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..orchestration.errors import StallError
 from ..orchestration.messages import Message
@@ -36,7 +36,7 @@ class Questions:
             answers.append(answer)
 
     def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
-            given_up: Callable[[], Message | None] = lambda: None) -> Message:
+            given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
         """Return the answer to ``question(number)``.
 
         Parameters
@@ -47,6 +47,8 @@ class Questions:
             0: what the session's setting says.
         given_up
             Asked now and then; what it returns, unless None, counts as the answer.
+        fds
+            Descriptors that go with the question; they stay the caller's.
 
         Raises
         ------
@@ -58,7 +60,7 @@ class Questions:
         number = next(self._numbers)
         answers = self._answers[number] = []
         try:
-            self._mailbox().send(question(number))
+            self._mailbox().send(question(number), fds)
             answer = self._mailbox().wait(lambda: answers[0] if answers else given_up(), timeout_s)
         finally:
             del self._answers[number]

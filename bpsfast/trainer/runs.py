@@ -1,11 +1,16 @@
 """Where the results of a unit lie, run by run, as its node's extents say."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..device.segments import DeviceSegment
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import UnitReady
 from ..pyx.pages import Segment
+
+#: A segment in the memory of another rank's device.
+_ELSEWHERE = DeviceSegment(-1, None)
 
 
 class Run(NamedTuple):
@@ -13,16 +18,21 @@ class Run(NamedTuple):
 
     begin: int
     end: int
-    segment: Segment
+    segment: Segment | DeviceSegment
     offsets: tuple[int, int]
 
 
-def runs(ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> list[Run]:
-    """Turn the extents into runs, joined where one continues the other in both parities."""
+def runs(ready: UnitReady, segments: Mapping[tuple[str, int], Segment], on_device: Mapping[int, DeviceSegment]
+         ) -> list[Run]:
+    """Turn the extents into runs, joined where one continues the other in both parities. *on_device*: by its number,
+    what this rank has shared of its device; what lies in another rank's is in a segment without memory.
+    """
     found: list[Run] = []
     begin = 0
     for extent in ready.extents:
-        segment = segments.get((f"result:{extent.node}", extent.segment))
+        segment: Segment | DeviceSegment | None = segments.get((f"result:{extent.node}", extent.segment))
+        if extent.on_device:
+            segment = on_device.get(extent.segment, _ELSEWHERE)
         if segment is None:
             raise ProtocolError(f"results of {ready.plan.name!r} lie in segment {extent.segment} of node "
                                 f"{extent.node}, which the node has not shared with this rank")

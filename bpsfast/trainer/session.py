@@ -28,6 +28,8 @@ from ..orchestration.messages import (
     Departed,
     Detach,
     Detached,
+    DeviceShared,
+    Direct,
     Found,
     LagAnswer,
     LagQuestion,
@@ -35,6 +37,7 @@ from ..orchestration.messages import (
     Refuse,
     Retire,
     SegmentShared,
+    ShareDevice,
     StallAnswer,
     StateDone,
     Told,
@@ -181,7 +184,9 @@ class Session:
             raise BusyError("a tensor is retired whose last round was not waited for")
         for unit in units:
             unit.await_readers()
-        self.tensors.retire([name for unit in units for name in unit.members])
+        names = [name for unit in units for name in unit.members]
+        self.tensors.retire(names)
+        self.devices.direct.forget(names)
         for unit in units:
             self._retired_nbytes += unit.pushed_nbytes
             for name in unit.members:
@@ -200,6 +205,16 @@ class Session:
         told = self._questions.ask(lambda request: Ask(request=request), "the node did not tell its counters")
         assert isinstance(told, Told)
         return told
+
+    def share_device(self, question: Callable[[int], ShareDevice], trouble: str, fd: int) -> DeviceShared:
+        """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `Questions.ask`."""
+        answer = self._questions.ask(question, trouble, fds=[fd])
+        assert isinstance(answer, DeviceShared)
+        return answer
+
+    def say_direct(self, names: Sequence[str]) -> None:
+        """Tell the node which of the tensors that are declared next lie on this rank's device."""
+        self._mailbox.send(Direct(names=tuple(names)))
 
     def ask_lags(self) -> LagAnswer:
         """Return how late the ranks of the whole job were: nodes that do not answer in a second or two are named."""
@@ -221,7 +236,7 @@ class Session:
                 self.inquiry.departed()
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
-            case Told() | StateDone():
+            case Told() | StateDone() | DeviceShared():
                 self._questions.receive(message.request, message)
             case StallAnswer() | LagAnswer() | Found():
                 self._questions.receive(message.question, message)
@@ -238,10 +253,10 @@ class Session:
         for ready in units:
             try:
                 try:
-                    unit = Unit(self, ready, self.memory.segments)
+                    unit = Unit(self, ready, self.memory.segments, self.devices.direct.segments)
                 except ProtocolError:
                     self.memory.map_again()
-                    unit = Unit(self, ready, self.memory.segments)
+                    unit = Unit(self, ready, self.memory.segments, self.devices.direct.segments)
             except ProtocolError as exc:
                 names = [member.name for member in ready.plan.members]
                 if self.tensors.are_edition(names):

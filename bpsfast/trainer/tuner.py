@@ -156,7 +156,7 @@ class Tuner:
             self._n_editions += 1
             self._coming_point, self._coming_state = coming, [0, 0]
             cut = Cut() if coming.cut == self._settings_cut else Cut(*coming.cut)
-            self._coming = Edition(self._session, self._specs, self._n_editions, cut)
+            self._coming = Edition(self._session, self._specs, self._n_editions, cut, self._first.device)
 
     def _use(self, point: Point) -> None:
         if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:

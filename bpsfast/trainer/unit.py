@@ -9,20 +9,25 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..device.segments import DeviceSegment
 from ..dtypes import TABLE
-from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
 from ..trace.records import Part
-from .runs import runs
+from .landing import Landing
+from .runs import Run, runs
 
 if TYPE_CHECKING:
     from ..device.arrivals import Arrival
+    from ..device.device import Device
     from .memory import Region
     from .session import Session
 
@@ -31,6 +36,7 @@ INPUT_ALIGNMENT = 64
 #: Least and most partitions on their way to the sum at once while a unit is streamed: while some are copied others are
 #: summed, and more would leave the cache.
 _WINDOW_PARTS = 2, 8
+NO_SEGMENTS: Mapping[int, DeviceSegment] = MappingProxyType({})
 #: A wait for a device looks this often whether the session was closed.
 _SLICE_S = 0.1
 
@@ -41,7 +47,8 @@ class Unit:
     Any thread; two threads that push the same unit at once get a `BusyError`, not a race.
     """
 
-    def __init__(self, session: Session, ready: UnitReady, segments: dict[tuple[str, int], Segment]) -> None:
+    def __init__(self, session: Session, ready: UnitReady, segments: Mapping[tuple[str, int], Segment],
+                 on_device: Mapping[int, DeviceSegment] = NO_SEGMENTS) -> None:
         plan = ready.plan
         self.session = session
         self.number = plan.unit
@@ -74,7 +81,10 @@ class Unit:
         self._staging: Region | None = None
         self._window: Region | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
-        self._runs = runs(ready, segments)
+        self._runs = runs(ready, segments, on_device)
+        #: The partitions, by number, whose results lie on a device: of this rank, or of another one of its machine.
+        self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
+        self._landing: Landing | None = None
         self._readers: list[tuple[int, Arrival]] = []  # of a round: copies to devices, which may go on
 
     def titles(self) -> dict[int, Part]:
@@ -96,6 +106,29 @@ class Unit:
                 self._staging = self.session.memory.allocate(max(self.nbytes, 1))
             return self._staging
 
+    def landing(self, device: Device) -> Landing:
+        """Return where its input lies when it comes from *device*, allocated at the first use."""
+        if self._landing is None:
+            own = sorted(number for number in self.on_device if self._lies_here(number))
+            staging = self.staging if len(own) < self.n_parts or not self.n_parts else None
+            with self._lock:
+                if self._landing is None:
+                    place = self.session.devices.direct.allocate(device, len(own) * self.stride) if own else None
+                    self._landing = Landing(staging, place, {number: at * self.stride for at, number in enumerate(own)},
+                                            self.stride)
+        return self._landing
+
+    def _lies_here(self, number: int) -> bool:
+        """Whether the result of a partition on a device is on this rank's."""
+        segment = self._run_at(number * self.stride).segment
+        return isinstance(segment, DeviceSegment) and segment.memory is not None
+
+    def _require_host(self, what: str) -> None:
+        if self.on_device:
+            raise UnsupportedError(f"{what} {self.name!r}, whose tensors lay on a device when they were declared: with "
+                                   "BPSFAST_GPU_DIRECT=1 its sums are there and nowhere else; use one name for one "
+                                   "kind of tensor")
+
     def adopt_staging(self, region: Region) -> None:
         """Use *region* as the input memory, unless there is one already."""
         with self._lock:
@@ -116,6 +149,7 @@ class Unit:
         """
         if nbytes != self.nbytes:
             raise ProtocolError(f"unit {self.name!r} has {self.nbytes} bytes, {nbytes} were pushed")
+        self._require_host("memory of the host is pushed as")
         place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 else None
         staging = self.staging if place is None and self.n_parts else None
         round = self._begin(nbytes)
@@ -137,6 +171,7 @@ class Unit:
         place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 and self.n_parts else None
         if place is None or nbytes != self.nbytes:
             return None
+        self._require_host("memory of the host is pushed as")
         round = self._begin(nbytes)
         try:
             self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
@@ -179,6 +214,7 @@ class Unit:
 
     def push_staging(self, nbytes: int | None = None) -> int:
         """Announce what lies in `staging`, of which *nbytes* are input if not all are, and return the round."""
+        self._require_host("memory of the host is pushed as")
         staging = self.staging
         round = self._begin(self.nbytes if nbytes is None else nbytes)
         if self.n_parts:
@@ -265,6 +301,7 @@ class Unit:
         Does not end the round: `wait` does, at once when everything has been delivered. Raises as `wait` does; the
         destination is then partly written.
         """
+        self._require_host("memory of the host is to have the sum of")
         deadline = time.monotonic() + timeout_s
         if self.session.memory.locate(address, nbytes) is not None:
             # The destination is an input: it stays intact until the whole unit is complete (a lost peer may need it).
@@ -278,6 +315,7 @@ class Unit:
                 # A piece that begins inside a partition ends with it: the port counts partitions from the source.
                 part, inside = divmod(at, self.stride)
                 piece = min(end - at, self.stride - inside) if inside else end - at
+                assert isinstance(run.segment, Segment), "none lies on a device"
                 source = run.segment.address + run.offsets[round & 1] + at - run.begin
                 self.session.port.deliver(self, address + at - offset, source, piece, self.first_part + part, round,
                                            max(0.0, deadline - time.monotonic()))
@@ -287,15 +325,18 @@ class Unit:
 
     def result_address(self, round: int, offset: int) -> int:
         """Return where byte *offset* of the result of *round* lies in this process."""
+        run = self._run_at(offset)
+        return run.segment.address + run.offsets[round & 1] + offset - run.begin
+
+    def _run_at(self, offset: int) -> Run:
         at = bisect_right(self._runs, offset, key=lambda run: run.begin) - 1
         if at >= 0 and offset < self._runs[at].end:
-            run = self._runs[at]
-            return run.segment.address + run.offsets[round & 1] + offset - run.begin
+            return self._runs[at]
         raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
 
     def result_segments(self) -> list[Segment]:
-        """Return what results lie in, as this process maps it."""
-        return list(dict.fromkeys(run.segment for run in self._runs))
+        """Return what results lie in, as this process maps it; not what lies on a device."""
+        return list(dict.fromkeys(run.segment for run in self._runs if isinstance(run.segment, Segment)))
 
     def read_by(self, round: int, reader: Arrival) -> None:
         """Note that *reader* copies the result of *round*: that memory is not written again before it has arrived."""
@@ -332,6 +373,7 @@ class Unit:
 
         The array keeps its mapping alive, but not its contents: the same memory gets the result of round + 2.
         """
+        self._require_host("there is no view of the sum of")
         parity = round & 1
         with self._lock:
             if parity not in self._views:
@@ -346,7 +388,8 @@ class Unit:
         if len(self._runs) == 1:
             run = self._runs[0]
             return np.frombuffer(run.segment, np.uint8, self.nbytes, run.offsets[parity])  # type: ignore[call-overload]
-        window = Window([(run.segment.fileno(), run.offsets[parity], run.end - run.begin) for run in self._runs])
+        window = Window([(run.segment.fileno(), run.offsets[parity], run.end - run.begin) for run in self._runs
+                         if isinstance(run.segment, Segment)])
         return np.frombuffer(window, np.uint8, self.nbytes)  # type: ignore[call-overload]
 
     def member_view(self, member: MemberPlan, round: int) -> np.ndarray[Any, Any]:
@@ -366,6 +409,9 @@ class Unit:
             self._runs = []
             self._readers = []
             self._staging = self._window = None
+            landing, self._landing = self._landing, None
+        if landing is not None and landing.place is not None:
+            self.session.devices.direct.release(landing.place)
 
 
 def window_parts(local_size: int) -> int:

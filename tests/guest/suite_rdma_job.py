@@ -38,13 +38,14 @@ class HostedJob(Job):
 
     def _start(self, command: Any, values: dict[str, Any]) -> None:
         role, _, number = command.name.partition(" ")
-        host = int(number) if role in ("node", "rank") else 0
+        host = int(number) if role == "node" else self._hosts[int(number)] if role == "rank" else 0
         environ = {**command.environ, "BPSFAST_SCHEDULER": "10.9.1.1:7700", "BPSFAST_NODE_HOST": f"10.9.1.{host + 1}",
                    "BPSFAST_RDMA_DEVICES": f"=rxe{host}", **self.more.get(command.name, {})}
         super()._start(msgspec.structs.replace(command, argv=("on", str(host), *command.argv), environ=environ), values)
 
     def __init__(self, more: dict[str, dict[str, str]] | None = None, **values: Any) -> None:
         self.more = more or {}
+        self._hosts = [node for node, n_ranks in enumerate(values["ranks"]) for _ in range(n_ranks)]
         super().__init__(attach=False, **PATIENCE | values)
         try:
             self.call("init", timeout_s=300)

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -98,6 +100,43 @@ def test_refused_registrations(verbs, ends):
     with pytest.raises(OSError):
         verbs.MemoryRegion.at(domain, id(buffer), 1 << 46, buffer)
     buffer.extend(b"x")  # no export stayed behind
+
+
+def test_a_dma_buf_is_refused_by_a_driver_that_cannot(ends):
+    """Our own: pyverbs takes no descriptor. Of another device's memory rxe says EOPNOTSUPP, whatever it is."""
+    from bpsfast.pyx import verbs
+    from bpsfast.pyx.pages import Segment, Shadow
+
+    domain = ends[0].domain
+    if not isinstance(domain, verbs.ProtectionDomain):
+        pytest.skip("pyverbs takes no descriptor")
+    with Segment(1 << 21, huge=False) as segment:
+        fd = dma_buf(segment) or os.dup(segment.fileno())
+        shadow = Shadow(fd, 1 << 21)
+        n_children = domain.children
+        with pytest.raises(OSError, match=r"ibv_reg_dmabuf_mr\(rxe0, .*the driver of rxe0 cannot use another device's "
+                                          "memory") as caught:
+            verbs.MemoryRegion.of_dmabuf(domain, fd, shadow.nbytes, shadow.address)
+        assert caught.value.errno == errno.EOPNOTSUPP and domain.children == n_children
+        with pytest.raises(ValueError, match="nbytes > 0"):
+            verbs.MemoryRegion.of_dmabuf(domain, fd, 0, shadow.address)
+        shadow.close()
+
+
+def dma_buf(segment) -> int:
+    """Return a dma-buf of *segment*'s pages, by the kernel's udmabuf; 0 if it has none."""
+    try:
+        device = os.open("/dev/udmabuf", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        wanted = struct.pack("IIQQ", segment.fileno(), 1, 0, segment.nbytes)  # memfd, close on exec, offset, size
+        return fcntl.ioctl(device, 0x40187542, wanted)  # UDMABUF_CREATE
+    except OSError:
+        return 0
+    finally:
+        os.close(device)
+
 
 
 def test_a_queue_beyond_the_limits(verbs, ends):

@@ -21,7 +21,7 @@ from ...nic.cores import cores_of, on_cores
 from ...nic.host import Host
 from ...orchestration.errors import BpsError, CapacityError
 from ...pyx import rdma as native
-from ...pyx.pages import Segment
+from ...pyx.pages import Segment, Shadow
 from ...settings import Settings
 from ...verbs import provider
 from . import budget
@@ -31,7 +31,7 @@ from .offer import RailOffer
 log = logging.getLogger("bpsfast.node")
 
 #: What peers write into; everything else is only read by the device.
-_WRITTEN_BY_PEERS = frozenset({"slot", "result"})
+_WRITTEN_BY_PEERS = frozenset({"slot", "result", "direct"})
 
 
 class Registered(NamedTuple):
@@ -167,6 +167,11 @@ class Rails:
         self._closed = False
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """The RDMA devices by which peers are reached."""
+        return tuple(rail.chosen.device for rail in self._open.values())
+
+    @property
     def used(self) -> bool:
         """Whether any peer is reached by them."""
         return bool(self._open)
@@ -227,8 +232,11 @@ class Rails:
         for rail in self._open.values():
             budget.require_regions(self._n_segments, rail.chosen.device, rail.attributes, nbytes)
 
-    def register(self, kind: str, segment: Segment) -> None:
+    def register(self, kind: str, segment: Segment | Shadow) -> None:
         """Register *segment*, of the *kind* that `Regions` gives it, with every rail; it stays until `close`.
+
+        After that nobody in this process can read or write a device's memory, not even the host device's: whatever
+        tries is a bug that shall not go unseen.
 
         Raises
         ------
@@ -238,8 +246,9 @@ class Rails:
         made: list[Any] = []
         try:
             for rail in self._open.values():
-                made.append(rail.verbs.MemoryRegion(rail.domain, segment, remote_write=kind in _WRITTEN_BY_PEERS,
-                                                    relaxed_ordering=self._settings.rdma_relaxed_ordering))
+                made.append(self._region(rail, segment, kind in _WRITTEN_BY_PEERS))
+            if isinstance(segment, Shadow):
+                segment.shut()
         except OSError as exc:
             for region in made:
                 region.close()
@@ -248,8 +257,16 @@ class Rails:
         for rail, region in zip(self._open.values(), made):
             rail.adopt(region)
         self._n_registrations += len(made)
-        self._locked_nbytes += segment.nbytes
+        if not isinstance(segment, Shadow) or segment.maps:
+            self._locked_nbytes += segment.nbytes
         self._n_segments += 1
+
+    def _region(self, rail: Rail, segment: Segment | Shadow, remote_write: bool) -> Any:
+        region, relaxed = rail.verbs.MemoryRegion, self._settings.rdma_relaxed_ordering
+        if isinstance(segment, Shadow) and not segment.maps:
+            return region.of_dmabuf(rail.domain, segment.fileno(), segment.nbytes, segment.address,
+                                    remote_write=remote_write, relaxed_ordering=relaxed)
+        return region(rail.domain, segment, remote_write=remote_write, relaxed_ordering=relaxed)
 
     def counters(self) -> dict[str, int]:
         """Return the memory regions ever registered, the bytes they lock, and what the rails' threads did."""

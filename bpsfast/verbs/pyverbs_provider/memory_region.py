@@ -43,6 +43,15 @@ class MemoryRegion(Owned):
         self._register(domain, address, nbytes, keep, remote_write, remote_read, relaxed_ordering)
         return self
 
+    @classmethod
+    def of_dmabuf(cls, domain: ProtectionDomain, fd: int, nbytes: int, iova: int, *, offset: int = 0,
+                  remote_write: bool = True, remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
+        """Refuse: pyverbs registers only what it has exported from a DRM device itself, and chooses *iova*."""
+        domain._open()
+        raise OSError(errno.EOPNOTSUPP, f"verbs=pyverbs cannot register the dma-buf {fd} of {nbytes} bytes from "
+                                        f"{offset} on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no "
+                                        "descriptor; set BPSFAST_VERBS=native")
+
     def _register(self, domain: ProtectionDomain, address: int, nbytes: int, keep: object, remote_write: bool,
                   remote_read: bool, relaxed_ordering: bool) -> None:
         raw = domain._open()
