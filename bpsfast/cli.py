@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from . import __version__, settings
-from .commands import LazyGroup
+from .commands import LazyGroup, effective, output
 from .commands.assignments import overrides, set_option
 from .commands.exits import errors_in_words
 from .orchestration.errors import ConfigError
@@ -96,31 +96,24 @@ def agent() -> None:
 
 @cli.command()
 @set_option
+@output.options()
 @errors_in_words
-def env(assignments: tuple[str, ...]) -> None:
-    """Show every setting: its variable, value here and now, where that came from, and what it means."""
-    loaded, origins = settings.load_with_origins(overrides(assignments))
-    lines = []
-    for row in settings.table():
-        unit = f" [{row.unit}]" if row.unit else ""
-        aliases = f" (BytePS: {', '.join(row.aliases)})" if row.aliases else ""
-        value = _shown(row.name, getattr(loaded, row.name))
-        lines.append((row.variable, value, origins[row.name], f"{row.kind}{unit}: {row.doc}{aliases}"))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    for line in lines:
-        click.echo("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]))
+def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+    """Show every setting: its variable, value here and now, where that came from, and what it means.
+
+    \b
+    bpsfast env
+    bpsfast env --set partition_bytes=1M --json
+    """
+    chosen = output.form(as_json, path, no_color)
+    found = effective.effective(*settings.load_with_origins(overrides(assignments)))
+    output.show(chosen, lambda: effective.text(found), found)
 
 
 @cli.command()
 def version() -> None:
     """Show the version."""
     click.echo(__version__)
-
-
-def _shown(name: str, value: Any) -> str:
-    if name == "job_key" and value:
-        return "(set)"
-    return str(value) if value != "" else "-"
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": ("doctor", "Find what keeps RDMA from working, and say what to type."),
     "explain": ("explain", "Say what an error code means and what to do about it."),
     "gids": ("gids", "List the GID table, and which GID would be used."),
+    "info": ("info", "Show what is installed here and works, and why the rest does not."),
     "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
     "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
     "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),

@@ -9,10 +9,14 @@ import csv
 import io
 import json
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
 
 class Form(NamedTuple):
@@ -53,12 +57,12 @@ def show(chosen: Form, text: Callable[[], str], data: Any, rows: Sequence[Sequen
     text
         Makes the text for people; not called for other forms.
     data
-        What JSON shows: dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
+        What JSON shows: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
     rows
         What CSV shows, the head first.
     """
     if chosen.as_json:
-        content = json.dumps(_finite(data), indent=2)
+        content = json.dumps(_finite(msgspec.to_builtins(data)), indent=2)
     elif chosen.as_csv:
         sheet = io.StringIO()
         csv.writer(sheet, lineterminator="\n").writerows(rows)
@@ -70,6 +74,20 @@ def show(chosen: Form, text: Callable[[], str], data: Any, rows: Sequence[Sequen
         return
     with open(chosen.path, "w", encoding="utf-8") as file:
         file.write(click.unstyle(content) + "\n")
+
+
+def terminal_width() -> int | None:
+    """Return how many columns standard output has, None if it is no terminal: then lines are as long as they are."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def hanging(head: str, words: str) -> list[str]:
+    """Return *head* and *words* as one line; on a terminal as several, those after the first below the words."""
+    width, indent = terminal_width(), len(click.unstyle(head))
+    if width is None or width < indent + 20:
+        return [f"{head}{words}".rstrip()]
+    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False) or [""]
+    return [f"{head}{first}".rstrip(), *(" " * indent + line for line in more)]
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
