@@ -27,6 +27,7 @@ COMMANDS = {
     "run": ("run", "Run a program as a job of several ranks, here or on several hosts."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
     "topo": ("topo", "Show what is inside a machine: GPUs, switches, sockets, cards, and the rate of each link."),
+    "top": ("top", "Watch a running job: bytes, sums and queue of nodes; steps, stalls and lag of ranks."),
     "trace": ("trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
     "tune": ("tune", "Find better settings by measuring, within a budget of time."),
 }

@@ -1,0 +1,190 @@
+"""``bpsfast top``: a real job read over HTTP, its helper killed, its node stopped, its end; screens; what is no job."""
+from __future__ import annotations
+
+import http.server
+import io
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import bpsfast
+from bpsfast.cli import cli
+from bpsfast.commands import top as command
+from bpsfast.launch import daemons
+from bpsfast.orchestration.errors import StallError
+from bpsfast.top import screen
+from bpsfast.top.sample import NodeSample, RankSample, Sample
+from bpsfast.top.watch import Place, Watch
+
+pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+
+NBYTES = 400_000
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["top", *arguments])
+
+
+def train(stop: str) -> int:
+    """Push until rank 0 finds the file *stop*; rank 2 is late each time. Return the number of rounds."""
+    rounds, going = 0, 1.0
+    while going:
+        if bpsfast.rank() == 2:
+            time.sleep(0.01)
+        mine = np.full(1, float(bpsfast.rank() == 0 and not os.path.exists(stop)), np.float32)
+        going = bpsfast.push_pull(mine, average=False, name="going")[0]
+        bpsfast.push_pull(np.ones(NBYTES // 4, np.float32), name="w")
+        rounds += 1
+    return rounds
+
+
+@pytest.fixture
+def port() -> int:
+    """A port with two free ones behind it."""
+    for _ in range(100):
+        with daemons.reserve_port("127.0.0.1") as first, socket.socket() as second, socket.socket() as third:
+            number = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", number + 1))
+                third.bind(("127.0.0.1", number + 2))
+            except (OSError, OverflowError):
+                continue
+        return int(number)
+    raise AssertionError("no three free ports beside each other")
+
+
+def until(watch: Watch, holds: Callable[[Sample], bool], seconds: float = 20.0) -> Sample:
+    """Return the first sample of which *holds* is true."""
+    deadline = time.monotonic() + seconds
+    for sample in command.sampled(watch, 0.2):
+        if holds(sample):
+            return sample
+        assert time.monotonic() < deadline, sample
+    raise AssertionError("the job has ended")
+
+
+@pytest.mark.slow
+def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path: Path) -> None:
+    started = job(ranks=(2, 1), helpers=1, transport="tcp", metrics_port=port, helper_lease_s=1.0)
+    setting = ("--set", f"metrics_port={port}")
+    stop = tmp_path / "stop"
+    started.begin(train, str(stop))
+    with Watch([Place("127.0.0.1", port)]) as watch:  # kernels are compiled, memory is faulted in
+        watch.find()
+        until(watch, lambda sample: all(rank.steps_per_s for rank in sample.ranks) and len(sample.ranks) == 3)
+    done = invoke("--once", "--json", *setting)
+    assert done.exit_code == 0, done.output
+    sample = msgspec.json.decode(done.stdout, type=Sample)
+    assert [(node.node, node.state, node.is_helper) for node in sample.nodes] == [
+        (0, "up", False), (1, "up", False), (2, "up", True)]
+    for node in sample.nodes[:2]:
+        assert (node.sent_bytes_per_s or 0) > NBYTES and (node.sums_per_s or 0) > 0 and node.credit_bytes
+    assert [(rank.rank, rank.node) for rank in sample.ranks] == [(0, 0), (1, 0), (2, 1)]
+    for rank in sample.ranks:
+        assert rank.pushed_bytes_per_s > NBYTES and rank.steps_per_s > 0 and rank.stalls == 0
+    late = screen.latest(sample)
+    assert late is not None and late.rank == 2 and (late.lag_s or 0) > 0.005, sample.ranks
+    plain = invoke("--samples", "1", "--interval", "0.2", *setting)
+    assert plain.exit_code == 0 and "late: rank 2" in plain.output and "helpers 1 of 1" in plain.output
+    one = msgspec.json.decode(invoke(f"127.0.0.1:{port + 1}", "--once", "--json", "-i", "0.2").stdout, type=Sample)
+    assert [node.state for node in one.nodes] == ["unseen", "up", "unseen"] and [r.rank for r in one.ranks] == [2]
+
+    with Watch([Place("127.0.0.1", port)], timeout_s=0.5) as watch:
+        watch.find()
+        started.daemons["helper 0"].kill()
+        lost = until(watch, lambda sample: sample.nodes[2].state == "lost" and sample.nodes[0].recoveries == 1)
+        assert lost.nodes[2].is_helper and not watch.missed
+        stop.touch()
+        started.outcomes()
+        node = started.daemons["node 1"]
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            silent = until(watch, lambda sample: sample.nodes[1].state == "silent")
+            assert any("node 1" in remark and "does not answer" in remark for remark in silent.remarks)
+            with Watch([Place("127.0.0.1", port + 1, is_one=True)], timeout_s=0.2) as other:
+                with pytest.raises(StallError, match="no numbers within"):
+                    other.find()
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+        until(watch, lambda sample: sample.nodes[1].state == "up")
+        started.daemons.pop("helper 0").wait(10)
+        started.close()
+        assert watch.sample() is None
+    done = invoke("--once", *setting)
+    assert done.exit_code == 1 and "BPSFAST_METRICS_PORT=9400" in done.stderr
+
+
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>not a metric</html>\n")
+
+    def log_message(self, *arguments: object) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_another_program_s_answer_is_no_job(stranger: int) -> None:
+    done = invoke(f"127.0.0.1:{stranger}", "--once", "--json")
+    assert done.exit_code == 1
+    assert msgspec.json.decode(done.stdout)["error"]["class"] == "PeerLostError"
+
+
+SAMPLE = Sample(
+    time=1.7e9, seconds=1.0, job="0123456789abcdef", version="0.1.0", remarks=("helper 2 (cpu01) is there",),
+    nodes=(*(NodeSample(node=i, state="up", is_helper=False, host=f"gpu{i:02}.example", sent_bytes_per_s=1.2345e9,
+                        received_bytes_per_s=999.9e6, goodput_bytes_per_s=1e9, sums_per_s=12345, queued=1024,
+                        in_flight_bytes=16 << 20, credit_bytes=16 << 20, segment_bytes=12 << 30) for i in range(2)),
+           NodeSample(node=2, state="lost", is_helper=True, host="cpu01")),
+    ranks=tuple(RankSample(rank=i, node=i // 8, steps=123456, steps_per_s=12.34, step_s=0.0812, exposed=1.0,
+                           overlap=0.5, pushed_bytes_per_s=1.2e9, stalls=12, lag_s=0.1234 if i == 11 else 0.001,
+                           last_share=0.7 if i == 11 else 0.02) for i in range(16)))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_screen_is_as_wide_and_as_high_as_the_terminal(width: int) -> None:
+    lines = screen.text(SAMPLE, width).splitlines()
+    assert max(map(len, lines)) <= width and "late: rank 11, 123.4 ms in the mean, the last in 70% of units" in lines
+    assert ("RELINKED" in lines[4]) == (width == 120) and len([line for line in lines if "1.2 GB" in line]) == 16
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    console = rich.Console(width=width, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(screen.picture(SAMPLE, width, 24, SAMPLE.remarks))
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) <= 24 and max(map(len, shown)) <= width
+    assert "the 11 latest of 16 ranks" in "\n".join(shown) and "helper 2 (cpu01) is there" in shown[-1]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--once", "-n", "2"), "--once is --samples 1"), (("--json", "--plain"), "choose one"),
+    (("--interval", "0.01"), "0.2"), (("host:port",), "expected host:port"),
+    (("--set", "metrics_por=1"), "metrics_port?"),
+])
+def test_wrong_arguments_are_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2 and words in done.output
+
+
+def test_places() -> None:
+    assert command.place_of("gpu01", 9400) == Place("gpu01", 9400)
+    assert command.place_of("gpu01:9", 9400) == Place("gpu01", 9, is_one=True)
+    assert command.place_of("[::1]:9", 9400) == Place("::1", 9, is_one=True)
+    assert command.place_of("::1", 9400) == Place("::1", 9400)
