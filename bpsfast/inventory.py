@@ -264,5 +264,5 @@ def _gpus(facts: Facts) -> tuple[Part, ...]:
 def _limits(facts: Facts) -> Limits:
     soft, hard = facts.memlock_nbytes
     files = [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(resource.RLIMIT_NOFILE)]
-    return Limits(soft, hard, facts.may_lock, *files, facts.host.kernel.shm_nbytes(),
+    return Limits(soft, hard, facts.may_lock, files[0], files[1], facts.host.kernel.shm_nbytes(),
                   facts.host.tree.number("proc/sys/vm/max_map_count"))

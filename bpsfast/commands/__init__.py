@@ -24,6 +24,7 @@ COMMANDS = {
     "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
     "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
     "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
+    "report": ("report", "Make one archive for a bug report, without secrets and names."),
     "run": ("run", "Run a program as a job of several ranks, here or on several hosts."),
     "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
     "topo": ("topo", "Show what is inside a machine: GPUs, switches, sockets, cards, and the rate of each link."),

@@ -16,7 +16,7 @@ _NS = 1e-9
 class Member(NamedTuple):
     """A node of the job as this one knows it: a helper or one with ranks, still there or not."""
 
-    index: int
+    node: int
     host: str
     is_helper: bool
     is_there: bool
@@ -144,7 +144,7 @@ class Collector:
         member = GaugeMetricFamily("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without "
                                    "it", labels=["node", "member", "host", "kind"])
         for each in reading.members:
-            member.add_metric([self._node, str(each.index), each.host, "helper" if each.is_helper else "ranks"],
+            member.add_metric([self._node, str(each.node), each.host, "helper" if each.is_helper else "ranks"],
                               each.is_there)
         recoveries = CounterMetricFamily("bpsfast_recoveries", "how often the job went on without a helper",
                                          labels=["node"])
