@@ -49,9 +49,10 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
                                                                         BPSFAST_AUTOTUNE=1
     """
     from ..autotune import store
+    from ..launch.owner import folder_prefix
 
     form = output.form(as_json, path, no_color)
-    with tempfile.TemporaryDirectory(prefix="bpsfast-tune-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
         report = Path(folder) / "report.json"
         variables = {"BPSFAST_AUTOTUNE": "1", "BPSFAST_AUTOTUNE_REPORT": str(report)}
         try:
