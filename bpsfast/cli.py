@@ -23,7 +23,14 @@ _COUNT = click.IntRange(1)
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
 def cli() -> None:
-    """Sum gradients on spare CPUs and NICs."""
+    """Sum gradients on spare CPUs and NICs.
+
+    \b
+    bpsfast run -n 4 -- python train.py     four ranks on this machine
+    bpsfast info                            what is installed here and works
+    bpsfast doctor                          what keeps RDMA from working
+    bpsfast COMMAND --help                  options and examples of each
+    """
 
 
 @cli.command()
@@ -34,7 +41,16 @@ def cli() -> None:
 @set_option
 @errors_in_words
 def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
-    """Be the job's scheduler."""
+    """Be the job's scheduler.
+
+    It ends when all ranks have left the job, and is started again at the same address if it was killed.
+
+    \b
+    export BPSFAST_JOB_KEY=$(openssl rand -hex 32)                          # on all machines
+    bpsfast scheduler --scheduler 10.0.0.1:7700 --num-nodes 2 --num-helpers 1
+    bpsfast node --scheduler 10.0.0.1:7700 --local-size 4                   # on each of two machines
+    bpsfast node --scheduler 10.0.0.1:7700 --helper                         # on a third one
+    """
     from .launch import daemons
 
     loaded = settings.load(overrides(assignments, **options))
@@ -59,8 +75,11 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **options: Any) -> None:
     """Be this machine's node; without ranks, a helper.
 
-    A helper on spare cores of a busy machine keeps to what it is given, and gets no more to do than that can carry:
-    bpsfast node --helper --cores 2 --nic-rate 5 --max-bytes 4G --nice
+    A helper on spare cores of a busy machine keeps to what it is given, and gets no more to do than that can carry.
+
+    \b
+    bpsfast node --scheduler 10.0.0.1:7700 --local-size 4
+    bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5 --max-bytes 4G --nice
     """
     from .launch import daemons
 
@@ -79,7 +98,14 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 @errors_in_words
 def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
-    """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM."""
+    """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM.
+
+    \b
+    export DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=7700
+    DMLC_ROLE=scheduler bpsfast dmlc
+    DMLC_ROLE=server bpsfast dmlc
+    DMLC_ROLE=worker DMLC_WORKER_ID=0 bpsfast dmlc -- python train.py
+    """
     from .launch import job as launch
 
     sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
@@ -111,9 +137,31 @@ def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color:
 
 
 @cli.command()
-def version() -> None:
-    """Show the version."""
-    click.echo(__version__)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+def version(as_json: bool) -> None:
+    """Show the version.
+
+    \b
+    bpsfast version --json
+    """
+    output.show(output.Form(as_json), lambda: __version__, {"version": __version__})
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what lets SHELL complete commands, options and settings (--set).
+
+    \b
+    eval "$(bpsfast completion bash)"                                       # in ~/.bashrc; bash 4.4 or newer
+    eval "$(bpsfast completion zsh)"                                        # in ~/.zshrc, after compinit
+    bpsfast completion fish >~/.config/fish/completions/bpsfast.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None, "of the shells that click knows"
+    click.echo(found(cli, {}, "bpsfast", "_BPSFAST_COMPLETE").source())
 
 
 def main() -> None:

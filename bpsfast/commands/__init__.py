@@ -8,9 +8,14 @@ on standard error; ``--json`` prints one valid JSON document, also when the comm
 """
 from __future__ import annotations
 
+import difflib
 import importlib
+import json
+from typing import Any
 
 import click
+
+from . import exits
 
 #: name -> (module below bpsfast.commands, what the help page says)
 COMMANDS = {
@@ -35,6 +40,9 @@ COMMANDS = {
 }
 
 
+_TYPED = "bpsfast.typed"
+
+
 class LazyGroup(click.Group):
     """A group whose commands in `COMMANDS` are imported when they run, not when the help page is shown."""
 
@@ -47,6 +55,38 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         return importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}").command
+
+    def resolve_command(self, ctx: click.Context,
+                        args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that *args* name; what is none is met with the nearest one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exc:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "`bpsfast --help` lists all"
+            raise click.UsageError(f"no such command: {args[0]}; {hint}", ctx) from exc
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep what was typed: a command that cannot be understood is yet asked for JSON, or not."""
+        ctx.meta[_TYPED] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; if it was typed wrongly and with ``--json``, standard output gets a JSON document, too."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as exc:
+            typed = ctx.meta[_TYPED]
+            ours = typed[:typed.index("--")] if "--" in typed else typed
+            command = exc.ctx.command if exc.ctx is not None else self
+            if "--json" in ours and any(option.name == "as_json" for option in command.params):
+                click.echo(json.dumps({"error": {"class": type(exc).__name__, "text": exc.format_message()}}))
+            raise
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what exit codes mean."""
+        with formatter.section("Exit codes of every command (of run: that of the process that failed first)"):
+            formatter.write_dl([(str(code), words) for code, words in exits.WORDS.items()])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing those in `COMMANDS`."""

@@ -28,7 +28,13 @@ _EXAMPLES = """
 
 @click.group()
 def command() -> None:
-    """Measure bandwidth or latency between two machines, with perftest's options and columns."""
+    """Measure bandwidth or latency between two machines, with perftest's options and columns.
+
+    \b
+    bpsfast perf bw                 on one machine
+    bpsfast perf bw HOST            on the other one
+    bpsfast perf lat -H HOST        the other one started over ssh
+    """
 
 
 def _options(function: Callable) -> Callable:

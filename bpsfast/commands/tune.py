@@ -30,6 +30,11 @@ class _Group(click.Group):
 @click.group(cls=_Group)
 def command() -> None:
     """Find better settings by measuring, within a budget of time: of RDMA, or (tune -- COMMAND) of a job that trains.
+
+    \b
+    bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
+    bpsfast tune rdma                          on one machine, then on another:
+    bpsfast tune rdma HOST --budget 2m
     """
 
 
