@@ -44,9 +44,9 @@ def merge(folder: Path, path: Path | None, as_json: bool) -> None:
     job = trace.load(folder)
     n_events = trace.dump(job, path)
     clocks = trace.summarise(job).clocks_line
-    output.show(output.Form(as_json), lambda: f"{path}: {n_events} events of {len(job.processes)} processes. Open it "
-                f"in ui.perfetto.dev\n{clocks}", {"path": str(path), "events": n_events, "processes": len(job.processes),
-                                               "clocks": clocks})
+    words = f"{path}: {n_events} events of {len(job.processes)} processes. Open it in ui.perfetto.dev\n{clocks}"
+    output.show(output.Form(as_json), lambda: words,
+                {"path": str(path), "events": n_events, "processes": len(job.processes), "clocks": clocks})
 
 
 @command.command()
