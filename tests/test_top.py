@@ -20,12 +20,13 @@ import bpsfast
 from bpsfast.cli import cli
 from bpsfast.commands import top as command
 from bpsfast.launch import daemons
+from bpsfast.node.reading import Collector, Member, Reading
 from bpsfast.orchestration.errors import StallError
 from bpsfast.top import screen
 from bpsfast.top.sample import NodeSample, RankSample, Sample
 from bpsfast.top.watch import Place, Watch
 
-pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
 
 NBYTES = 400_000
 
@@ -121,6 +122,50 @@ def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path
         assert watch.sample() is None
     done = invoke("--once", *setting)
     assert done.exit_code == 1 and "BPSFAST_METRICS_PORT=9400" in done.stderr
+
+
+class Nodes:
+    """Exporters of nodes 0 and 1 at *port* and the next one, of a job that does nothing; each can be stopped."""
+
+    def __init__(self, job: str, port: int) -> None:
+        self._servers = {}
+        members = tuple(Member(index, f"m{index}", False, True) for index in (0, 1))
+        groups = {"engine": {"sums": 1}, "dispatch": {"credit_nbytes": 1 << 20}, "rank_0": {"pushed_bytes": 5}}
+        for index in (0, 1):
+            registry = prometheus_client.CollectorRegistry()
+            reading = Reading(groups, {}, {}, (), members=members, job=job)
+            registry.register(Collector(index, lambda reading=reading: reading))
+            self._servers[index] = prometheus_client.start_http_server(port + index, "127.0.0.1", registry)
+
+    def stop(self, index: int) -> None:
+        server, thread = self._servers.pop(index)
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_node_that_is_gone_alone_is_missed_and_the_next_job_is_found(port: int, no_leaks) -> None:
+    nodes = Nodes("a", port)
+    with Watch([Place("127.0.0.1", port)]) as watch:
+        watch.find()
+        sample = watch.sample()
+        assert sample is not None and [node.state for node in sample.nodes] == ["up", "up"] and sample.ranks
+        nodes.stop(1)
+        samples = [watch.sample() for _ in range(3)]
+        assert samples[0] is not None and samples[2] is not None
+        assert samples[0].remarks == ("node 1 (m1) does not listen any more",) and not samples[2].remarks
+        assert samples[2].nodes[1].state == "gone" and watch.missed == {1}
+        nodes.stop(0)
+        assert watch.sample() is None and not watch.find_next(0.0)
+        nodes = Nodes("b", port)
+        assert watch.find_next(20.0)
+        later = watch.sample()
+        assert later is not None and later.job == "b" and [node.state for node in later.nodes] == ["up", "up"]
+    done = invoke("--samples", "2", "--json", "-i", "0.2", "--set", f"metrics_port={port}")
+    assert done.exit_code == 0
+    assert [msgspec.json.decode(line, type=Sample).job for line in done.stdout.splitlines()] == ["b", "b"]
+    for index in (0, 1):
+        nodes.stop(index)
 
 
 class _Stranger(http.server.BaseHTTPRequestHandler):

@@ -37,7 +37,7 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
     found = leftovers.find()
     asks = found and not is_agreed and not dry_run and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     if found and not as_json:
-        click.echo(output.columns([_HEAD, *((each.kind, each.name, f"pid {each.owner_pid}", each.about)
+        click.echo(output.table([_HEAD, *((each.kind, each.name, f"pid {each.owner_pid}", each.about)
                                             for each in found)]))
     if asks:
         is_agreed = click.confirm(f"Remove {_counted(len(found))}?")

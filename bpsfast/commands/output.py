@@ -103,6 +103,28 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return `columns`; on a terminal that has no room for them, each row by itself: its first cell, and below each
+    other what its columns are called and hold, as many in a line as find room.
+    """
+    whole, width = columns(rows, right), terminal_width()
+    if width is None or max(len(click.unstyle(line)) for line in whole.splitlines()) <= width:
+        return whole
+    heads, indent = rows[0], max(len(row[0]) for row in rows[1:]) + 2 if len(rows) > 1 else 0
+    lines: list[str] = []
+    for row in rows[1:]:
+        lines.append(row[0].ljust(indent))
+        for head, cell in zip(heads[1:], row[1:]):
+            if not cell:
+                continue
+            words = f"{click.style(head, dim=True)} {cell}"
+            used = len(click.unstyle(lines[-1]).rstrip()) if lines[-1].strip() else 0
+            if used > indent - 2 and used + 2 + len(click.unstyle(words)) > width and lines[-1].rstrip() != row[0]:
+                lines.append(" " * indent)
+            lines[-1] += words + "  "
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def _finite(data: Any) -> Any:
     """Return *data* with every number that JSON cannot hold replaced by None."""
     if isinstance(data, dict):

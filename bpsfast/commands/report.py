@@ -53,9 +53,9 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
 
 def text(told: dict[str, Any]) -> str:
     """Return what people read."""
-    rows = [("FILE", "BYTES", "LINES", "WHAT"),
-            *((each["name"], str(each["nbytes"]), str(each["lines"]), each["about"]) for each in told["files"])]
-    lines = [output.columns(rows, right=(1, 2))]
+    rows = [("FILE", "BYTES", "WHAT"),
+            *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
+    lines = [output.table(rows, right=(1,))]
     lines += [f"not in it: {each['name']}: {each['reason']}" for each in told["left_out"]]
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(told["replaced"].items()) if number)
     lines.append(f"replaced: {counts or 'nothing'}")

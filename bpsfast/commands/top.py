@@ -33,7 +33,8 @@ _N_REMARKS = 4
 @click.option("--once", is_flag=True, help="Show one sample and end.")
 @click.option("-n", "--samples", "n_samples", type=click.IntRange(1), metavar="N", help="End after N samples.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=0.0, metavar="S",
-              help="Wait up to S seconds for the job to begin.")
+              help="Wait up to S seconds for the job to begin, and after its end for the next one at the same place "
+                   "(as of an elastic job after a loss).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each sample, each in a line.")
 @click.option("--plain", is_flag=True, help="Plain tables, one below the other, on a terminal too.")
 @set_option
@@ -69,7 +70,7 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
     chosen = [place_of(text, port) for text in places] or [watch.Place(host, port)]
     with watch.Watch(chosen) as job:
         job.find(wait_s)
-        samples = itertools.islice(sampled(job, interval_s), 1 if once else n_samples)
+        samples = itertools.islice(sampled(job, interval_s, wait_s), 1 if once else n_samples)
         try:
             n_shown, last = _show(samples, as_json, plain or once)
         except KeyboardInterrupt:
@@ -88,16 +89,17 @@ def place_of(text: str, port: int) -> Place:
     return Place(text, port)
 
 
-def sampled(job: Watch, interval_s: float) -> Iterator[Sample]:
-    """Yield a sample every *interval_s* seconds until no node listens any more."""
+def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Sample]:
+    """Yield a sample every *interval_s* seconds until no node listens any more, nor does within *wait_s*."""
     next_s = time.monotonic()
     while True:
         next_s = max(next_s + interval_s, time.monotonic())
         time.sleep(max(0.0, next_s - time.monotonic()))
         sample = job.sample()
-        if sample is None:
+        if sample is not None:
+            yield sample
+        elif not wait_s or not job.find_next(wait_s):
             return
-        yield sample
 
 
 def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, Sample | None]:

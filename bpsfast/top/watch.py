@@ -91,6 +91,17 @@ class Watch:
             "Nodes do so if the job was started with BPSFAST_METRICS_PORT=9400 (and, to be read from other machines, "
             "BPSFAST_METRICS_HOST=0.0.0.0): the same port here by --set metrics_port=N, or HOST:PORT")
 
+    def find_next(self, wait_s: float) -> bool:
+        """Forget the job, which has ended, and find another one at the same places; whether there is one in time."""
+        self._seen.clear()
+        self._remarked.clear()
+        self._job = ""
+        try:
+            self.find(wait_s)
+        except (PeerLostError, StallError):
+            return False
+        return True
+
     def sample(self) -> Sample | None:
         """Ask all nodes; return what has happened since the last time, None if none of the job listens any more."""
         begin, self._last_s = self._last_s, time.monotonic()
