@@ -139,7 +139,7 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         job = GaugeMetricFamily("bpsfast_job", "always 1: the job's name, the version of bpsfast",
-                                labels=["node", "job", "version"])
+                                labels=["node", "name", "version"])
         job.add_metric([self._node, reading.job, __version__], 1)
         member = GaugeMetricFamily("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without "
                                    "it", labels=["node", "member", "host", "kind"])

@@ -43,7 +43,7 @@ class Scrape(NamedTuple):
     @property
     def job(self) -> str:
         """The job's name, which no other job has."""
-        return self._job("job")
+        return self._job("name")
 
     @property
     def version(self) -> str:
