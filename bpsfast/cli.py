@@ -46,10 +46,10 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
     It ends when all ranks have left the job, and is started again at the same address if it was killed.
 
     \b
-    export BPSFAST_JOB_KEY=$(openssl rand -hex 32)                          # on all machines
+    export BPSFAST_JOB_KEY=$(openssl rand -hex 32)   the same on all machines
     bpsfast scheduler --scheduler 10.0.0.1:7700 --num-nodes 2 --num-helpers 1
-    bpsfast node --scheduler 10.0.0.1:7700 --local-size 4                   # on each of two machines
-    bpsfast node --scheduler 10.0.0.1:7700 --helper                         # on a third one
+    bpsfast node --scheduler 10.0.0.1:7700 --local-size 4    on two machines
+    bpsfast node --scheduler 10.0.0.1:7700 --helper          on a third one
     """
     from .launch import daemons
 
@@ -79,7 +79,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
 
     \b
     bpsfast node --scheduler 10.0.0.1:7700 --local-size 4
-    bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5 --max-bytes 4G --nice
+    bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
     from .launch import daemons
 
@@ -101,7 +101,8 @@ def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM.
 
     \b
-    export DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=7700
+    export DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1
+    export DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=7700
     DMLC_ROLE=scheduler bpsfast dmlc
     DMLC_ROLE=server bpsfast dmlc
     DMLC_ROLE=worker DMLC_WORKER_ID=0 bpsfast dmlc -- python train.py
@@ -153,8 +154,8 @@ def completion(shell: str) -> None:
     """Print what lets SHELL complete commands, options and settings (--set).
 
     \b
-    eval "$(bpsfast completion bash)"                                       # in ~/.bashrc; bash 4.4 or newer
-    eval "$(bpsfast completion zsh)"                                        # in ~/.zshrc, after compinit
+    eval "$(bpsfast completion bash)"   in ~/.bashrc; bash 4.4 or newer
+    eval "$(bpsfast completion zsh)"    in ~/.zshrc, after compinit
     bpsfast completion fish >~/.config/fish/completions/bpsfast.fish
     """
     from click.shell_completion import get_completion_class

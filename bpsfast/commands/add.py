@@ -21,8 +21,8 @@ def command(count: int, control: Path, as_json: bool) -> None:
     They join after a commit of the program. Exit code 1 if fewer than asked for are started.
 
     \b
-    bpsfast run -n 2 --elastic --max-ranks 4 --control job.control -- python train.py    # elsewhere:
-    bpsfast add -n 2 job.control
+    bpsfast run -n 2 --elastic --max-ranks 4 --control FILE -- python train.py
+    bpsfast add -n 2 FILE           in another terminal
     """
     from ..launch import elastic_job
 

@@ -45,7 +45,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     \b
     bpsfast doctor                        this machine
     bpsfast doctor --listen               on one machine, then on another:
-    bpsfast doctor --peer gpu08           both ends, the way between them, and a real queue pair
+    bpsfast doctor --peer gpu08           both ends, the way, a real queue pair
     bpsfast doctor --json -o report.json  for a bug report
     bpsfast explain RD05                  more about one check
 

@@ -33,7 +33,7 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     \b
     bpsfast info
     bpsfast info --json | jq '.transports[] | select(.works | not)'
-    bpsfast info --effective                # every setting, its value, and where that came from
+    bpsfast info --effective
     """
     from .. import settings
 

@@ -31,7 +31,7 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
 
     \b
     bpsfast report --dry-run
-    bpsfast report train.log out/logs              # --tee-dir, --output-filename or trace_dir of the job
+    bpsfast report train.log out/logs   files and folders (--tee-dir, trace_dir)
     bpsfast report --hide login1.example.org -o report.tar.gz
     """
     from ..report import archive, contents, hidden, scrubber

@@ -26,10 +26,10 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _EXAMPLES = """
 
     \b
-    bpsfast run -n 4 -- python train.py                               four ranks here
-    bpsfast run -H gpu01:2,gpu02:2 -- python train.py                 on two hosts, by ssh
+    bpsfast run -n 4 -- python train.py                  four ranks here
+    bpsfast run -H gpu01:2,gpu02:2 -- python train.py    on two hosts, by ssh
     bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
-    bpsfast run -n 4 --elastic --lost-worker wait -- python train.py  goes on when a worker is lost (bpsfast.elastic)
+    bpsfast run -n 4 --elastic --lost-worker wait -- python train.py
 """
 _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ranks": "--max-ranks",
             "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control"}

@@ -50,9 +50,9 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
     Exit code 0 when the job has ended, 1 if there is none or a node with ranks was lost, 4 if nodes do not answer.
 
     \b
-    BPSFAST_METRICS_PORT=9400 bpsfast run -n 4 --nodes 2 -- python train.py    # elsewhere:
-    bpsfast top
-    bpsfast top gpu01 gpu02 cpu01                  # of jobs with BPSFAST_METRICS_HOST=0.0.0.0
+    BPSFAST_METRICS_PORT=9400 bpsfast run -n 4 -- python train.py
+    bpsfast top                     in another terminal
+    bpsfast top gpu01 gpu02 cpu01   of a job with BPSFAST_METRICS_HOST=0.0.0.0
     bpsfast top --once --json | jq '.ranks[] | {rank, lag_s}'
     bpsfast top --json --interval 10 >job.jsonl
     """

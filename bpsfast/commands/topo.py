@@ -50,7 +50,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
-    bpsfast topo --strategy --set reduce_roots=2,3              # what is forced, beside what is best
+    bpsfast topo --strategy --set reduce_roots=2,3   the forced beside the best
     """
     import msgspec
 

@@ -33,7 +33,7 @@ def command() -> None:
 
     \b
     bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
-    bpsfast tune rdma                          on one machine, then on another:
+    bpsfast tune rdma                   on one machine, then on another:
     bpsfast tune rdma HOST --budget 2m
     """
 
@@ -50,8 +50,8 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
 
     \b
     bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
-    bpsfast tune --json -o found.json -- torchrun ... train.py          on the machine of rank 0; on the others with
-                                                                        BPSFAST_AUTOTUNE=1
+    bpsfast tune --json -o found.json -- torchrun ... train.py
+    BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
     from ..autotune import store
     from ..launch.owner import folder_prefix
@@ -149,8 +149,8 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     written nowhere unless --apply says so.
 
     \b
-    bpsfast tune rdma                                   on the other machines: listens
-    bpsfast tune rdma HOST --budget 2m                  on one: tries, shows before and after
+    bpsfast tune rdma                   on the other machines: listens
+    bpsfast tune rdma HOST --budget 2m  on one: tries, shows before and after
     bpsfast tune rdma HOST --apply --profile job.toml   keeps what is better
     bpsfast tune rdma --undo --profile job.toml         takes that back
     """
