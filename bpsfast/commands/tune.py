@@ -149,8 +149,8 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     written nowhere unless --apply says so.
 
     \b
-    bpsfast tune rdma                   on the other machines: listens
-    bpsfast tune rdma HOST --budget 2m  on one: tries, shows before and after
+    bpsfast tune rdma                                   listens, on the others
+    bpsfast tune rdma HOST --budget 2m                  tries, on one of them
     bpsfast tune rdma HOST --apply --profile job.toml   keeps what is better
     bpsfast tune rdma --undo --profile job.toml         takes that back
     """
