@@ -18,6 +18,7 @@ from bpsfast import leftovers
 from bpsfast.cli import cli
 from bpsfast.cluster import netns
 from bpsfast.launch import owner
+from tests.terminal import on_terminal
 
 _BENCH = """
 import sys, tempfile
@@ -112,6 +113,11 @@ def test_folders_of_the_dead_go_and_others_stay(temporary: Path, running: Callab
         path.mkdir()
     link = temporary / f"bpsfast-bench-{mark}-link"
     link.symlink_to(alive)
+    for typed, left in ((b"n\n", True), (b"y\n", False)):
+        code, text = on_terminal(["clean"], width=80, typed=typed)
+        assert "Remove 1 thing?" in text and Path(dead).exists() is left and code == left
+    Path(dead).mkdir()
+    Path(dead, "x").write_text("12345")
     found = told()
     assert list(found) == [dead] and found[dead]["about"] == "5 bytes" and found[dead]["owner_pid"] == benches[0].pid
     assert told("--yes")[dead]["removed"] is True

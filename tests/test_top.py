@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import msgspec
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from bpsfast.orchestration.errors import StallError
 from bpsfast.top import screen
 from bpsfast.top.sample import NodeSample, RankSample, Sample
 from bpsfast.top.watch import Place, Watch
+from tests.terminal import on_terminal
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
 
@@ -165,6 +167,12 @@ def test_a_node_that_is_gone_alone_is_missed_and_the_next_job_is_found(port: int
     done = invoke("--samples", "2", "--json", "-i", "0.2", "--set", f"metrics_port={port}")
     assert done.exit_code == 0
     assert [msgspec.json.decode(line, type=Sample).job for line in done.stdout.splitlines()] == ["b", "b"]
+    code, screen_text = on_terminal(["top", "-n", "2", "-i", "0.2", "--set", f"metrics_port={port}"], width=80)
+    assert code == 0 and "\x1b[?1049h" in screen_text, "the alternate screen"
+    *_, left = screen_text.split("\x1b[?1049l")
+    lines = click.unstyle(left).splitlines()
+    assert [line.split()[1] for line in lines if line.split()[2:3] == ["ranks"]] == ["m0", "m1"]
+    assert max(map(len, lines)) <= 80
     for index in (0, 1):
         nodes.stop(index)
 
