@@ -17,7 +17,7 @@ from ..orchestration.errors import BpsError
 from .hidden import is_secret_name
 
 #: Of a file that the user names, from its end.
-MOST_LOG_NBYTES = 4 << 20
+MOST_LOG_NBYTES = 1 << 20
 _MOST_FILES = 64
 #: Variables that change what a job does; of no other one even the name is told.
 _PREFIXES = ("BPSFAST_", "BYTEPS_", "DMLC_", "PS_", "NCCL_", "GLOO_", "UCX_", "FI_", "RDMAV_", "IBV_", "MLX5_", "MLX4_",

@@ -19,21 +19,23 @@ _HIDDEN = "(hidden)"
 #: Shapes of well-known tokens, wherever they stand.
 _TOKENS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|"
-    r"(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abpr]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|"
+    r"(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abpr]-[\w-]{10,}|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|"
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)|\b[0-9a-fA-F]{32,}\b", re.S)
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)[\w.~+/=-]{8,}")
 _URL = re.compile(r"(?<=://)[^/\s@:]+(?::[^/\s@]*)?(?=@)")
+# A pattern begins where a word does: else each character of a long one is tried, which takes for ever.
 #: NAME=value, NAME: value, "NAME": "value", --name value
-_ASSIGNED = re.compile(r"""(?P<name>[A-Za-z][\w.-]*)(?P<between>["']?\s*[=:]\s*)"""
+_ASSIGNED = re.compile(r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*)"""
                        r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,;"'}\])]+)""")
-_OPTION = re.compile(r"""(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s-]\S*)""")
-_EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_OPTION = re.compile(r"""(?<![\w-])(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)"""
+                     r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s-]\S*)""")
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 _ANY_HOME = re.compile(r"(?P<start>/(?:home|Users)/)(?P<user>[^/\s\"':,;)]+)")
 #: Names that programs of ours put behind a node or pid.
 _NAMED = re.compile(r"(?:\b(?:node|helper) \d+ \(|\(pid \d+ on )(?P<host>[A-Za-z][\w-]*(?:\.[\w-]+)*)\)")
-_DOMAIN = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|internal|intern|lan|corp|cluster|svc)\b")
+_DOMAIN = re.compile(r"(?<![\w.-])[\w-]+(?:\.[\w-]+)*\.(?:local|internal|intern|lan|corp|cluster|svc)\b")
 _IPV4 = re.compile(r"(?<![\w.-])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
-_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?![\w:])")
+_IPV6 = re.compile(r"(?<![\w:.])(?=[0-9A-Fa-f]*:)[0-9A-Fa-f:.]{2,45}(?<!\.)(?![\w:])")
 _MAC = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}(?![\w:])")
 _GUID = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{4}:){3}[0-9a-fA-F]{4}(?![\w:])")
 _MOST_ROUNDS = 4
