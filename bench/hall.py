@@ -20,6 +20,7 @@ from bpsfast.cluster import Cluster
 from bpsfast.launch import job as launch
 from bpsfast.launch.child import Kind
 from bpsfast.launch.daemons import clean_environment, reserve_port
+from bpsfast.launch.owner import folder_prefix
 
 _LOOPBACK = "127.0.0.1"
 #: In a cluster's namespaces every port is free; each contestant takes the next one of its kind.
@@ -42,7 +43,7 @@ class Hall:
         self._cluster = cluster
         self._groups: list[Group] = []
         self._numbers = itertools.count()
-        self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-bench-")  # only this user may enter it
+        self._folder = tempfile.TemporaryDirectory(prefix=folder_prefix("bench"))  # only this user may enter it
 
     def __enter__(self) -> Hall:
         return self

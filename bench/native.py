@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from bpsfast.launch.owner import folder_prefix
+
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 
 # Intrinsics only where plain C has no word for it (non-temporal stores); no order of additions is changed.
@@ -57,7 +59,7 @@ def build_sum4() -> tuple[Callable[..., None] | None, str]:
     gcc = shutil.which("gcc")
     if gcc is None:
         return None, "no gcc on the PATH (apt install gcc): the C reference is left out"
-    with tempfile.TemporaryDirectory(prefix="bpsfast-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as folder:
         source, library = Path(folder, "sum4.c"), Path(folder, "sum4.so")
         source.write_text(SOURCE)
         built = subprocess.run(

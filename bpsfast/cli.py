@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from . import __version__, settings
-from .commands import LazyGroup
+from .commands import LazyGroup, effective, output
 from .commands.assignments import overrides, set_option
 from .commands.exits import errors_in_words
 from .orchestration.errors import ConfigError
@@ -23,7 +23,14 @@ _COUNT = click.IntRange(1)
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
 def cli() -> None:
-    """Sum gradients on spare CPUs and NICs."""
+    """Sum gradients on spare CPUs and NICs.
+
+    \b
+    bpsfast run -n 4 -- python train.py     four ranks on this machine
+    bpsfast info                            what is installed here and works
+    bpsfast doctor                          what keeps RDMA from working
+    bpsfast COMMAND --help                  options and examples of each
+    """
 
 
 @cli.command()
@@ -34,7 +41,16 @@ def cli() -> None:
 @set_option
 @errors_in_words
 def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
-    """Be the job's scheduler."""
+    """Be the job's scheduler.
+
+    It ends when all ranks have left the job, and is started again at the same address if it was killed.
+
+    \b
+    export BPSFAST_JOB_KEY=$(openssl rand -hex 32)   the same on all machines
+    bpsfast scheduler --scheduler 10.0.0.1:7700 --num-nodes 2 --num-helpers 1
+    bpsfast node --scheduler 10.0.0.1:7700 --local-size 4    on two machines
+    bpsfast node --scheduler 10.0.0.1:7700 --helper          on a third one
+    """
     from .launch import daemons
 
     loaded = settings.load(overrides(assignments, **options))
@@ -59,8 +75,11 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **options: Any) -> None:
     """Be this machine's node; without ranks, a helper.
 
-    A helper on spare cores of a busy machine keeps to what it is given, and gets no more to do than that can carry:
-    bpsfast node --helper --cores 2 --nic-rate 5 --max-bytes 4G --nice
+    A helper on spare cores of a busy machine keeps to what it is given, and gets no more to do than that can carry.
+
+    \b
+    bpsfast node --scheduler 10.0.0.1:7700 --local-size 4
+    bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
     from .launch import daemons
 
@@ -79,7 +98,15 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 @errors_in_words
 def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
-    """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM."""
+    """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM.
+
+    \b
+    export DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1
+    export DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=7700
+    DMLC_ROLE=scheduler bpsfast dmlc
+    DMLC_ROLE=server bpsfast dmlc
+    DMLC_ROLE=worker DMLC_WORKER_ID=0 bpsfast dmlc -- python train.py
+    """
     from .launch import job as launch
 
     sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
@@ -96,31 +123,46 @@ def agent() -> None:
 
 @cli.command()
 @set_option
+@output.options()
 @errors_in_words
-def env(assignments: tuple[str, ...]) -> None:
-    """Show every setting: its variable, value here and now, where that came from, and what it means."""
-    loaded, origins = settings.load_with_origins(overrides(assignments))
-    lines = []
-    for row in settings.table():
-        unit = f" [{row.unit}]" if row.unit else ""
-        aliases = f" (BytePS: {', '.join(row.aliases)})" if row.aliases else ""
-        value = _shown(row.name, getattr(loaded, row.name))
-        lines.append((row.variable, value, origins[row.name], f"{row.kind}{unit}: {row.doc}{aliases}"))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    for line in lines:
-        click.echo("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]))
+def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+    """Show every setting: its variable, value here and now, where that came from, and what it means.
+
+    \b
+    bpsfast env
+    bpsfast env --set partition_bytes=1M --json
+    """
+    chosen = output.form(as_json, path, no_color)
+    found = effective.effective(*settings.load_with_origins(overrides(assignments)))
+    output.show(chosen, lambda: effective.text(found), found)
 
 
 @cli.command()
-def version() -> None:
-    """Show the version."""
-    click.echo(__version__)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+def version(as_json: bool) -> None:
+    """Show the version.
+
+    \b
+    bpsfast version --json
+    """
+    output.show(output.Form(as_json), lambda: __version__, {"version": __version__})
 
 
-def _shown(name: str, value: Any) -> str:
-    if name == "job_key" and value:
-        return "(set)"
-    return str(value) if value != "" else "-"
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what lets SHELL complete commands, options and settings (--set).
+
+    \b
+    eval "$(bpsfast completion bash)"   in ~/.bashrc; bash 4.4 or newer
+    eval "$(bpsfast completion zsh)"    in ~/.zshrc, after compinit
+    bpsfast completion fish >~/.config/fish/completions/bpsfast.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None, "of the shells that click knows"
+    click.echo(found(cli, {}, "bpsfast", "_BPSFAST_COMPLETE").source())
 
 
 def main() -> None:

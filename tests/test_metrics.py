@@ -16,6 +16,8 @@ from bpsfast.node.event_loop import EventLoop
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import LagRow
 from bpsfast.settings import Settings
+from bpsfast.top.sample import rank_samples
+from bpsfast.top.scrape import Scrape, scrape
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
 
@@ -76,6 +78,15 @@ def test_a_job_is_read_over_http_and_from_files(job, port, tmp_path):
         peer = {"peer": str(1 - node), "transport": "tcp"}
         assert found(table, "bpsfast_sent_bytes_total", **here, **peer) >= N_STEPS * NBYTES
         assert found(table, "bpsfast_segment_bytes", kind="input", **here) >= NBYTES
+        assert found(table, "bpsfast_credit_bytes", **here) == Settings().credit_bytes
+        assert found(table, "bpsfast_recoveries_total", **here) == found(table, "bpsfast_joined_total", **here) == 0
+        members = [dict(labels)["member"] for (name, labels), value in table.items()
+                   if name == "bpsfast_member_up" and value == 1]
+        assert sorted(members) == ["0", "1"]
+    asked = started.call("stats", True)[0].job_lags
+    scrapes = {node: (Scrape(0.0, {}), scrape("127.0.0.1", port + node, 20.0)) for node in (0, 1)}
+    for seen, lag in zip(rank_samples(scrapes), asked, strict=True):  # bpsfast top puts them together as ranks are told
+        assert (seen.rank, seen.last_share) == (lag.rank, lag.last_share) and seen.lag_s == pytest.approx(lag.mean_s)
     assert sum(found(tables[0], "bpsfast_lag_last_ratio", node="0", rank=str(rank)) for rank in (0, 1)) == 1.0
     started.run(train)
     started.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.cluster import Cluster, netns
+from bpsfast.launch import owner
 from bpsfast.orchestration.errors import ConfigError
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -82,11 +83,11 @@ def test_the_probe_leaves_nothing():
 def test_what_a_killed_owner_left_is_removed_and_what_lives_is_kept():
     with subprocess.Popen(
         [sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        *left, pid = owner.stdout.readline().split()
+    ) as process:
+        *left, pid = process.stdout.readline().split()
         assert set(left) <= names()
         assert not set(left) & set(netns.remove_stale()), "its owner lives"
-        owner.kill()
+        process.kill()
     netns.remove_stale()
     assert not set(left) & names()  # whoever removed them: other tests run beside this one
     state = Path(f"/proc/{pid}/stat")
@@ -97,7 +98,7 @@ def test_what_a_killed_owner_left_is_removed_and_what_lives_is_kept():
 @root
 @pytest.mark.root
 def test_a_process_number_used_again_is_not_its_former_owner():
-    name = f"bpsfast.{os.getpid()}.1.0.test"  # started at tick 1: not this process
+    name = f"bpsfast.{os.getpid()}.1.{owner.place()}.0.test"  # started at tick 1: not this process
     netns.ip("netns", "add", name)
     netns.remove_stale()
     assert name not in names()

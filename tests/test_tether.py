@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 
+from bpsfast.launch import owner
 from bpsfast.launch.daemons import tethered
 
 _PARENT = """
@@ -45,7 +46,7 @@ def test_it_dies_with_a_parent_that_is_killed(pidfd_of):
 
 def test_it_does_not_start_without_its_parent():
     command = tethered([sys.executable, "-c", "print('started')"])
-    command[command.index(next(a for a in command if a.isdecimal()))] = "1"  # somebody else's child
+    command[command.index(owner.mark())] = "1.0.0"  # somebody else's child
     done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
     assert done.returncode == 128 + 9
     assert done.stdout == ""

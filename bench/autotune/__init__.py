@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from bpsfast.bench import table
 from bpsfast.cluster import netns
+from bpsfast.launch.owner import folder_prefix
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 STARTS = (64_000, 65_536_000)
@@ -85,7 +86,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     if lacking is not None:
         raise ConfigError(f"bench autotune needs machines with links of their own: {lacking}")
     began = time.time()
-    with tempfile.TemporaryDirectory(prefix="bpsfast-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as name:
         folder = Path(name)
         default = train(folder, _N_STEPS)
         grid = {point: train(folder, _N_STEPS, **_settings(point)) for point in GRID}

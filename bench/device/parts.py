@@ -14,6 +14,7 @@ from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE, Plan
 from bpsfast.bench.device.rank import COPIES, SUMS
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.samples import Row, take_turns
+from bpsfast.launch.owner import folder_prefix
 
 Records = list[dict[str, Any]]
 #: Of a rank's answer that is no measurement.
@@ -90,7 +91,7 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, list[float]]:
 def stages(plan: Plan) -> Records:
     """The overlap of a step's stages between two nodes of one rank each, over tcp on this machine's loopback."""
     n, nbytes = plan.step
-    with tempfile.TemporaryDirectory(prefix="bpsfast-trace-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("trace")) as folder:
         with Hall(2, 2) as hall:
             group = hall.bpsfast(device=plan.device, **{**plan.job, "transport": "tcp", "trace_dir": folder})
             row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")

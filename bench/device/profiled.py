@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bpsfast.launch.owner import folder_prefix
+
 #: Calls that block the host until the device has done something: of the runtime, and of the driver below it.
 WAITS = frozenset({
     "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaThreadSynchronize", "cudaMemcpy",
@@ -51,7 +53,7 @@ def measure() -> dict[str, Any]:
             step()
         with record_function(CONTROL):
             torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory(prefix="bpsfast-profile-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("profile")) as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return judged(json.loads(path.read_text())["traceEvents"])

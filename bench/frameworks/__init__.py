@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.bench import table
+from bpsfast.launch.owner import folder_prefix
 from bpsfast.orchestration.errors import ConfigError
 
 BASELINE = "numpy"
@@ -42,7 +43,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ConfigError(f"bench frameworks needs a rank, got {n_ranks}")
     n_rounds = given.get("n_rounds") or (1 if given.get("quick") else 10)
     began = time.time()
-    with tempfile.TemporaryDirectory(prefix="bpsfast-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as folder:
         path = Path(folder, "records")
         environ = {"JAX_PLATFORMS": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, "-m", "bpsfast", "run", "-n", str(n_ranks), "--", sys.executable, "-m",

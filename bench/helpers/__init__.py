@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.bench.table import finish, plain
+from bpsfast.launch.owner import folder_prefix
 from bpsfast.orchestration.errors import StallError
 
 from ..chaos.processes import Processes
@@ -65,7 +66,7 @@ def train(options: dict[str, Any], is_disturbed: bool) -> Training:
     """Run one training; if it is to be disturbed, its helpers are 4, then 2, then 4, and it goes on until then."""
     n_steps, times = options["steps"], [0.0, 0.0]
     values = {"transport": "tcp", "placement": options["placement"], "timeout_s": 60, "start_timeout_s": 60}
-    with tempfile.TemporaryDirectory(prefix="bpsfast-helpers-") as folder, Processes(
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("helpers")) as folder, Processes(
             Path(folder), _RANKS, _N_HELPERS, values, "bpsfast.bench.helpers.rank", n_steps, options["size_mb"],
             len(_STRUCK) if is_disturbed else 0) as processes:
         if is_disturbed:

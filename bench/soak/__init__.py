@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from bpsfast.bench.table import finish, plain
+from bpsfast.launch.owner import folder_prefix
 
 from ..burners import Burners
 from ..chaos.processes import Processes
@@ -47,7 +48,7 @@ def run(options: dict[str, Any]) -> bool:
     That is: sums are right, nobody was lost, and nothing grew.
     """
     seconds, begin_unix_s = 60.0 * options["minutes"], time.time()
-    with tempfile.TemporaryDirectory(prefix="bpsfast-soak-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("soak")) as folder:
         values = {**_VALUES, "transport": options["transport"]}
         with Burners(options.get("load", 0)), \
                 Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:

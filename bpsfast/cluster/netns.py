@@ -1,7 +1,7 @@
 """Network namespaces by ``ip`` and ``tc``: create, connect, shape, count, and remove what dead owners have left.
 
-Names are ``bpsfast.<pid>.<start time>.<serial>.<machine>``: pid and start time (in clock ticks since boot) of the
-owner, so that whoever comes next can tell a namespace whose owner was killed from one in use (`remove_stale`).
+Names are ``bpsfast.<mark>.<serial>.<machine>`` with the mark of the owner (`launch.owner`), so that whoever comes next
+can tell a namespace whose owner was killed from one in use (`remove_stale`).
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..launch import owner
 from ..orchestration.errors import CapacityError, ConfigError, StallError
 
 _PREFIX = "bpsfast."
@@ -182,11 +183,15 @@ def remove(name: str, timeout_s: float = 5.0) -> None:
 
 def remove_stale() -> list[str]:
     """Remove the namespaces whose owner no longer lives; return their names."""
-    names = [path.name for path in _FOLDER.iterdir() if path.name.startswith(_PREFIX)] if _FOLDER.exists() else []
-    stale = [name for name in names if not _owner_lives(name)]
-    for name in stale:
+    names = stale()
+    for name in names:
         remove(name)
-    return stale
+    return names
+
+
+def stale() -> list[str]:
+    """Return the namespaces whose owner no longer lives."""
+    return sorted(path.name for path in _FOLDER.iterdir() if _is_left(path.name)) if _FOLDER.exists() else []
 
 
 def ip(*arguments: str) -> str:
@@ -208,21 +213,12 @@ def _run(*command: str) -> str:
 
 
 def _owner_prefix() -> str:
-    return f"{_PREFIX}{os.getpid()}.{_start_time(os.getpid())}."
+    return f"{_PREFIX}{owner.mark()}."
 
 
-def _owner_lives(name: str) -> bool:
-    _, pid, start, *_ = [*name.split("."), "", "", ""]
-    return pid.isdecimal() and _start_time(int(pid)) == start
-
-
-def _start_time(pid: int) -> str:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold anything
-    return "gone" if fields[0] in "ZX" else fields[19]
+def _is_left(name: str) -> bool:
+    """Whether *name* is of a namespace whose owner has ended; not if another container has made it in this folder."""
+    return name.startswith(_PREFIX) and owner.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
 
 
 def _kill(pid: int) -> None:

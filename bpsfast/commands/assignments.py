@@ -11,8 +11,15 @@ from ..orchestration.errors import ConfigError
 
 def set_option(function: Callable) -> Callable:
     """Add the option ``--set``; its values arrive as the parameter *assignments*."""
-    return click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE",
+    return click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE", shell_complete=_names,
                         help="Any setting, such as --set partition_bytes=1000000 (`bpsfast env` lists them).")(function)
+
+
+def _names(context: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
+    """Return the settings that begin with what was typed."""
+    from ..settings import table
+
+    return [f"{row.name}=" for row in table() if row.name.startswith(incomplete.replace("-", "_"))]
 
 
 def verbs_option(function: Callable) -> Callable:

@@ -14,7 +14,12 @@ _COUNT = click.IntRange(1)
 
 @click.group()
 def command() -> None:
-    """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce."""
+    """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce.
+
+    \b
+    bpsfast bench kernels --quick
+    bpsfast bench push_pull -n 4 --nodes 2 --compare gloo --json out.json
+    """
 
 
 @command.command("kernels")

@@ -61,14 +61,15 @@ def text(host: Host, choice: Choice, mtus: dict[str, str] | None = None) -> str:
     """Return the tables for people; *mtus*: what libibverbs says, by "device/port", None if it was not asked."""
     parts = []
     if host.devices:
-        parts.append(output.columns(rows(host, choice, mtus)))
-        parts += [f"{rail.name} is used: {rail.reason}" for rail in choice.rails]
-        parts += [f"{name} is not: {reason}" for name, reason in choice.rejected.items()]
+        parts.append(output.table(rows(host, choice, mtus)))
+        said = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
+        said += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
+        parts += [line for head, words in said for line in output.hanging(head, words)]
     else:
         parts.append("No RDMA device.")
     others = _other_cards(host)
     if others:
-        parts += ["", "Network cards without an RDMA device:", output.columns([_CARD_HEAD, *map(_card_row, others)])]
+        parts += ["", "Network cards without an RDMA device:", output.table([_CARD_HEAD, *map(_card_row, others)])]
     return "\n".join(parts)
 
 

@@ -45,7 +45,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     \b
     bpsfast doctor                        this machine
     bpsfast doctor --listen               on one machine, then on another:
-    bpsfast doctor --peer gpu08           both ends, the way between them, and a real queue pair
+    bpsfast doctor --peer gpu08           both ends, the way, a real queue pair
     bpsfast doctor --json -o report.json  for a bug report
     bpsfast explain RD05                  more about one check
 
@@ -64,7 +64,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
         return listen(loaded, origins, bind, port, once, timeout_s)
     facts = facts_of(machine, loaded, origins, peer, timeout_s)
     findings = examination.examine(facts)
-    output.show(chosen, lambda: report.text(facts, findings), report.data(facts, findings))
+    output.show(chosen, lambda: report.text(facts, findings, output.terminal_width()), report.data(facts, findings))
     code = examination.exit_code(facts, findings)
     if code:
         sys.exit(code)

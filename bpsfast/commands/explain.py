@@ -22,7 +22,7 @@ def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bo
     bpsfast explain IBV_WC_WR_FLUSH_ERR
     bpsfast explain ETIMEDOUT
     bpsfast explain exit 3
-    bpsfast explain "Got completion with error 12, opcode 1, len 0, vendor err 129"
+    bpsfast explain "Got completion with error 12, opcode 1, vendor err 129"
     """
     from . import explanations
 

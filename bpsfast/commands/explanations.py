@@ -51,6 +51,7 @@ def explain(text: str) -> list[Explanation]:
 
 def _named(text: str) -> list[Explanation]:
     """Return the meanings of a name."""
+    text = re.sub(r"(?i)^(rd)(\d)$", r"\g<1>0\2", text)
     for check in CHECKS:
         if text.upper() in (check.code, check.title.upper()):
             return [of_check(check)]

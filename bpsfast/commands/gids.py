@@ -74,8 +74,8 @@ def text(found: list[Gid], choice: Choice, said: dict[Gid, str] | None = None) -
     """Return the table for people; *said*: what libibverbs says of each row, None if it was not asked."""
     if not found:
         return "No GID in use."
-    lines = [output.columns(rows(found, choice, said))]
-    lines += [f"{rail.name}: {rail.reason}" for rail in choice.rails]
+    lines = [output.table(rows(found, choice, said))]
+    lines += [line for rail in choice.rails for line in output.hanging(f"{rail.name}: ", rail.reason)]
     return "\n".join(lines)
 
 

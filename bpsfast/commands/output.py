@@ -9,10 +9,14 @@ import csv
 import io
 import json
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
 
 class Form(NamedTuple):
@@ -53,12 +57,12 @@ def show(chosen: Form, text: Callable[[], str], data: Any, rows: Sequence[Sequen
     text
         Makes the text for people; not called for other forms.
     data
-        What JSON shows: dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
+        What JSON shows: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
     rows
         What CSV shows, the head first.
     """
     if chosen.as_json:
-        content = json.dumps(_finite(data), indent=2)
+        content = json.dumps(_finite(msgspec.to_builtins(data)), indent=2)
     elif chosen.as_csv:
         sheet = io.StringIO()
         csv.writer(sheet, lineterminator="\n").writerows(rows)
@@ -72,6 +76,20 @@ def show(chosen: Form, text: Callable[[], str], data: Any, rows: Sequence[Sequen
         file.write(click.unstyle(content) + "\n")
 
 
+def terminal_width() -> int | None:
+    """Return how many columns standard output has, None if it is no terminal: then lines are as long as they are."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def hanging(head: str, words: str) -> list[str]:
+    """Return *head* and *words* as one line; on a terminal as several, those after the first below the words."""
+    width, indent = terminal_width(), len(click.unstyle(head))
+    if width is None or width < indent + 20:
+        return [f"{head}{words}".rstrip()]
+    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False) or [""]
+    return [f"{head}{first}".rstrip(), *(" " * indent + line for line in more)]
+
+
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Return left-justified columns, those in *right* right-justified; the first row is the head."""
     widths = [max(len(click.unstyle(row[i])) for row in rows) for i in range(len(rows[0]))]
@@ -83,6 +101,28 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
             cells.append(padding + cell if i in right else cell + padding)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return `columns`; on a terminal that has no room for them, each row by itself: its first cell, and below each
+    other what its columns are called and hold, as many in a line as find room.
+    """
+    whole, width = columns(rows, right), terminal_width()
+    if width is None or max(len(click.unstyle(line)) for line in whole.splitlines()) <= width:
+        return whole
+    heads, indent = rows[0], max(len(row[0]) for row in rows[1:]) + 2 if len(rows) > 1 else 0
+    lines: list[str] = []
+    for row in rows[1:]:
+        lines.append(row[0].ljust(indent))
+        for head, cell in zip(heads[1:], row[1:]):
+            if not cell:
+                continue
+            words = f"{click.style(head, dim=True)} {cell}"
+            used = len(click.unstyle(lines[-1]).rstrip()) if lines[-1].strip() else 0
+            if used > indent - 2 and used + 2 + len(click.unstyle(words)) > width and lines[-1].rstrip() != row[0]:
+                lines.append(" " * indent)
+            lines[-1] += words + "  "
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _finite(data: Any) -> Any:

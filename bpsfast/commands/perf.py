@@ -19,16 +19,22 @@ _EXAMPLES = """
     \b
     bpsfast perf {verb}                              on one machine: listens
     bpsfast perf {verb} HOST                         on the other one
-    bpsfast perf {verb} -H HOST                      the same, the first one started over ssh
-    bpsfast perf {verb} HOST -d mlx5_0 -x 3 -a       this device and GID, all sizes
+    bpsfast perf {verb} -H HOST                      the other started over ssh
+    bpsfast perf {verb} HOST -d mlx5_0 -x 3 -a       this device, GID; all sizes
     bpsfast perf {verb} HOST --op write              as ib_write_{verb}
-    bpsfast perf {verb} HOST --transport tcp --json  our own streams, for a program
+    bpsfast perf {verb} HOST --transport tcp --json  our own streams
 """
 
 
 @click.group()
 def command() -> None:
-    """Measure bandwidth or latency between two machines, with perftest's options and columns."""
+    """Measure bandwidth or latency between two machines, with perftest's options and columns.
+
+    \b
+    bpsfast perf bw                 on one machine
+    bpsfast perf bw HOST            on the other one
+    bpsfast perf lat -H HOST        the other one started over ssh
+    """
 
 
 def _options(function: Callable) -> Callable:

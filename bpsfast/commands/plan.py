@@ -47,8 +47,8 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
     \b
     bpsfast plan --workers 8 --helpers 4 --nic 25 --model vgg16
     bpsfast plan --workers 7x10,2.5 --model bert-large
-    bpsfast plan --workers 4 --helpers 2x25/8 --from-torch mynet:build --forward-ms 30 --backward-ms 60
-    bpsfast plan --workers 4 --nic 1 --model resnet18 --compression topk:k=0.01,error_feedback
+    bpsfast plan --workers 4 --helpers 2x25/8 --from-torch mynet:build
+    bpsfast plan --workers 4 --model resnet18 --compression topk:k=0.01
     bpsfast plan --table models
     """
     chosen = output.form(as_json, path, no_color, as_csv)

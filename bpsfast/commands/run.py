@@ -6,15 +6,18 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import settings
 from ..orchestration.errors import ConfigError
-from . import host_options
+from . import host_options, output
 from .assignments import overrides, set_option
 from .exits import errors_in_words
+
+if TYPE_CHECKING:
+    from ..launch.child import Command
 
 _COUNT = click.IntRange(1)
 _PLAYED = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
@@ -23,10 +26,10 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _EXAMPLES = """
 
     \b
-    bpsfast run -n 4 -- python train.py                               four ranks here
-    bpsfast run -H gpu01:2,gpu02:2 -- python train.py                 on two hosts, by ssh
+    bpsfast run -n 4 -- python train.py                  four ranks here
+    bpsfast run -H gpu01:2,gpu02:2 -- python train.py    on two hosts, by ssh
     bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
-    bpsfast run -n 4 --elastic --lost-worker wait -- python train.py  goes on when a worker is lost (bpsfast.elastic)
+    bpsfast run -n 4 --elastic --lost-worker wait -- python train.py
 """
 _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ranks": "--max-ranks",
             "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control"}
@@ -59,6 +62,7 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
               help="Also write that of each rank to DIR/rank.N/stdout and stderr.")
 @click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Head each line by its time, too.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: as one JSON document, with the job's key.")
 @set_option
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
 @errors_in_words
@@ -70,30 +74,46 @@ def command(**options: Any) -> None:
 
     if options["rate"] is not None and not options["netns"]:
         raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+    if options["as_json"] and not options["dry_run"]:
+        raise ConfigError("--json shows what --dry-run would start: give it, too (what a job prints is its program's)")
     chosen = _take_elastic(options)
     plan = host_options.take_plan(options, _PLAYED)
     program, show_only = options["program"], options["dry_run"]
     loaded = settings.load(overrides(options["assignments"]), _without_place(os.environ))
     limits = Limits(job_s=options["timeout_s"])
-    output = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
-    with contextlib.closing(output):
+    out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
+    with contextlib.closing(out):
         if plan is None:
             shape = job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
                                  options["ranks"])
             if chosen is not None:
-                sys.exit(_run_elastic(shape, options, loaded, chosen, limits, output))
+                sys.exit(_run_elastic(shape, options, loaded, chosen, limits, out))
+            if show_only and options["as_json"]:
+                return _show_plan([("", os.getcwd(), [], job.planned(shape, program, loaded))])
             if show_only:
                 return job.dry_run(shape, program, loaded, click.echo)
             sys.exit(job.run(shape, program, loaded, netns=options["netns"], rate=options["rate"], limits=limits,
-                             output=output, restarts=options["restarts"]))
+                             output=out, restarts=options["restarts"]))
+        if show_only and options["as_json"]:
+            folder = plan.ssh.directory or os.getcwd()
+            return _show_plan([(host.name, folder, plan.ssh.argv(host), commands)
+                               for host, commands in over_ssh.planned(plan, program, loaded)])
         if show_only:
             return over_ssh.dry_run(plan, program, loaded, click.echo)
         try:
-            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=output,
-                                  restarts=options["restarts"]))
+            sys.exit(over_ssh.run(plan, program, loaded, limits=limits, output=out, restarts=options["restarts"]))
         except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
             click.echo("bpsfast: interrupted before anything was started", err=True)
             sys.exit(130)
+
+
+def _show_plan(hosts: list[tuple[str, str, list[str], list[Command]]]) -> None:
+    """Print as JSON what would be started: for each host its name ("" is this one), folder, agent, processes."""
+    output.show(output.Form(as_json=True), str, {"hosts": [{
+        "name": name, "folder": folder, "agent": agent,
+        "processes": [{"name": command.name, "kind": command.kind.value, "argv": list(command.argv),
+                       "environ": dict(command.environ)} for command in commands],
+    } for name, folder, agent, commands in hosts]})
 
 
 def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -113,13 +133,13 @@ def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings, chosen: dict[str, Any], limits: Any,
-                 output: Any) -> int:
+                 out: Any) -> int:
     from ..launch import elastic_job
     from ..orchestration.muster import Rules
 
     control = chosen.pop("control", None)
     rules = Rules(**{"max_ranks": sum(shape.ranks), **chosen})
-    return elastic_job.run(shape, options["program"], loaded, rules, limits=limits, output=output, control=control)
+    return elastic_job.run(shape, options["program"], loaded, rules, limits=limits, output=out, control=control)
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:

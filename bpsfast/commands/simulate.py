@@ -19,8 +19,8 @@ _EXAMPLES = """
     \b
     bpsfast simulate --model vgg16 -n 8 -k 4 --nic 25
     bpsfast simulate --model bert-large -n 4096 -k 4096 --nic 100 --compute 490
-    bpsfast simulate --model gpt2 -n 8 --nic 10 --strategy optimal --cross-barrier --json
-    bpsfast simulate --model vgg16 -n 8 --strategy ring --strategy all-reduce --cross-barrier
+    bpsfast simulate --model gpt2 -n 8 --nic 10 --cross-barrier --json
+    bpsfast simulate --model vgg16 -n 8 --strategy ring --strategy all-reduce
 """
 
 

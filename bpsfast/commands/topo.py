@@ -50,7 +50,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
-    bpsfast topo --strategy --set reduce_roots=2,3              # what is forced, beside what is best
+    bpsfast topo --strategy --set reduce_roots=2,3   the forced beside the best
     """
     import msgspec
 
@@ -112,7 +112,7 @@ def text(topology: Topology) -> str:
     matrix = matrix_rows(topology)
     if len(matrix) > 2:
         lines += ["Joined by, and GB/s of the slowest link on the way:", output.columns(matrix), ""]
-    lines.append(output.columns(part_rows(topology), right=(1, 2)))
+    lines.append(output.table(part_rows(topology), right=(1, 2)))
     between = [link for link in topology.links if link.kind is LinkKind.SOCKETS]
     if between:
         lines += ["", *(f"{link.a} - {link.b}: {_gb(link.rate_bytes)} GB/s" for link in between)]

@@ -27,8 +27,9 @@ def command() -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="The merged trace.  [default: DIR/trace.json]")
+@click.option("--json", "as_json", is_flag=True, help="Say as one JSON document what was written.")
 @exits.errors_in_words
-def merge(folder: Path, path: Path | None) -> None:
+def merge(folder: Path, path: Path | None, as_json: bool) -> None:
     """Join what all processes of a job wrote to its trace_dir into one trace, on the scheduler's clock.
 
     Open it in ui.perfetto.dev. Arrows lead from a rank's gradient through its sums to the result; priority inversions
@@ -42,8 +43,10 @@ def merge(folder: Path, path: Path | None) -> None:
     path = path or folder / "trace.json"
     job = trace.load(folder)
     n_events = trace.dump(job, path)
-    click.echo(f"{path}: {n_events} events of {len(job.processes)} processes. Open it in ui.perfetto.dev")
-    click.echo(trace.summarise(job).clocks_line)
+    clocks = trace.summarise(job).clocks_line
+    words = f"{path}: {n_events} events of {len(job.processes)} processes. Open it in ui.perfetto.dev\n{clocks}"
+    output.show(output.Form(as_json), lambda: words,
+                {"path": str(path), "events": n_events, "processes": len(job.processes), "clocks": clocks})
 
 
 @command.command()

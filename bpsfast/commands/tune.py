@@ -30,6 +30,11 @@ class _Group(click.Group):
 @click.group(cls=_Group)
 def command() -> None:
     """Find better settings by measuring, within a budget of time: of RDMA, or (tune -- COMMAND) of a job that trains.
+
+    \b
+    bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
+    bpsfast tune rdma                   on one machine, then on another:
+    bpsfast tune rdma HOST --budget 2m
     """
 
 
@@ -45,13 +50,14 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
 
     \b
     bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
-    bpsfast tune --json -o found.json -- torchrun ... train.py          on the machine of rank 0; on the others with
-                                                                        BPSFAST_AUTOTUNE=1
+    bpsfast tune --json -o found.json -- torchrun ... train.py
+    BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
     from ..autotune import store
+    from ..launch.owner import folder_prefix
 
     form = output.form(as_json, path, no_color)
-    with tempfile.TemporaryDirectory(prefix="bpsfast-tune-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
         report = Path(folder) / "report.json"
         variables = {"BPSFAST_AUTOTUNE": "1", "BPSFAST_AUTOTUNE_REPORT": str(report)}
         try:
@@ -143,8 +149,8 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     written nowhere unless --apply says so.
 
     \b
-    bpsfast tune rdma                                   on the other machines: listens
-    bpsfast tune rdma HOST --budget 2m                  on one: tries, shows before and after
+    bpsfast tune rdma                                   listens, on the others
+    bpsfast tune rdma HOST --budget 2m                  tries, on one of them
     bpsfast tune rdma HOST --apply --profile job.toml   keeps what is better
     bpsfast tune rdma --undo --profile job.toml         takes that back
     """

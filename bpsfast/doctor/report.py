@@ -1,6 +1,7 @@
 """The doctor's words: one line per check, then what to type for each that is not well; or the same as JSON."""
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,22 +16,34 @@ _COLOURS = {Status.PASS: "green", Status.FAIL: "red", Status.WARN: "yellow", Sta
 _TITLE_WIDTH = 20
 
 
-def text(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Return the report for people; coloured, which click strips where there is no terminal."""
-    lines = [head(facts)]
+def text(facts: Facts, findings: Sequence[Finding], width: int | None = None) -> str:
+    """Return the report for people; coloured, which click strips where there is no terminal, whose *width* lines keep
+    to but for what is to be typed.
+    """
+    lines = _wrapped("", head(facts), width)
     for finding in findings:
         status = click.style(finding.status.value, fg=_COLOURS[finding.status])
         first, *more = finding.outcome.found.split("\n")
-        lines.append(f"  {status}  {finding.check.code}  {finding.check.title:<{_TITLE_WIDTH}}  {first}")
-        lines += [" " * (_TITLE_WIDTH + 16) + line for line in more]
-    lines.append(verdict(facts, findings))
+        lines += _wrapped(f"  {status}  {finding.check.code}  {finding.check.title:<{_TITLE_WIDTH}}  ", first, width)
+        lines += [part for line in more for part in _wrapped(" " * (_TITLE_WIDTH + 16), line, width)]
+    lines += _wrapped("", verdict(facts, findings), width)
     for finding in findings:
         if finding.outcome.actions and finding.status is not Status.PASS:
             why = f": {finding.check.why}" if finding.status in (Status.FAIL, Status.WARN) else ""
-            lines += ["", f"[{finding.check.code}] {finding.check.title}{why}"]
+            lines += ["", *_wrapped("", f"[{finding.check.code}] {finding.check.title}{why}", width)]
             lines += [f"  {action.where + ':':<8} {action.command}" for action in finding.outcome.actions]
             lines.append(f"  {'more:':<8} bpsfast explain {finding.check.code}")
     return "\n".join(lines)
+
+
+def _wrapped(start: str, words: str, width: int | None) -> list[str]:
+    """Return *start* and *words* in lines of *width*, those after the first below the words."""
+    indent = len(click.unstyle(start))
+    if width is None or width < indent + 30:
+        return [start + words]
+    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False,
+                                 drop_whitespace=True) or [""]
+    return [start + first, *(" " * indent + line for line in more)]
 
 
 def head(facts: Facts) -> str:

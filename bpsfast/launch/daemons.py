@@ -29,6 +29,7 @@ from ..nic.cores import on_cores
 from ..orchestration.errors import ConfigError
 from ..seating.pins import cpus_before
 from ..settings import Settings, environment, fingerprint, parse_address
+from . import owner
 from .keeper import Keeper
 from .place import Place, is_loopback, job_key
 
@@ -220,7 +221,7 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
 def tethered(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
     """Return *argv* so wrapped that the started process gets signal *number* when this process dies (see `tether`)."""
     program = str(Path(__file__).with_name("tether.py"))
-    return [sys.executable, "-S", "-E", program, str(os.getpid()), str(int(number)), *argv]
+    return [sys.executable, "-S", "-E", program, owner.mark(), str(int(number)), *argv]
 
 
 def reserve_port(host: str) -> socket.socket:

@@ -112,16 +112,21 @@ def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool
         return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
 
 
+def planned(shape: Shape, program: Sequence[str], settings: Settings) -> list[Command]:
+    """Return the processes that `run` would start, each with what is added to its environment."""
+    check_program(program)
+    key = roles.given_key(settings) or secrets.token_hex(32)
+    with reserve_port(_LOOPBACK) as reserved:
+        return plan(shape, program, settings, {}, reserved.getsockname(), key)
+
+
 def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
     """Print the commands of the job, so that each can be started by hand (in any order, after the first line).
 
     The first line is for every terminal: it holds the one key of the job.
     """
-    check_program(program)
-    key = roles.given_key(settings) or secrets.token_hex(32)
-    with reserve_port(_LOOPBACK) as reserved:
-        commands = plan(shape, program, settings, {}, reserved.getsockname(), key)
-    show(f"export {_KEY}={key}")
+    commands = planned(shape, program, settings)
+    show(f"export {_KEY}={commands[0].environ[_KEY]}")
     for command in commands:
         variables = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items() if name != _KEY]
         show(f"# {command.name}")

@@ -65,16 +65,23 @@ def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limit
         return Supervisor(commands, limits=limits, output=output, places=places, restarts=restarts).run()
 
 
+def planned(plan: Plan, program: Sequence[str], settings: Settings) -> list[tuple[Host, list[Command]]]:
+    """Return what `run` would start on which host, asking none: the scheduler's address and the key come with a job."""
+    _check(plan, program, settings)
+    commands = [msgspec.structs.replace(command, environ={
+        name: value for name, value in command.environ.items() if name != "BPSFAST_SCHEDULER"})
+        for command in _commands(plan, program, settings, ("", 0), "")]
+    return [(host, [command for command in commands if number_of(command) == number])
+            for number, host in enumerate(plan.everywhere)]
+
+
 def dry_run(plan: Plan, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
     """Print what `run` would run where, asking no host: the scheduler's address and the key come with a job."""
-    _check(plan, program, settings)
-    for number, host in enumerate(plan.everywhere):
+    for host, commands in planned(plan, program, settings):
         show(f"# {host.name}, in {plan.ssh.directory or os.getcwd()}: {shlex.join(plan.ssh.argv(host))}")
-        for command in _commands(plan, program, settings, ("", 0), ""):
-            if number_of(command) == number:
-                added = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items()
-                         if name != "BPSFAST_SCHEDULER"]
-                show(f"{command.name}: {' '.join([*added, shlex.join(command.argv)])}")
+        for command in commands:
+            added = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items()]
+            show(f"{command.name}: {' '.join([*added, shlex.join(command.argv)])}")
 
 
 def variables(assignments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

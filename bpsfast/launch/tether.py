@@ -2,7 +2,10 @@
 
 Started by path (see `daemons.tethered`), imports the standard library only, and replaces itself by the command:
 
-    python tether.py PARENT_PID SIGNAL COMMAND [ARGUMENT ...]
+    python tether.py PARENT_MARK SIGNAL COMMAND [ARGUMENT ...]
+
+What the command starts itself the kernel does not watch: the mark (`owner`) and the command's process group are left
+in its environment, by which ``bpsfast clean`` finds what outlives the parent.
 
 The kernel watches the *thread* that forked, so the parent must start its children in a thread that stays.
 """
@@ -12,18 +15,22 @@ import ctypes
 import os
 import sys
 
+#: Holds the parent's mark and the group that the command began in.
+VARIABLE = "_BPSFAST_TETHER"
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells do
 
 
 def main(arguments: list[str]) -> int:
     """Ask for the signal, make sure the parent still lives, become the command."""
-    parent, number, command = int(arguments[0]), int(arguments[1]), arguments[2:]
+    mark, number, command = arguments[0], int(arguments[1]), arguments[2:]
+    parent = int(mark.split(".")[0])
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before prctl: no signal will come
         return 128 + number
+    os.environ[VARIABLE] = f"{mark}.{os.getpgrp()}"
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:

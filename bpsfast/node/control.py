@@ -354,7 +354,8 @@ class Node:
         self._home.admitted(message.nodes[message.index])
         self._peers.welcomed(message)
         self._reception.know(message.index, message.epoch, self._vertex.doorstep)
-        self._exporter = metrics.exporter_for(self._settings, message, self._loop, self._vertex)
+        self._exporter = metrics.exporter_for(self._settings, message, self._loop, self._vertex, self._peers,
+                                               self._recovery)
 
     def _on_commit(self, message: messages.Commit) -> None:
         if not self._recovery.commit(message):

@@ -27,6 +27,7 @@ from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
 from .plans import Plans
+from .reading import Member
 
 if TYPE_CHECKING:
     from .control import Node
@@ -148,6 +149,13 @@ class Peers:
     def has_taken_leave(self) -> bool:
         """Whether all peers that can be reached know that the ranks of this node have left."""
         return self._peering is not None and self._peering.farewells.are_taken
+
+    def members(self) -> tuple[Member, ...]:
+        """Return the nodes of the job, this one too, and which of them are there."""
+        assert self._welcome is not None
+        gone = {*self._welcome.lost, *self._parted, *self._lost_peers, *self._late}
+        return tuple(Member(index, node.host, not node.ranks, index not in gone)
+                     for index, node in sorted(self._nodes.items()))
 
     def close(self) -> None:
         """Stop connecting; close what was not handed on."""

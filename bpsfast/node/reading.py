@@ -1,0 +1,166 @@
+"""What a node's exporter tells at one moment, as Prometheus' metrics; `bpsfast.top` reads them back."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import __version__
+from ..orchestration.messages import LagRow
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_NS = 1e-9
+
+
+class Member(NamedTuple):
+    """A node of the job as this one knows it: a helper or one with ranks, still there or not."""
+
+    node: int
+    host: str
+    is_helper: bool
+    is_there: bool
+
+
+class Reading(NamedTuple):
+    """What is counted at one moment: groups of counters as `Vertex.counters` has them, transports by peer, lags.
+
+    `owned_lags`: of all inputs of units that this node owns; `job`: a name that no other job has.
+    """
+
+    groups: dict[str, dict[str, int]]
+    memory: dict[str, int]
+    transports: dict[int, str]
+    lags: tuple[LagRow, ...]
+    owned_lags: tuple[LagRow, ...] = ()
+    members: tuple[Member, ...] = ()
+    n_recoveries: int = 0
+    n_joined: int = 0
+    job: str = ""
+
+
+class Row(NamedTuple):
+    """A metric made of counter `counter` of a group, times `scale`. Prometheus appends _total to a counter's name."""
+
+    name: str
+    doc: str
+    counter: str
+    scale: float = 1
+    is_gauge: bool = False
+
+
+NODE = {
+    "engine": (
+        Row("bpsfast_sums", "partitions summed", "sums"),
+        Row("bpsfast_summed_bytes", "input of all sums", "bytes_summed"),
+        Row("bpsfast_published_bytes", "results made known to the ranks of this node", "published_bytes"),
+    ),
+    "dispatch": (
+        Row("bpsfast_queued_partitions", "partitions that wait for the card", "queued", 1, True),
+        Row("bpsfast_queued_partitions_peak", "most partitions that waited for the card", "peak_queued", 1, True),
+        Row("bpsfast_in_flight_bytes", "bytes under way to all peers", "in_flight_nbytes", 1, True),
+        Row("bpsfast_credit_bytes", "most bytes under way to one peer", "credit_nbytes", 1, True),
+    ),
+}
+WIRE = (
+    Row("bpsfast_sent_bytes", "bytes sent to a peer", "bytes_sent"),
+    Row("bpsfast_received_bytes", "bytes received from a peer", "bytes_received"),
+    Row("bpsfast_links_replaced", "connections to a peer that ended and were made anew", "replaced"),
+)
+RANK = (
+    Row("bpsfast_pushed_bytes", "inputs of a rank", "pushed_bytes"),
+    Row("bpsfast_steps", "steps of a rank, without the first", "steps"),
+    Row("bpsfast_step_seconds", "time of these steps", "step_ns", _NS),
+    Row("bpsfast_exposed_seconds", "of which in calls of bpsfast: copies and waits", "exposed_ns", _NS),
+    Row("bpsfast_communication_seconds", "from first push to last result of these steps", "communication_ns", _NS),
+    Row("bpsfast_hidden_seconds", "of which not exposed", "hidden_ns", _NS),
+    Row("bpsfast_stalls", "waits longer than stall_warn_s", "stalls"),
+)
+
+
+class Collector:
+    """Turns readings into metrics of node *index*, each time anew: nothing is counted twice."""
+
+    def __init__(self, index: int, read: Callable[[], Reading]) -> None:
+        self._node = str(index)
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        reading = self._read()
+        for group, rows in NODE.items():
+            yield from _families(rows, ["node"], [([self._node], reading.groups[group])])
+        wires = [([self._node, str(peer), kind], reading.groups[f"wire_{peer}"])
+                 for peer, kind in sorted(reading.transports.items()) if f"wire_{peer}" in reading.groups]
+        yield from _families(WIRE, ["node", "peer", "transport"], wires)
+        ranks = [([self._node, name.removeprefix("rank_")], counters)
+                 for name, counters in reading.groups.items() if name.startswith("rank_")]
+        yield from _families(RANK, ["node", "rank"], ranks)
+        yield from self._lags(reading)
+        memory = GaugeMetricFamily("bpsfast_segment_bytes", "shared memory by kind", labels=["node", "kind"])
+        for kind, nbytes in reading.memory.items():
+            memory.add_metric([self._node, kind], nbytes)
+        yield memory
+        yield from self._job(reading)
+
+    def _lags(self, reading: Reading) -> Iterator[Metric]:
+        """Yield who is late: ranks of this machine among each other, and all inputs of what this node owns."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+        labels = ["node", "rank"]
+        lag = SummaryMetricFamily("bpsfast_lag_seconds", "how late a rank was, compared to the first one of its node",
+                                  labels=labels)
+        longest = GaugeMetricFamily("bpsfast_lag_max_seconds", "how late a rank was at most", labels=labels)
+        ratio = GaugeMetricFamily("bpsfast_lag_last_ratio", "in which share of units it was the last", labels=labels)
+        of_input = [*labels, "peer", "where"]
+        last = CounterMetricFamily("bpsfast_input_last", "units of which this input was the last", labels=of_input)
+        late = CounterMetricFamily("bpsfast_input_last_seconds", "how late it was then, in all", labels=of_input)
+        inputs = CounterMetricFamily("bpsfast_inputs", "units to which a rank or a peer gave input", labels=of_input)
+        lags = CounterMetricFamily("bpsfast_input_lag_seconds", "how late that was, compared to the first one, in all",
+                                   labels=of_input)
+        for row in reading.lags:
+            values = [self._node, str(row.rank)]
+            lag.add_metric(values, row.count, row.total_ns * _NS)
+            longest.add_metric(values, row.max_ns * _NS)
+            ratio.add_metric(values, row.n_last / row.count)
+        for where, rows in (("here", reading.lags), ("owned", reading.owned_lags)):
+            for row in rows:
+                values = [self._node, str(row.rank), str(row.node), where]
+                inputs.add_metric(values, row.count)
+                lags.add_metric(values, row.total_ns * _NS)
+                last.add_metric(values, row.n_last)
+                late.add_metric(values, row.last_total_ns * _NS)
+        yield from (lag, longest, ratio, inputs, lags, last, late)
+
+    def _job(self, reading: Reading) -> Iterator[Metric]:
+        """Yield which job this is, who belongs to it, and how often it has gone on with others."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        job = GaugeMetricFamily("bpsfast_job", "always 1: the job's name, the version of bpsfast",
+                                labels=["node", "name", "version"])
+        job.add_metric([self._node, reading.job, __version__], 1)
+        member = GaugeMetricFamily("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without "
+                                   "it", labels=["node", "member", "host", "kind"])
+        for each in reading.members:
+            member.add_metric([self._node, str(each.node), each.host, "helper" if each.is_helper else "ranks"],
+                              each.is_there)
+        recoveries = CounterMetricFamily("bpsfast_recoveries", "how often the job went on without a helper",
+                                         labels=["node"])
+        recoveries.add_metric([self._node], reading.n_recoveries)
+        joined = CounterMetricFamily("bpsfast_joined", "helpers that have come to the running job", labels=["node"])
+        joined.add_metric([self._node], reading.n_joined)
+        yield from (job, member, recoveries, joined)
+
+
+def _families(rows: tuple[Row, ...], labels: list[str],
+              groups: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
+    """Yield a metric for each row, with one value for each of *groups* (values of the labels, counters)."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for row in rows:
+        family: Any = (GaugeMetricFamily if row.is_gauge else CounterMetricFamily)(row.name, row.doc, labels=labels)
+        for values, counters in groups:
+            family.add_metric(values, counters.get(row.counter, 0) * row.scale)
+        yield family
