@@ -33,6 +33,7 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/hvd", _CORE | {"torch"}),
     Layer("bpsfast/jax", _CORE | {"jax", "optax"}),
     Layer("bpsfast/mxnet", _CORE | {"mxnet"}),
+    Layer("bpsfast/tensorflow", _CORE | {"tensorflow"}),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),

@@ -14,10 +14,11 @@ from ..dtypes import wire_name
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
+from ..trainer.bundle import Leaf
+from ..trainer.reduce_op import averages
 from . import far, primitive
 from .leaf_names import names_of
-from .reduce_op import averages
-from .site import Leaf, Site
+from .site import Site
 
 
 def push_pull(tree: Any, average: bool = True, name: str | None = None, priority: int | None = None,

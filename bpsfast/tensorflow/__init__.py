@@ -1,0 +1,1 @@
+"""bpsfast for TensorFlow."""
