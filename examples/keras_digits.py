@@ -77,7 +77,7 @@ def functions_of(model, optimizer):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        @tf.function(jit_compile=True)
+        @tf.function
         def compute(x, y):
             with tf.GradientTape() as tape:
                 value = cross_entropy(y, model(x, training=True))
@@ -88,7 +88,10 @@ def functions_of(model, optimizer):
             lambda means: apply([tf.constant(each) for each in means])
     import jax
 
-    compute = jax.jit(jax.grad(lambda values, x, y: cross_entropy(y, model.stateless_call(values, [], x, training=True)[0])))
+    def value(values, x, y):
+        return cross_entropy(y, model.stateless_call(values, [], x, training=True)[0])
+
+    compute = jax.jit(jax.grad(value))
     apply = jax.jit(optimizer.stateless_apply)
 
     def update(means):

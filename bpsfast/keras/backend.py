@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import keras
 
 from ..orchestration.errors import UnsupportedError
-from .bundle import Bundle
+from .gradient_set import GradientSet
 
 #: Keras's backends, and the module that sums tensors of each.
 _EXCHANGES = {"jax": "jax_exchange", "tensorflow": "tensorflow_exchange", "torch": "torch_exchange"}
@@ -33,13 +33,13 @@ class Exchange(Protocol):
     def is_symbolic(self, tensor: Any) -> bool:
         """Whether *tensor* has no values yet: a program is being traced."""
 
-    def reduced(self, bundle: Bundle, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
+    def reduced(self, chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
         """Return the sums (means) of *tensors* over all ranks, new ones; inside compiled programs, too.
 
         *learning_rate* returns that of the step, for error feedback, as far as the backend can hand it on.
         """
 
-    def reduced_if(self, condition: Any, bundle: Bundle, tensors: Sequence[Any],
+    def reduced_if(self, condition: Any, chosen: GradientSet, tensors: Sequence[Any],
                    learning_rate: Callable[[], Any]) -> list[Any]:
         """As `reduced`, if *condition*, which is the same on all ranks, is true; else return *tensors*."""
 

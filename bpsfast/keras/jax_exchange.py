@@ -9,10 +9,11 @@ import jax
 from ..dtypes import wire_name
 from ..jax.basics import barrier as barrier, init as init, shutdown as shutdown
 from ..jax.ops import summed
-from ..jax.site import Leaf, Site
-from .bundle import Bundle
+from ..jax.site import Site
+from ..trainer.bundle import Leaf
+from .gradient_set import GradientSet
 
-_sites: dict[Bundle, Site] = {}
+_sites: dict[GradientSet, Site] = {}
 
 
 def dtype_of(tensor: Any) -> str:
@@ -25,20 +26,21 @@ def is_symbolic(tensor: Any) -> bool:
     return isinstance(tensor, jax.core.Tracer)
 
 
-def reduced(bundle: Bundle, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
+def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
     """Return the sums (means) of *tensors*; raises as `bpsfast.jax.push_pull`. Nodes do not hear of *learning_rate*,
     which is an array of the program.
     """
-    site = _sites.get(bundle)
+    site = _sites.get(chosen)
     if site is None:
-        leaves = (Leaf(name, *kind, codec) for name, kind, codec in zip(bundle.wire_names, bundle.kinds, bundle.codecs))
-        site = _sites.setdefault(bundle, Site(tuple(leaves), bundle.average, None))
+        leaves = (Leaf(name, *kind, codec) for name, kind, codec in zip(chosen.wire_names, chosen.kinds, chosen.codecs))
+        site = _sites.setdefault(chosen, Site(tuple(leaves), chosen.average, None))
     return summed(site, tensors)
 
 
-def reduced_if(condition: Any, bundle: Bundle, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
+def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],
+               learning_rate: Callable[[], Any]) -> list[Any]:
     """As `reduced`, if *condition* is true; else return *tensors*."""
     if not is_symbolic(condition):
-        return reduced(bundle, tensors, learning_rate) if condition else list(tensors)
-    found: list[Any] = jax.lax.cond(condition, lambda: reduced(bundle, tensors, learning_rate), lambda: list(tensors))
+        return reduced(chosen, tensors, learning_rate) if condition else list(tensors)
+    found: list[Any] = jax.lax.cond(condition, lambda: reduced(chosen, tensors, learning_rate), lambda: list(tensors))
     return found

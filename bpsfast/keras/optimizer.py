@@ -60,7 +60,8 @@ class Distributed(_Optimizer):
 
     def _bpsfast_accumulates(self) -> bool:
         """Whether Keras accumulates gradients, and clips the mean of the passes by `_clip_gradients`."""
-        return bool(self.gradient_accumulation_steps) and getattr(self._bpsfast_base, "apply", None) is keras.optimizers.Optimizer.apply
+        is_keras_own = getattr(self._bpsfast_base, "apply", None) is keras.optimizers.Optimizer.apply
+        return is_keras_own and bool(self.gradient_accumulation_steps)
 
     def _bpsfast_reduced(self, gradients: Sequence[Any], variables: Sequence[Any], condition: Any = None) -> list[Any]:
         return self._bpsfast_reduction.of(gradients, variables, self._bpsfast_learning_rate, condition)

@@ -11,8 +11,8 @@ from ..compression.choice import Choice
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import current as process
 from .backend import exchange
-from .bundle import bundle_of
 from .compression import CompressorLike, NoneCompressor
+from .gradient_set import gradient_set
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Reduction:
             contexts.append(context)
         backend = exchange()
         kinds = [(tuple(tensor.shape), _dtype(names[place], tensor)) for place, tensor in zip(places, small)]
-        bundle = bundle_of([names[place] for place in places], kinds, self.prefix, self.average, self.choice)
+        chosen = gradient_set([names[place] for place in places], kinds, self.prefix, self.average, self.choice)
         if condition is None:
-            sums = backend.reduced(bundle, small, learning_rate)
+            sums = backend.reduced(chosen, small, learning_rate)
         else:
-            sums = backend.reduced_if(condition, bundle, small, learning_rate)
+            sums = backend.reduced_if(condition, chosen, small, learning_rate)
         for place, total, context in zip(places, sums, contexts):
             gradients[place] = _scaled(self.compressor.decompress(total, context), self.postscale)
         return gradients

@@ -12,9 +12,9 @@ from ..trainer.current import barrier as barrier, init as init, shutdown as shut
 from ..trainer.gradients import Gradients
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput
-from .bundle import Bundle
+from .gradient_set import GradientSet
 
-_gradients: dict[Bundle, Gradients] = {}
+_gradients: dict[GradientSet, Gradients] = {}
 _session: list[Session] = []  # that of `_gradients`
 
 
@@ -28,7 +28,8 @@ def is_symbolic(tensor: Any) -> bool:
     return bool(tensor.device.type == "meta")
 
 
-def reduced(bundle: Bundle, tensors: Sequence[torch.Tensor], learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
+def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
+            learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
     """Return the sums (means) of *tensors*, new ones. What the next forward pass needs first travels first.
 
     Raises
@@ -40,15 +41,15 @@ def reduced(bundle: Bundle, tensors: Sequence[torch.Tensor], learning_rate: Call
     inputs = [_memory(source) for source in sources]
     sums = [torch.empty_like(source) for source in sources]
     outputs = [_memory(each) for each in sums]
-    gradients = _gradients_of(bundle, inputs)
-    if bundle.has_error_feedback:
+    gradients = _gradients_of(chosen, inputs)
+    if chosen.has_error_feedback:
         gradients.learning_rate = float(learning_rate())
-    for name, source in reversed(list(zip(bundle.names, inputs))):  # as backward comes to them
+    for name, source in reversed(list(zip(chosen.names, inputs))):  # as backward comes to them
         if source.place is not None:
             gradients.fill_from(name, source)
         else:
             gradients.fill(name, source.address, source.nbytes)
-    for name, target in zip(bundle.names, outputs):
+    for name, target in zip(chosen.names, outputs):
         if target.place is not None:
             gradients.deliver_to(name, target)
         else:
@@ -57,24 +58,24 @@ def reduced(bundle: Bundle, tensors: Sequence[torch.Tensor], learning_rate: Call
     return sums
 
 
-def reduced_if(condition: Any, bundle: Bundle, tensors: Sequence[torch.Tensor],
+def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[torch.Tensor],
                learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
     """As `reduced`: PyTorch comes to the end of the passes only where there is one."""
-    return reduced(bundle, tensors, learning_rate)
+    return reduced(chosen, tensors, learning_rate)
 
 
 def _memory(tensor: torch.Tensor) -> TensorInput:
     return process.current().devices.placed(far_memory(tensor))
 
 
-def _gradients_of(bundle: Bundle, inputs: Sequence[TensorInput]) -> Gradients:
+def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradients:
     session = process.current()
     if _session != [session]:
         _gradients.clear()
         _session[:] = [session]
-    if bundle not in _gradients:
+    if chosen not in _gradients:
         devices = {None if each.place is None else each.place.device.name for each in inputs}
-        _gradients[bundle] = Gradients(
-            dict(zip(bundle.names, bundle.kinds)), average=bundle.average, prefix=bundle.prefix,
-            compression=dict(zip(bundle.names, bundle.codecs)), afar=devices.pop() if len(devices) == 1 else None)
-    return _gradients[bundle]
+        _gradients[chosen] = Gradients(
+            dict(zip(chosen.names, chosen.kinds)), average=chosen.average, prefix=chosen.prefix,
+            compression=dict(zip(chosen.names, chosen.codecs)), afar=devices.pop() if len(devices) == 1 else None)
+    return _gradients[chosen]

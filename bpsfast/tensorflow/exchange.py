@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..compression.choice import Choice, chosen, chosen_among
-from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
+from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.learning_rate import checked

@@ -15,7 +15,7 @@ Kind = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
-class Bundle:
+class GradientSet:
     """Tensors that are summed at once. Hashable: backends keep for each what they need to sum it.
 
     *names* are those of the variables, by which codecs are chosen; *prefix* makes the job's names of them.
@@ -38,9 +38,9 @@ class Bundle:
         return any(codec is not None and codec.error_feedback for codec in self.codecs)
 
 
-def bundle_of(names: Sequence[str], kinds: Sequence[Kind], prefix: str | None, average: bool,
-              choice: Choice | None) -> Bundle:
-    """Return the bundle of tensors with these *names* of variables, made different, and *kinds*.
+def gradient_set(names: Sequence[str], kinds: Sequence[Kind], prefix: str | None, average: bool,
+                 choice: Choice | None) -> GradientSet:
+    """Return the set of tensors with these *names* of variables, made different, and *kinds*.
 
     Without a *prefix* it is made of names and kinds: another model's tensors have other names, also if its variables
     have the same paths.
@@ -51,7 +51,7 @@ def bundle_of(names: Sequence[str], kinds: Sequence[Kind], prefix: str | None, a
     if prefix is None:
         digest = hashlib.sha256(repr((unique, list(kinds), average, chosen)).encode()).hexdigest()[:12]
         prefix = f"gradient of {digest}"
-    return Bundle(f"{prefix}.", tuple(unique), tuple(kinds), average, chosen)
+    return GradientSet(f"{prefix}.", tuple(unique), tuple(kinds), average, chosen)
 
 
 def _different(names: Sequence[str]) -> list[str]:
