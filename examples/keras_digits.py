@@ -3,7 +3,7 @@
     KERAS_BACKEND=jax bpsfast run -n 4 --nodes 2 --helpers 1 -- python examples/keras_digits.py
     KERAS_BACKEND=jax python examples/keras_digits.py --alone 2,2          # the same in one process, to the bit
 
-Each rank sees its own part of every batch. It needs keras, one of tensorflow, torch and jax (with optax), and scikit-learn.
+Each rank sees its own part of every batch. It needs keras, tensorflow, torch or jax (with optax), and scikit-learn.
 """
 import argparse
 import hashlib
@@ -73,7 +73,10 @@ def functions_of(model, optimizer):
             cross_entropy(y, model(x, training=True)).backward()
             return [arrays(variable.value.grad) for variable in variables]
 
-        return gradients, lambda means: optimizer.apply([keras.ops.convert_to_tensor(each) for each in means], variables)
+        def update(means):
+            optimizer.apply([keras.ops.convert_to_tensor(each) for each in means], variables)
+
+        return gradients, update
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -14,7 +14,7 @@ from .learning_rate_callbacks import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
-from .variables import broadcast_variables, state_of
+from .variables import broadcast_variables, is_built, state_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -22,7 +22,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     batch.
 
     BytePS does it after the first batch, in which each rank has trained weights of its own. So does this one only where
-    Keras does not know the variables before: a model that it cannot build without data.
+    the variables are not there before: TensorFlow's trainer builds a model without an `Input` with the first batch.
 
     *device* is BytePS's. Raises in training as `variables.broadcast_variables`.
     """
@@ -38,8 +38,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         """Broadcast, if the variables are there."""
         check_root(process.current(), self._root_rank)
         model = self.model
-        is_built = all(layer.built for layer in model._flatten_layers())
-        if is_built and (model.optimizer is None or model.optimizer.built):
+        if is_built(model):
+            if model.optimizer is not None and not model.optimizer.built:  # as TensorFlow leaves it
+                model.optimizer.build(model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

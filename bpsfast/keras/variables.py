@@ -43,11 +43,16 @@ def state_of(model: Any) -> list[Any]:
     """
     if not isinstance(model, keras.Model):
         raise ConfigError(f"expected a keras.Model, got {type(model).__name__}")
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not is_built(model):
         raise ConfigError(f"model {model.name!r} is not built: it has no variables yet to be broadcast; give it an "
                           "Input, call model.build(), or use BroadcastGlobalVariablesCallback")
     optimizer = getattr(model, "optimizer", None)
     return [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+
+
+def is_built(model: Any) -> bool:
+    """Whether all variables of *model* are there."""
+    return bool(model.built) and all(layer.built for layer in model._flatten_layers())
 
 
 def host_copy(value: Any) -> np.ndarray[Any, Any]:
