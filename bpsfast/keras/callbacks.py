@@ -14,6 +14,7 @@ from .learning_rate_callbacks import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
+from .paths import unnumbered
 from .variables import broadcast_variables, is_built, state_of
 
 
@@ -74,7 +75,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _title(names: list[str]) -> str:
-    text = ", ".join(names)
+    text = ", ".join(map(unnumbered, names))
     if len(text) > 150:
         text = f"{text[:150]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
     return f"metrics of Keras: {text}"

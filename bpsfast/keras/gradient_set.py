@@ -9,6 +9,7 @@ from functools import cached_property
 from ..compression.choice import Choice, chosen_among
 from ..orchestration.codec import CodecSpec
 from ..trainer import current as process
+from .paths import common_names, different
 
 #: A tensor's shape and the wire name of its dtype.
 Kind = tuple[tuple[int, ...], str]
@@ -18,7 +19,7 @@ Kind = tuple[tuple[int, ...], str]
 class GradientSet:
     """Tensors that are summed at once. Hashable: backends keep for each what they need to sum it.
 
-    *names* are those of the variables, by which codecs are chosen; *prefix* makes the job's names of them.
+    *names* are common to all ranks; *prefix* makes the job's names of them.
     """
 
     prefix: str
@@ -38,27 +39,17 @@ class GradientSet:
         return any(codec is not None and codec.error_feedback for codec in self.codecs)
 
 
-def gradient_set(names: Sequence[str], kinds: Sequence[Kind], prefix: str | None, average: bool,
+def gradient_set(paths: Sequence[str], kinds: Sequence[Kind], prefix: str | None, average: bool,
                  choice: Choice | None) -> GradientSet:
-    """Return the set of tensors with these *names* of variables, made different, and *kinds*.
+    """Return the set of the gradients of variables with these *paths*, of these *kinds*.
 
-    Without a *prefix* it is made of names and kinds: another model's tensors have other names, also if its variables
-    have the same paths.
+    Without a *prefix* it is made of names and kinds. Models that are alike then have the same names, which is right:
+    one call is over before the next begins. Only what codecs have kept back of one is added to the other.
     """
-    unique = _different(names)
-    codecs = chosen_among(choice, dict(zip(unique, kinds)), process.current().settings.min_compress_bytes)
-    chosen = tuple(codecs.get(name) for name in unique)
+    own, names = different(paths), common_names(paths)
+    codecs = chosen_among(choice, dict(zip(own, kinds)), process.current().settings.min_compress_bytes)
+    chosen = tuple(codecs.get(path) for path in own)
     if prefix is None:
-        digest = hashlib.sha256(repr((unique, list(kinds), average, chosen)).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(repr((names, list(kinds), average, chosen)).encode()).hexdigest()[:12]
         prefix = f"gradient of {digest}"
-    return GradientSet(f"{prefix}.", tuple(unique), tuple(kinds), average, chosen)
-
-
-def _different(names: Sequence[str]) -> list[str]:
-    """Return *names*, those that were there before with a number behind them."""
-    counts: dict[str, int] = {}
-    found = []
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-        found.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return found
+    return GradientSet(f"{prefix}.", tuple(names), tuple(kinds), average, chosen)

@@ -97,7 +97,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         skip the same steps.
     name
         What the names of the gradients begin with, which are the job's. None: it is made of what the model's variables
-        are, so that several models are trained side by side.
+        are. Models that are alike and trained side by side need it if a codec keeps errors (error feedback).
     device_dense, device_sparse
         BytePS's. Tensors are summed from where they are.
     compression

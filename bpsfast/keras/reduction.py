@@ -13,6 +13,7 @@ from ..trainer import current as process
 from .backend import exchange
 from .compression import CompressorLike, NoneCompressor
 from .gradient_set import gradient_set
+from .paths import path_of
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Reduction:
             As `bpsfast.push_pull`.
         """
         gradients, variables = list(gradients), list(variables)
-        names = [path_of(variable) for variable in variables]
+        paths = [path_of(variable) for variable in variables]
         if len(gradients) != len(variables):
             raise MismatchError(f"{len(gradients)} gradients came for {len(variables)} variables, from "
-                                f"{names[0] if names else 'none'!r} on")
+                                f"{paths[0] if paths else 'none'!r} on")
         session = process.current()
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         dense = {place: keras.ops.convert_to_tensor(gradients[place], sparse=False) for place in places}
         for place in places:
-            _check(names[place], dense[place], variables[place])
+            _check(paths[place], dense[place], variables[place])
         places = [place for place in places if 0 not in dense[place].shape]
         if session.size == 1 or not places:
             return gradients
@@ -67,8 +68,8 @@ class Reduction:
             small.append(tensor)
             contexts.append(context)
         backend = exchange()
-        kinds = [(tuple(tensor.shape), _dtype(names[place], tensor)) for place, tensor in zip(places, small)]
-        chosen = gradient_set([names[place] for place in places], kinds, self.prefix, self.average, self.choice)
+        kinds = [(tuple(tensor.shape), _dtype(paths[place], tensor)) for place, tensor in zip(places, small)]
+        chosen = gradient_set([paths[place] for place in places], kinds, self.prefix, self.average, self.choice)
         if condition is None:
             sums = backend.reduced(chosen, small, learning_rate)
         else:
@@ -76,11 +77,6 @@ class Reduction:
         for place, total, context in zip(places, sums, contexts):
             gradients[place] = _scaled(self.compressor.decompress(total, context), self.postscale)
         return gradients
-
-
-def path_of(variable: Any) -> str:
-    """Return the path of *variable*; `tf.Variable`s have a name instead."""
-    return str(getattr(variable, "path", None) or variable.name)
 
 
 def _check(name: str, gradient: Any, variable: Any) -> None:

@@ -11,7 +11,7 @@ from ..orchestration.errors import ConfigError
 from ..trainer import current as process
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
-from .reduction import path_of
+from .paths import common_names, path_of
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
@@ -26,8 +26,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """
     session = process.current()
     check_root(session, root_rank)
-    named = [(path_of(variable), host_copy(variable)) for variable in variables]
-    received = broadcast_arrays(named, root_rank, "variables")
+    names = common_names([path_of(variable) for variable in variables])
+    received = broadcast_arrays(list(zip(names, map(host_copy, variables))), root_rank, "variables")
     if session.rank != root_rank:
         for variable, array in zip(variables, received):
             variable.assign(array)
