@@ -248,7 +248,7 @@ def compressed():
     """A compressor, and a codec that hears of the learning rate."""
     outcomes = []
     for number, chosen in enumerate((bps.Compression.fp16, bps.Compression.bf16,
-                                     {"*coded/*": compression.onebit(error_feedback=True)})):
+                                     {"*coded/kernel": compression.onebit(error_feedback=True)})):
         keras.utils.set_random_seed(7)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, name="coded"), keras.layers.Dense(1)])
         model.compile(bps.DistributedOptimizer(keras.optimizers.SGD(0.05), f"compressed{number}", compression=chosen),

@@ -1,4 +1,4 @@
-"""bpsfast.keras on its backends: two nodes of two ranks and a helper, started once for each; and other numbers of ranks."""
+"""bpsfast.keras on its backends: two nodes of two ranks and a helper, started once for each; other numbers of ranks."""
 from __future__ import annotations
 
 import importlib.util
@@ -34,7 +34,16 @@ def four(request):
     job = job_of(request.param, (2, 2), helpers=1, transport="tcp", min_compress_bytes=64)
     job.backend = request.param
     yield job
+    end(job)
+
+
+def end(job):
+    """End *job* in order. Processes with several frameworks take their time."""
     try:
+        job.call("shutdown")
+        for process in job.ranks:
+            process.wait(60)
+        job._attached = False
         job.close()
     finally:
         job.kill()
@@ -133,9 +142,8 @@ def test_other_numbers_of_ranks(shape):
         else:
             for values in zip(*job.run(ranks.several)):
                 same(values)
-        job.close()
     finally:
-        job.kill()
+        end(job)
 
 
 def test_a_rank_without_a_metric():
