@@ -13,6 +13,9 @@ from bpsfast.keras.paths import common_names  # isort: skip
 
 callbacks = bps.callbacks
 
+# Keras and PyTorch make arrays in a way of which NumPy warns.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 def sgd(**options):
     return keras.optimizers.SGD(0.1, **options)
@@ -91,7 +94,8 @@ def test_the_arguments_are_those_of_byteps_and_horovod():
 
     assert names(bps.DistributedOptimizer)[:6] == ["optimizer", "name", "device_dense", "device_sparse", "compression",
                                                   "sparse_as_dense"]
-    assert names(bps.push_pull) == ["value", "name", "average"] and names(bps.broadcast) == ["value", "root_rank", "name"]
+    assert names(bps.push_pull) == ["value", "name", "average"]
+    assert names(bps.broadcast) == ["value", "root_rank", "name"]
     assert names(bps.load_model)[:4] == ["filepath", "custom_optimizers", "custom_objects", "compression"]
     assert names(callbacks.LearningRateScheduleCallback) == [
         "multiplier", "start_epoch", "end_epoch", "staircase", "momentum_correction", "steps_per_epoch", "initial_lr"]
@@ -112,5 +116,6 @@ def test_horovods_passes():
 
 def test_names_do_not_depend_on_keras_numbers():
     mine = ["sequential/dense/kernel", "sequential/dense_1/kernel", "adam/sequential_dense_1_kernel_momentum"]
-    other = ["sequential_7/dense_4/kernel", "sequential_7/dense_5/kernel", "adam_2/sequential_7_dense_5_kernel_momentum"]
+    other = ["sequential_7/dense_4/kernel", "sequential_7/dense_5/kernel",
+             "adam_2/sequential_7_dense_5_kernel_momentum"]
     assert common_names(mine) == common_names(other) and len(set(common_names(mine))) == 3
