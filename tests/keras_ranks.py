@@ -315,3 +315,30 @@ def associated():
     mine = iter(gradients)
     wanted = reference.reduce([[next(mine) for _ in range(n)] for n in ranks], average=True)
     return weight_of(model) == -float(wanted[0, 0])
+
+
+def by_other_names():
+    """Horovod's API, and the module's name in bpsfast.tensorflow."""
+    import bpsfast.hvd.keras as hvd
+    from bpsfast.hvd.keras import callbacks
+
+    rank, size = hvd.rank(), hvd.size()
+    hvd.init()
+    assert hvd.is_initialized() and hvd.callbacks is callbacks
+    total = sum(range(1, size + 1))
+    mine = np.full(3, rank + 1, np.float32)
+    assert (hvd.allreduce(mine, op=hvd.Sum) == total).all() and (hvd.allreduce(mine) == np.float32(total / size)).all()
+    scaled = hvd.allreduce(keras.ops.convert_to_tensor(mine), "scaled", op=hvd.Sum, prescale_factor=0.5,
+                           postscale_factor=4.0, compression=hvd.Compression.fp16)
+    assert keras.ops.is_tensor(scaled) and (numpy(scaled) == 2 * total).all()
+    model = line(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), gradient_predivide_factor=2.0,
+                                          backward_passes_per_step=2), weight=2.0 + rank)
+    fit(model, [1.0, 1.0 + rank], callbacks=[callbacks.BroadcastGlobalVariablesCallback(0),
+                                             callbacks.LearningRateScheduleCallback(0.1, 0.5)])
+    wanted = 2.0 - 0.05 * 2 * np.mean([2 * 2.0 * x * x for other in range(size) for x in (1.0, 1.0 + other)])
+    if keras.backend.backend() == "tensorflow":
+        import bpsfast.tensorflow.keras as other
+        from bpsfast.tensorflow.keras.callbacks import MetricAverageCallback
+
+        assert other is bps and MetricAverageCallback is bps.callbacks.MetricAverageCallback
+    return weight_of(model), wanted

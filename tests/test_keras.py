@@ -134,6 +134,11 @@ def test_several_optimizers_and_models(four):
         same(values)
 
 
+def test_horovods_names(four):
+    found = four.run(ranks.by_other_names)
+    assert same([weight for weight, _ in found]) == pytest.approx(found[0][1], rel=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(1,), (2, 1)], ids=["one", "three"])
 def test_other_numbers_of_ranks(shape):
     job = job_of("torch", shape, transport="auto" if shape == (1,) else "tcp")
