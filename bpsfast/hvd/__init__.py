@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..orchestration.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from .torch import *
+    from .torch import *  # noqa: F403
     from .torch import __all__ as __all__
 
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> object:
                              "program from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for "
                              "programs that use bpsfast.torch")
     is_special = name.startswith("__") and name != "__all__"
-    if not is_special and importlib.util.find_spec(f"{__name__}.{name}") is None:  # modules are not looked for in others
+    if not is_special and importlib.util.find_spec(f"{__name__}.{name}") is None:  # a module is what it is
         api = importlib.import_module(f"{__name__}.torch")
         if name in api.__all__ or name == "__all__":
             found = globals()[name] = getattr(api, name)
