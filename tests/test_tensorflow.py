@@ -26,7 +26,7 @@ def three_started(shared_job):
 def given(rank, dtype, shape):
     """Return the tensor of *rank*: small integers, so that float sums are exact."""
     n = int(np.prod(shape))
-    return tf.cast(tf.constant(((np.arange(n).reshape(shape) % 5) * (rank + 1) + rank)), dtype)
+    return tf.cast(tf.constant((np.arange(n).reshape(shape) % 5) * (rank + 1) + rank), dtype)
 
 
 def defined(dtype, shape, average):
@@ -155,9 +155,9 @@ def compressed():
             assert each.dtype == tf.float32 and 0 < np.abs(each.numpy() - exact).max() < 2e-2
             found.append(each.numpy().tobytes())
     learning = tf.Variable(0.1)
-    reduced([x], ["feedback"], True, compression=compression.topk(0.01, ef=True), learning_rate=learning)
+    reduced([x], ["feedback"], True, compression=compression.topk(0.01, error_feedback=True), learning_rate=learning)
     assert "learning_rate" in raised(reduced, [x], ["feedback"], True, learning_rate=-1.0,
-                                     compression=compression.topk(0.01, ef=True))[1]
+                                     compression=compression.topk(0.01, error_feedback=True))[1]
     return found
 
 
@@ -248,7 +248,7 @@ def test_bad_input_is_refused_before_anything_is_sent(three_started):
     for unsupported, config, mismatch, after in three_started.run(refused, timeout_s=200.0):
         assert {kind for kind, _ in unsupported} == {"UnsupportedError"}, unsupported
         assert {kind for kind, _ in config} == {"ConfigError"}, config
-        assert mismatch[0][0] == "MismatchError" and mismatch[1][0] == "UnknownError"
+        assert mismatch[0][0] == "MismatchError" and mismatch[1][0] == "InvalidArgumentError"
         assert "MismatchError" in mismatch[1][1] and after == [1, 1, 1]
 
 

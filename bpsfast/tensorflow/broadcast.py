@@ -36,7 +36,7 @@ def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = N
 def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
     """Overwrite *variables* on all ranks by those of rank *root_rank*, in their order; those of Keras, too.
 
-    Inside `tf.function`, too. Returns None eagerly, an operation in a graph. Raises as `broadcast`.
+    Inside `tf.function`, too. Returns None, in a graph of TensorFlow 1 an operation. Raises as `broadcast`.
     """
     found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
              for variable in variables]
@@ -46,7 +46,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
     names = [f"{scope}{place}" for place in range(len(found))]
     values = _given([variable.read_value() for variable in found], names, root_rank)
     assigned = [variable.assign(value, read_value=False) for variable, value in zip(found, values)]
-    return None if tf.executing_eagerly() else tf.group(*[each for each in assigned if each is not None])
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return None
+    return tf.group(*assigned)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -57,8 +57,8 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     UnsupportedError, ConfigError
         If something cannot be summed, or *compression* is not possible: before anything is sent.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow makes a `tf.errors.UnknownError` of them, with class and
-        text.
+        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow makes errors of its own of them (`tf.errors`:
+        InvalidArgumentError of MismatchError, UnknownError of others), with class and text.
     """
     process.current()
     compressor, choice = parted(compression)

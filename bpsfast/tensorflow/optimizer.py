@@ -36,9 +36,9 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
         return _Summing(optimizer, name, use_locking, compression, sparse_as_dense, mean)
     from .. import keras
 
-    own = {Compression.none: keras.Compression.none, FP16Compressor: keras.Compression.fp16,
-           BF16Compressor: keras.Compression.bf16}
-    chosen = own.get(compression, compression) if isinstance(compression, type) else compression
+    own: dict[Any, Any] = {Compression.none: keras.Compression.none, FP16Compressor: keras.Compression.fp16,
+                           BF16Compressor: keras.Compression.bf16}
+    chosen: Any = own.get(compression, compression) if isinstance(compression, type) else compression
     return keras.DistributedOptimizer(optimizer, name, device_dense, device_sparse, chosen, sparse_as_dense,
                                       average=mean)
 
@@ -57,8 +57,11 @@ class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def compute_gradients(self, *arguments: Any, **keywords: Any) -> list[tuple[Any, Any]]:
         """Return gradients that are averaged over all ranks, with their variables."""
         pairs = self._optimizer.compute_gradients(*arguments, **keywords)
-        variables = [variable for _, variable in pairs]
-        sums = reduced([gradient for gradient, _ in pairs], names_of(variables, self._scope), self._average,
+        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+        if self._sparse_as_dense:
+            gradients = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each
+                         for each in gradients]
+        sums = reduced(gradients, names_of(variables, gradients, self._scope), self._average,
                        compression=self._compression, sparse_as_dense=self._sparse_as_dense)
         return list(zip(sums, variables))
 

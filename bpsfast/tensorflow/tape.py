@@ -63,19 +63,30 @@ class DistributedGradientTape:
         """
         local = self._tape.gradient(target, sources, *arguments, **keywords)
         flat = tf.nest.flatten(local)
-        names = names_of(tf.nest.flatten(sources), self._scope)
+        if self._sparse_as_dense:
+            flat = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in flat]
+        names = names_of(tf.nest.flatten(sources), flat, self._scope)
         sums = reduced(flat, names, self._average, compression=self._compression,
                        sparse_as_dense=self._sparse_as_dense, learning_rate=learning_rate)
         return tf.nest.pack_sequence_as(local, sums)
 
 
-def names_of(sources: Sequence[Any], scope: str | None = None) -> list[str]:
-    """Return names for the gradients of *sources*: the same on all ranks, in every run and every trace."""
+def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None = None) -> list[str]:
+    """Return names for the *gradients* of *sources*: the same on all ranks, in every run and every trace.
+
+    Without *scope* they say what the sources are, and which gradients are sparse or none: what travels together under
+    a name is always the same.
+    """
     names = [str(getattr(source, "path", None) or _name(source)).partition(":")[0] for source in sources]
     if scope is None:
-        kinds = [(name, tf.as_dtype(source.dtype).name, tuple(source.shape)) for name, source in zip(names, sources)]
+        kinds = [(name, tf.as_dtype(source.dtype).name, tuple(source.shape), _form(gradient))
+                 for name, source, gradient in zip(names, sources, gradients)]
         scope = hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]
     return [f"{scope}.gradient.{place}.{name}" for place, name in enumerate(names)]
+
+
+def _form(gradient: Any) -> str:
+    return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
 def _name(source: Any) -> str:
