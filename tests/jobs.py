@@ -176,7 +176,7 @@ class Job:
             for pipe in self._pipes:
                 pipe.close()
             everything = {f"rank {rank}": process for rank, process in enumerate(self.ranks)} | self.daemons
-            codes = {name: process.wait(15) for name, process in everything.items()}
+            codes = {name: process.wait(60) for name, process in everything.items()}
         finally:
             self.kill()
         assert not any(codes.values()), f"exit codes after an orderly end: {codes}"

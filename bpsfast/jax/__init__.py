@@ -9,13 +9,13 @@ Inside jit, on the CPU: XLA calls our handler with its buffers (`handler`), in t
 """
 from __future__ import annotations
 
+from ..trainer.reduce_op import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
 from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
 from .broadcast import broadcast
 from .gradients import grad, value_and_grad
 from .ops import push_pull
 from .optimizer import DistributedOptimizer, distributed_gradients
-from .reduce_op import Average, ReduceOp, Sum
 
 __all__ = [
     "Average",

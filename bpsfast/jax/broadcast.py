@@ -1,17 +1,15 @@
 """Everybody starts from the same state: the leaves of one rank's pytree, given to all."""
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ..orchestration.errors import MismatchError, UnsupportedError
+from ..orchestration.errors import UnsupportedError
 from ..trainer import current as process
-from ..trainer.broadcaster import broadcast_bytes, check_root
-from ..trainer.manifest import difference
+from ..trainer.array_broadcast import broadcast_arrays
+from ..trainer.broadcaster import check_root
 from .leaf_names import names_of
 
 
@@ -40,22 +38,9 @@ def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:
     given, structure = jax.tree_util.tree_flatten(tree)
     names = names_of(tree, name)
     hosts = [_host_copy(leaf, each) for leaf, each in zip(given, names)]
-    is_root = session.rank == root_rank
-    mine = [[each, str(host.dtype), list(host.shape)] for each, host in zip(names, hosts)]
-    text = f"list of leaves of {name}"
-    theirs = json.loads(broadcast_bytes(json.dumps(mine).encode() if is_root else None, root_rank, text))
-    if session.size == 1:
+    received = broadcast_arrays(list(zip(names, hosts)), root_rank, f"leaves of {name}")
+    if session.size == 1 or session.rank == root_rank:
         return tree
-    text = f"{len(theirs)} leaves of {name}"
-    if is_root:
-        session.broadcaster.send(text, _pieces(hosts))
-        return tree
-    wrong = difference(mine, theirs, "array", session.rank, root_rank)
-    received = [np.empty(host.shape, host.dtype) for host in hosts]
-    # What does not fit is received all the same, so that the channel stays in step.
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(received))
-    if wrong:
-        raise MismatchError(wrong)
     return jax.tree_util.tree_unflatten(structure, [_like(leaf, host) for leaf, host in zip(given, received)])
 
 
@@ -81,7 +66,3 @@ def _like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
         key = jax.random.wrap_key_data(jax.numpy.asarray(host), impl=jax.random.key_impl(leaf))
         return jax.device_put(key, leaf.sharding)
     return jax.device_put(host, leaf.sharding)
-
-
-def _pieces(arrays: Sequence[np.ndarray[Any, Any]]) -> list[tuple[int, int]]:
-    return [(array.ctypes.data, array.nbytes) for array in arrays]

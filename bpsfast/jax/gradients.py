@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from ..compression.choice import Choice, check_choice
+from ..trainer.reduce_op import averages
 from .ops import push_pull
-from .reduce_op import averages
 
 
 def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, *,

@@ -47,8 +47,8 @@ def _sum(frame: call_frame.Frame) -> None:
     site = entered(call_frame.text_of(frame)) if not (wrong := call_frame.check_frame(frame)) else None
     if site is None:
         raise UnsupportedError(_unsupported(wrong))
-    exchange = site.exchange(process.current())
-    exchange.run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
+    bundle = site.bundle(process.current())
+    bundle.run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
 
 
 def failure(text: str) -> BaseException | None:

@@ -14,10 +14,11 @@ from ..dtypes import wire_name
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process
+from ..trainer.bundle import Leaf
+from ..trainer.reduce_op import averages
 from . import far, primitive
 from .leaf_names import names_of
-from .reduce_op import averages
-from .site import Leaf, Site
+from .site import Site
 
 
 def push_pull(tree: Any, average: bool = True, name: str | None = None, priority: int | None = None,
@@ -72,13 +73,16 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
         site = _site(names, kinds, averages(average, op), name is not None, priority, compression)
         if compression is None:
             _sites[key] = site
+    return jax.tree_util.tree_unflatten(structure, summed(site, leaves))
+
+
+def summed(site: Site, leaves: Sequence[Any]) -> list[Any]:
+    """Return the sums (means) of the arrays *leaves*, which are those that *site* says; inside jit and outside."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        sums = primitive.differentiable(site, *leaves)
-    elif any(far.is_far(leaf) for leaf in leaves):
-        sums = far.push_pull(site, leaves)
-    else:
-        sums = primitive.run(site, leaves)
-    return jax.tree_util.tree_unflatten(structure, sums)
+        return list(primitive.differentiable(site, *leaves))
+    if any(far.is_far(leaf) for leaf in leaves):
+        return far.push_pull(site, leaves)
+    return primitive.run(site, leaves)
 
 
 #: Sites by what they come from: a training loop calls push_pull with the same trees thousands of times.

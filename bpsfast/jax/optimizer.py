@@ -9,8 +9,8 @@ import optax
 
 from ..compression.choice import Choice, check_choice
 from ..orchestration.errors import ConfigError
+from ..trainer.reduce_op import averages
 from .ops import push_pull
-from .reduce_op import averages
 
 
 def distributed_gradients(average: bool = True, name: str = "gradient", priority: int | None = None,

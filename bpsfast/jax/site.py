@@ -8,28 +8,12 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import TensorSpec
+from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.session import Session
-from .exchange import Exchange
 
 _BACKWARD = ".backward"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of a site: its name in the job, and what it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    codec: CodecSpec | None = None
-
-    @property
-    def is_differentiable(self) -> bool:
-        """Whether it has gradients."""
-        return "float" in self.dtype
 
 
 @dataclass(frozen=True)
@@ -39,7 +23,7 @@ class Site:
     leaves: tuple[Leaf, ...]
     average: bool
     priority: int | None
-    _exchanges: list[Exchange] = field(default_factory=list, compare=False, repr=False)
+    _bundles: list[Bundle] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
     def digest(self) -> str:
@@ -53,17 +37,13 @@ class Site:
 
     def specs(self) -> list[TensorSpec]:
         """Describe the tensors to the job: small ones travel together."""
-        fusible = [leaf.name for leaf in self.leaves if leaf.codec is None]
-        group = f"{fusible[0]} to {fusible[-1]}, {len(fusible)} leaves" if len(fusible) > 1 else None
-        return [TensorSpec(name=leaf.name, shape=leaf.shape, dtype=leaf.dtype, average=self.average,
-                           priority=self.priority, codec=leaf.codec, group=None if leaf.codec is not None else group)
-                for leaf in self.leaves]
+        return specs_of(self.leaves, self.average, [self.priority] * len(self.leaves))
 
-    def exchange(self, session: Session) -> Exchange:
+    def bundle(self, session: Session) -> Bundle:
         """Return what sums it in *session*."""
-        if not self._exchanges or self._exchanges[0].session is not session:
-            self._exchanges[:] = [Exchange(session, self.specs())]
-        return self._exchanges[0]
+        if not self._bundles or self._bundles[0].session is not session:
+            self._bundles[:] = [Bundle(session, self.specs())]
+        return self._bundles[0]
 
 
 _sites: dict[str, Site] = {}

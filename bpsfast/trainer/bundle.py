@@ -1,19 +1,21 @@
-"""The tensors of one push_pull, summed from memory to memory: all are begun before the first is waited for."""
+"""The tensors of one call of a framework, summed from memory to memory: all begin before the first is waited for."""
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from ..dtypes import TABLE
+from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BpsError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
-from ..trainer.session import Session
-from ..trainer.unit import Unit
+from .session import Session
+from .unit import Unit
 
 #: From this size on targets are worth a system call, as in NumPy's allocator.
 _LARGE_NBYTES = 4 << 20
@@ -32,11 +34,34 @@ class _Member(NamedTuple):
     nbytes: int
 
 
-class Exchange:
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a bundle: its name in the job, and what it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    codec: CodecSpec | None = None
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether it has gradients."""
+        return "float" in self.dtype
+
+
+def specs_of(leaves: Sequence[Leaf], average: bool, priorities: Sequence[int | None]) -> list[TensorSpec]:
+    """Describe a bundle to the job: small tensors without a codec travel together."""
+    fusible = [leaf.name for leaf in leaves if leaf.codec is None]
+    group = f"{fusible[0]} to {fusible[-1]}, {len(fusible)} leaves" if len(fusible) > 1 else None
+    return [TensorSpec(name=leaf.name, shape=leaf.shape, dtype=leaf.dtype, average=average, priority=priority,
+                       codec=leaf.codec, group=None if leaf.codec is not None else group)
+            for leaf, priority in zip(leaves, priorities)]
+
+
+class Bundle:
     """The tensors *specs* in *session*. Any thread, one at a time.
 
-    The first run waits until all ranks have declared them. That cannot deadlock: every rank comes to its push_pulls of
-    JAX in one order (see `primitive`).
+    The first run waits until all ranks have declared them: all ranks must come to their bundles in one order.
     """
 
     def __init__(self, session: Session, specs: Sequence[TensorSpec]) -> None:
@@ -47,8 +72,8 @@ class Exchange:
         self._units: dict[Unit, list[_Member]] = {}
         self._lock = threading.Lock()
 
-    def run(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Sum what lies at the addresses *sources* into *targets*.
+    def run(self, sources: Sequence[int], targets: Sequence[int], learning_rate: float | None = None) -> None:
+        """Sum what lies at the addresses *sources* into *targets*. *learning_rate*: see `bpsfast.push_pull`.
 
         Raises
         ------
@@ -61,6 +86,8 @@ class Exchange:
             begun: list[tuple[Unit, int]] = []
             try:
                 for unit, members in units.items():
+                    if learning_rate is not None and unit.codec is not None:
+                        unit.learning_rate = learning_rate
                     begun.append((unit, _push(unit, members, sources)))
                 deadline = time.monotonic() + timeout_s
                 for unit, round in begun:

@@ -1,0 +1,136 @@
+"""Horovod's API for Keras (0.28), on Keras 3: `bpsfast.keras` by other names.
+
+    import bpsfast.hvd.keras as hvd                             # instead of: import horovod.keras as hvd
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...keras.basics import init as _init, local_rank, local_size, rank, shutdown, size
+from ...keras.compression import Compression, CompressionLike, parted
+from ...keras.loading import loaded
+from ...keras.ops import broadcast, broadcast_global_variables, push_pull
+from ...keras.optimizer import distribute
+from ...keras.reduction import Reduction
+from ...orchestration.errors import ConfigError, UnsupportedError
+from ...trainer import current as process
+from ...trainer.reduce_op import Average, Sum, averages
+from . import callbacks
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Sum",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job, as `bpsfast.init`. Ranks are what the launcher says: *comm* and *process_sets* are refused.
+
+    Raises
+    ------
+    UnsupportedError
+        If one of them is given.
+    """
+    if comm or process_sets:
+        raise UnsupportedError("init(comm, process_sets): bpsfast.hvd.keras reduces over all ranks that the launcher "
+                               "has started; process sets are bpsfast.hvd's, for PyTorch")
+    _init()
+
+
+def is_initialized() -> bool:
+    """Return whether this process is in a job."""
+    return process.session() is not None
+
+
+def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, op: int | None = None,
+              compression: CompressionLike = Compression.none) -> Any:
+    """Return *value* averaged (summed) over all ranks: `bpsfast.keras.push_pull`, with factors and a compressor.
+
+    Raises ConfigError for other reductions than Average and Sum, and if *average* and *op* are both given.
+    """
+    mean = _mean(average, op)
+    compressor, choice = parted(compression)
+    if choice is not None:
+        raise UnsupportedError("codecs are for the gradients of DistributedOptimizer: give a compressor here")
+    if (prescale_factor, postscale_factor) == (1.0, 1.0) and compressor is Compression.none:
+        return push_pull(value, name, mean)
+    is_tensor = isinstance(value, keras.Variable) or keras.ops.is_tensor(value)
+    small, context = compressor.compress(keras.ops.convert_to_tensor(value) * prescale_factor)
+    found = compressor.decompress(push_pull(small, name, mean), context) * postscale_factor
+    return found if is_tensor else np.asarray(keras.ops.convert_to_numpy(found))
+
+
+def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
+                         compression: CompressionLike = Compression.none, sparse_as_dense: bool = False,
+                         gradient_predivide_factor: float = 1.0, op: int = Average, num_groups: int = 0,
+                         groups: Any = None, backward_passes_per_step: int = 1,
+                         average_aggregated_gradients: bool = False) -> Any:
+    """Let *optimizer* reduce its gradients over all ranks: `bpsfast.keras.DistributedOptimizer`.
+
+    Parameters
+    ----------
+    gradient_predivide_factor
+        Gradients are divided by it before they are averaged, and multiplied by it afterwards.
+    op
+        Average or Sum.
+    num_groups, groups
+        Horovod's. All gradients travel together, small ones fused.
+    backward_passes_per_step, average_aggregated_gradients
+        Sum (average) the gradients of so many steps first: the optimizer's ``gradient_accumulation_steps`` does it, and
+        it must not be built yet.
+
+    Raises
+    ------
+    ConfigError
+        As there, and for reductions and numbers that are not possible.
+    """
+    mean = _mean(None, op)
+    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and not mean):
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, with "
+                          "op=Average")
+    n = backward_passes_per_step
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"backward_passes_per_step={n!r}: at least one pass makes a step")
+    if n > 1 and (getattr(optimizer, "built", False) or getattr(optimizer, "gradient_accumulation_steps", None)):
+        raise ConfigError(f"backward_passes_per_step={n} for an optimizer that is built, or accumulates by itself: "
+                          f"make it with gradient_accumulation_steps={n}")
+    reduction = Reduction(name, mean, *parted(compression), prescale=1 / gradient_predivide_factor,
+                          postscale=gradient_predivide_factor * (1 if average_aggregated_gradients else n))
+    found = distribute(optimizer, reduction)
+    if n > 1:
+        found.gradient_accumulation_steps = n
+    return found
+
+
+def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
+               custom_objects: Mapping[str, Any] | None = None, compression: CompressionLike = Compression.none,
+               legacy_opts: bool = False) -> Any:
+    """Return the model of *filepath* with a DistributedOptimizer: `bpsfast.keras.load_model`. Keras 3 has no
+    *legacy_opts*.
+    """
+    return loaded(filepath, custom_optimizers, custom_objects, Reduction(None, True, *parted(compression)), {})
+
+
+def _mean(average: bool | None, op: int | None) -> bool:
+    if average is not None and op is not None:
+        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
+    return averages(True if average is None else average, op)

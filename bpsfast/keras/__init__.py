@@ -1,0 +1,37 @@
+"""bpsfast for Keras 3, with the API of `byteps.keras`, on its backends TensorFlow, PyTorch and JAX.
+
+    import bpsfast.keras as bps
+    bps.init()
+    model.compile(bps.DistributedOptimizer(keras.optimizers.Adam(1e-3)), loss="mse")
+    model.fit(x, y, callbacks=[bps.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+Longer programs change in these lines only. The backend is Keras's: KERAS_BACKEND, before its first import.
+"""
+from __future__ import annotations
+
+from ..trainer.stats import get_pushpull_speed
+from . import callbacks
+from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
+from .compression import Compression, Compressor
+from .loading import load_model
+from .ops import broadcast, broadcast_global_variables, push_pull
+from .optimizer import DistributedOptimizer
+
+__all__ = [
+    "Compression",
+    "Compressor",
+    "DistributedOptimizer",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "get_pushpull_speed",
+    "init",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "rank",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,157 @@
+"""DistributedOptimizer: the user's optimizer, whose gradients are averaged over all ranks before it applies them."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import keras
+
+from ..orchestration.errors import ConfigError, UnsupportedError
+from .compression import Compression, CompressionLike, parted
+from .reduction import Reduction
+
+_LossScaler = keras.optimizers.LossScaleOptimizer
+
+if TYPE_CHECKING:
+    _Optimizer = Any
+else:
+    _Optimizer = object
+
+
+class Distributed(_Optimizer):
+    """What comes before the class of the user's optimizer (see `DistributedOptimizer`)."""
+
+    _bpsfast_reduction: ClassVar[Reduction]
+    _bpsfast_base: ClassVar[type]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the user's optimizer: Keras saves it as what it is, and loads it without bpsfast."""
+        return self._bpsfast_base
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Reduce *grads* over all ranks, then apply them as the optimizer does.
+
+        With gradient_accumulation_steps they are reduced only where the sum of the passes is applied.
+        """
+        is_known = self.built or trainable_variables is not None  # else Keras says what is missing
+        if len(grads) and is_known and not self._bpsfast_accumulates():
+            variables = self._trainable_variables if trainable_variables is None else trainable_variables
+            grads = self._bpsfast_reduced(grads, variables)
+        return super().apply(grads, trainable_variables)
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
+        """As `apply`, without side effects (JAX)."""
+        # Loss scaling looks at the gradients here, without `apply`: all ranks must see the same.
+        if isinstance(self, _LossScaler) and self.built:
+            grads = self._bpsfast_reduced(grads, self._trainable_variables)
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def build(self, variables: Any) -> Any:
+        """Make the optimizer's variables."""
+        _refuse_loss_scaling_around(self)
+        return super().build(variables)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor":  # Keras takes it away from an optimizer that it wraps for loss scaling
+            _refuse_loss_scaling_around(self)
+        super().__setattr__(name, value)
+
+    def _bpsfast_accumulates(self) -> bool:
+        """Whether Keras accumulates gradients, and clips the mean of the passes by `_clip_gradients`."""
+        is_keras_own = getattr(self._bpsfast_base, "apply", None) is keras.optimizers.Optimizer.apply
+        return is_keras_own and bool(self.gradient_accumulation_steps)
+
+    def _bpsfast_reduced(self, gradients: Sequence[Any], variables: Sequence[Any], condition: Any = None) -> list[Any]:
+        return self._bpsfast_reduction.of(gradients, variables, self._bpsfast_learning_rate, condition)
+
+    def _bpsfast_learning_rate(self) -> Any:
+        """Return that of the step; 0 where there are several, which is none to error feedback."""
+        return 0.0 if hasattr(self, "optimizers") else self.learning_rate
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+        # Not by setattr, which would make them variables of the optimizer.
+        self.__dict__["_bpsfast_applied"] = list(trainable_variables)
+        return super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """Clip what is applied: with accumulation the mean of the passes, which is reduced first."""
+        if self._bpsfast_accumulates():
+            is_last = (self._iterations + 1) % self.gradient_accumulation_steps == 0
+            grads = self._bpsfast_reduced(grads, self.__dict__["_bpsfast_applied"], is_last)
+        return super()._clip_gradients(grads)
+
+
+def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
+                         compression: CompressionLike = Compression.none, sparse_as_dense: bool = False, *,
+                         average: bool = True) -> Any:
+    """Let *optimizer* average its gradients over all ranks before it applies them; return it.
+
+    It is the same object, with its state, and stays of its class for Keras: it is saved as what it was.
+
+    Parameters
+    ----------
+    optimizer
+        An optimizer of Keras 3, also a `LossScaleOptimizer` around another: then all ranks see the same gradients, and
+        skip the same steps.
+    name
+        What the names of the gradients begin with, which are the job's. None: it is made of what the model's variables
+        are. Models that are alike and trained side by side need it if a codec keeps errors (error feedback).
+    device_dense, device_sparse
+        BytePS's. Tensors are summed from where they are.
+    compression
+        A compressor (`Compression.fp16`), or a choice of codecs by the paths of variables (`bpsfast.compression`).
+    sparse_as_dense
+        BytePS's. Sparse gradients are made dense.
+    average
+        Divide sums by the number of ranks.
+
+    Raises
+    ------
+    ConfigError
+        If *optimizer* is none of Keras 3, or distributed already; if *compression* is not possible.
+    """
+    return distribute(optimizer, Reduction(name, average, *parted(compression)))
+
+
+def distribute(optimizer: Any, reduction: Reduction) -> Any:
+    """Let *optimizer* reduce its gradients as *reduction* says before it applies them; return it. Raises as
+    `DistributedOptimizer`.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(f"{optimizer!r} is no optimizer of Keras {keras.__version__}: give an object, such as "
+                          "keras.optimizers.SGD(0.1); those of tf_keras (Keras 2) are not taken")
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if is_distributed(optimizer):
+        raise ConfigError(f"optimizer {optimizer.name!r} is a DistributedOptimizer already: gradients would be "
+                          "reduced twice")
+    if is_distributed(inner):
+        raise _wrong_order(inner)
+    base = type(optimizer)
+    kind = type(base.__name__, (Distributed, base), {
+        "__module__": base.__module__, "__doc__": base.__doc__, "_bpsfast_reduction": reduction,
+        "_bpsfast_base": base})
+    object.__setattr__(optimizer, "__class__", kind)
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether *optimizer* is a DistributedOptimizer."""
+    return issubclass(type(optimizer), Distributed)
+
+
+def _refuse_loss_scaling_around(optimizer: Any) -> None:
+    """Raise `UnsupportedError` if a LossScaleOptimizer around *optimizer* is calling."""
+    frame = sys._getframe(2)
+    outer = frame.f_locals.get("self")
+    if isinstance(outer, _LossScaler) and outer is not optimizer:
+        raise _wrong_order(optimizer)
+
+
+def _wrong_order(optimizer: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"a LossScaleOptimizer around the DistributedOptimizer {optimizer.name!r}: each rank would skip the steps in "
+        "which its own gradients are not finite, while the others wait for it. Wrap in the other order, "
+        "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...)). compile() with the policy mixed_float16 wraps "
+        "by itself what is no LossScaleOptimizer, unless auto_scale_loss=False")
