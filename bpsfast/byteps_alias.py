@@ -1,10 +1,10 @@
-"""`import byteps.torch` as a name for `bpsfast.torch`, for programs that are not to be changed.
+"""`import byteps.torch` as a name for `bpsfast.torch`, for programs that are not to be changed; so for TensorFlow.
 
     python -m bpsfast.byteps_alias train.py --epochs 3     # as python train.py --epochs 3
     import bpsfast.byteps_alias                            # or: this line before the first import of byteps
 
 Nothing installs it by itself: a name that is somebody else's is taken by who asks for it, and only where BytePS is not
-installed. Only what is here is found: `byteps.tensorflow`, for example, is not.
+installed. Only what is here is found, each module when it is imported: `byteps.server`, for example, is not.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -20,20 +21,52 @@ from types import ModuleType
 from .orchestration.errors import ConfigError
 
 #: Modules of BytePS that programs import, below `byteps`; the same names below `bpsfast`.
-MODULES = ("torch", "torch.compression", "torch.cross_barrier", "torch.ops", "torch.parallel")
+MODULES = (
+    "tensorflow",
+    "tensorflow.compression",
+    "tensorflow.ops",
+    "torch",
+    "torch.compression",
+    "torch.cross_barrier",
+    "torch.ops",
+    "torch.parallel",
+)
 
 
 class _NothingElse:
-    """Finds no other module of `byteps`; what lies beside ours would be loaded a second time under that name."""
+    """Finds `MODULES` when they are imported, and no other module of `byteps`; what lies beside ours would be loaded a
+    second time under that name.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Raise `ModuleNotFoundError` for modules of `byteps`; leave others to who comes next."""
-        if name.startswith("byteps."):
+        """Raise `ModuleNotFoundError` for other modules of `byteps`; leave the rest to who comes next."""
+        package, _, module = name.partition(".")
+        if package != "byteps":
+            return None
+        if module not in MODULES:
             raise ModuleNotFoundError(
                 f"bpsfast stands for byteps here (bpsfast.byteps_alias), and has no {name}: it has "
-                f"{', '.join('byteps.' + module for module in MODULES)}", name=name)
-        return None
+                f"{', '.join('byteps.' + each for each in MODULES)}", name=name)
+        return ModuleSpec(name, _Same(f"bpsfast.{module}"))
+
+
+class _Same(Loader):
+    """Loads the module *name* for another name: it is the same object under both."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module; what loads it gives it another spec."""
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back: it was executed when it was imported."""
+        module.__spec__ = self._spec
 
 
 def install() -> None:
@@ -52,9 +85,7 @@ def install() -> None:
     package = ModuleType("byteps", "bpsfast under BytePS's name: see bpsfast.byteps_alias.")
     package.__path__ = []
     package.is_bpsfast = True  # type: ignore[attr-defined]
-    found = {f"byteps.{name}": importlib.import_module(f"bpsfast.{name}") for name in MODULES}
-    package.torch = found["byteps.torch"]  # type: ignore[attr-defined]
-    sys.modules.update({"byteps": package, **found})
+    sys.modules["byteps"] = package
     sys.meta_path.insert(0, _NothingElse)  # type: ignore[arg-type]  # a class is as good as an instance here
 
 

@@ -26,17 +26,18 @@ assert bps is bpsfast.torch and sys.modules["byteps"].torch is bps
 assert DDP is bpsfast.torch.DistributedDataParallel and crossing.CrossBarrier is bps.CrossBarrier
 assert push_pull_async_inplace is bps.byteps_push_pull and Compression is bps.Compression
 try:
-    import byteps.tensorflow
+    import byteps.server
 except ModuleNotFoundError as exc:
-    assert "byteps.torch.ops" in str(exc) and exc.name == "byteps.tensorflow"
+    assert "byteps.torch.ops" in str(exc) and exc.name == "byteps.server"
 else:
-    raise AssertionError("byteps.tensorflow was found")
+    raise AssertionError("byteps.server was found")
 try:
     import byteps.torch.broadcast
 except ModuleNotFoundError:
     pass
 else:
     raise AssertionError("a module was loaded a second time")
+assert bpsfast.torch.__spec__.name == "bpsfast.torch" and "tensorflow" not in sys.modules
 bps.init()
 print(sys.argv[1:], __name__, bps.size(), sys.path[0])
 bps.shutdown()

@@ -82,7 +82,13 @@ def test_every_name_of_horovod_is_there():
 def test_the_module_of_pytorch_is_the_same():
     import bpsfast.hvd.torch as api
 
-    assert api is hvd
+    assert hvd.__all__ is api.__all__ and all(getattr(hvd, name) is getattr(api, name) for name in api.__all__)
+
+
+def test_no_framework_is_imported_before_it_is_used():
+    program = ("import sys, bpsfast.hvd as hvd\nfrom bpsfast.hvd import errors\nassert 'torch' not in sys.modules\n"
+               "from bpsfast.hvd import *\nassert 'torch' in sys.modules and allreduce is hvd.allreduce")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_what_is_not_there_says_so():

@@ -1,133 +1,21 @@
-"""Horovod's API for PyTorch (0.28), on CPU tensors and NumPy arrays.
+"""Horovod's APIs: for PyTorch here and in `torch`, for TensorFlow in `tensorflow`.
 
     import bpsfast.hvd as hvd                                   # instead of: import horovod.torch as hvd
-    hvd.init()
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    import bpsfast.hvd.tensorflow as hvd                        # instead of: import horovod.tensorflow as hvd
 
-Operations are matched by name, in whatever order each rank begins its own.
+A framework is imported with the module that is its own, or with the first name that is used of this one.
 """
 from __future__ import annotations
 
-from ..orchestration.errors import UnsupportedError
-from .allgather_ops import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from .allreduce_ops import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from .alltoall_ops import alltoall, alltoall_async
-from .basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from .broadcast_ops import broadcast, broadcast_, broadcast_async, broadcast_async_
-from .compression import Compression
-from .errors import HorovodInternalError
-from .handle import poll, synchronize
-from .meeting_ops import barrier, join
-from .objects import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .optimizer import DistributedOptimizer
-from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .reduce_op import Adasum, Average, Max, Min, Product, Sum
-from .reducescatter_ops import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
-from .sync_batch_norm import SyncBatchNorm
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+from ..orchestration.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .torch import *  # noqa: F403
+    from .torch import __all__ as __all__
 
 
 class _NotThereError(UnsupportedError, AttributeError):
@@ -135,8 +23,15 @@ class _NotThereError(UnsupportedError, AttributeError):
 
 
 def __getattr__(name: str) -> object:
+    """Return what `bpsfast.hvd.torch` has under *name*."""
     if name == "elastic":
         raise _NotThereError("bpsfast.hvd.elastic is not there yet: operations of Horovod's API do not follow a "
                              "program from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for "
                              "programs that use bpsfast.torch")
+    is_special = name.startswith("__") and name != "__all__"
+    if not is_special and importlib.util.find_spec(f"{__name__}.{name}") is None:  # a module is what it is
+        api = importlib.import_module(f"{__name__}.torch")
+        if name in api.__all__ or name == "__all__":
+            found = globals()[name] = getattr(api, name)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,42 @@
-"""bpsfast for TensorFlow."""
+"""bpsfast for TensorFlow: BytePS's API (`byteps.tensorflow`), eagerly and inside `tf.function`.
+
+    import bpsfast.tensorflow as bps
+    bps.init()
+    with bps.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = ...
+    gradients = tape.gradient(loss, variables)        # averages over all ranks
+    bps.broadcast_variables(variables, root_rank=0)
+"""
+from __future__ import annotations
+
+from ..trainer.reduce_op import Average, ReduceOp, Sum
+from ..trainer.stats import get_pushpull_speed
+from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
+from .broadcast import BroadcastGlobalVariablesHook, broadcast, broadcast_global_variables, broadcast_variables
+from .compression import Compression, Compressor
+from .ops import push_pull
+from .optimizer import DistributedOptimizer
+from .tape import DistributedGradientTape
+
+__all__ = [
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "Compressor",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "ReduceOp",
+    "Sum",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "get_pushpull_speed",
+    "init",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "rank",
+    "shutdown",
+    "size",
+]

@@ -62,7 +62,9 @@ def _aligned(nbytes: int) -> Array:
 
 
 def tensor_of(array: Array) -> Any:
-    """Return an eager tensor on the CPU that is *array*, which nobody else goes on to use; a copy unless it is `empty`'s.
+    """Return an eager tensor on the CPU that is *array*, which nobody else goes on to use.
+
+    A copy unless it is `empty`'s.
     """
     if array.size and address_of(array) % _ALIGNMENT == 0 and array.dtype != TABLE["bfloat16"].numpy:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

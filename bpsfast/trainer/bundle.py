@@ -1,4 +1,4 @@
-"""The tensors of one call of a framework, summed from memory to memory: all are begun before the first is waited for."""
+"""The tensors of one call of a framework, summed from memory to memory: all begin before the first is waited for."""
 from __future__ import annotations
 
 import ctypes

@@ -1,0 +1,12 @@
+"""What BytePS calls its basics, for TensorFlow: join the job, leave it; who this process is."""
+from __future__ import annotations
+
+from ..trainer import current as process
+from ..trainer.current import barrier, local_rank, local_size, rank, shutdown, size
+
+__all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "size"]
+
+
+def init(lazy: bool = True, **settings: object) -> None:
+    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
+    process.init(**settings)

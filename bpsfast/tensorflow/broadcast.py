@@ -1,0 +1,107 @@
+"""Everybody starts from the same state: tensors and variables of one rank, given to all."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..orchestration.errors import UnsupportedError
+from ..trainer import current as process
+from ..trainer.array_broadcast import broadcast_arrays
+from ..trainer.broadcaster import check_root
+
+
+def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = False) -> Any:
+    """Return rank *root_rank*'s *tensor* on all ranks, which call their broadcasts in one order.
+
+    Eagerly and inside `tf.function`. Of any dtype but strings, of the same dtype and shape on all ranks. With
+    *is_variable* (BytePS's) the tensor is a `tf.Variable`, which is overwritten. The gradient is none.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is no dense tensor, or one of strings.
+    MismatchError, ConfigError, StallError, PeerLostError
+        As `bpsfast.broadcast`.
+    """
+    title = f"{scope}{name or 'tensor'}"
+    if is_variable:
+        broadcast_variables([tensor], root_rank, scope)
+        return tensor
+    return _given([tensor], [title], root_rank)[0]
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
+    """Overwrite *variables* on all ranks by those of rank *root_rank*, in their order; those of Keras, too.
+
+    Inside `tf.function`, too. Returns None eagerly, an operation in a graph. Raises as `broadcast`.
+    """
+    found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+             for variable in variables]
+    for place, variable in enumerate(found):
+        if not isinstance(variable, tf.Variable):
+            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, no tf.Variable: use broadcast")
+    names = [f"{scope}{place}" for place in range(len(found))]
+    values = _given([variable.read_value() for variable in found], names, root_rank)
+    assigned = [variable.assign(value, read_value=False) for variable, value in zip(found, values)]
+    return None if tf.executing_eagerly() else tf.group(*[each for each in assigned if each is not None])
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """As `broadcast_variables` of all global variables of a graph of TensorFlow 1.
+
+    Raises
+    ------
+    UnsupportedError
+        Eagerly, where TensorFlow has no such collection.
+    """
+    if tf.executing_eagerly():
+        raise UnsupportedError("bps.broadcast_global_variables() does not support eager execution. Please use "
+                               "`bps.broadcast_variables(<model/optimizer variables>)` instead.")
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Gives all ranks rank *root_rank*'s global variables once a session of TensorFlow 1 is made. *device* is BytePS's.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self._root_rank = root_rank
+        self._operation: Any = None
+
+    def begin(self) -> None:
+        """Add the broadcast to the graph."""
+        self._operation = broadcast_global_variables(self._root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Make it."""
+        session.run(self._operation)
+
+
+def _given(tensors: Sequence[Any], names: Sequence[str], root_rank: int) -> list[Any]:
+    check_root(process.current(), root_rank)
+    for name, tensor in zip(names, tensors):
+        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices | str):
+            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}: only dense tensors are broadcast")
+    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    for name, tensor in zip(names, given):
+        if tensor.dtype.as_numpy_dtype is object or tensor.dtype in (tf.variant, tf.resource):
+            raise UnsupportedError(f"{name!r} is of dtype {tensor.dtype.name}, which is not broadcast")
+    if not given:
+        return []
+    title = f"tensors of {names[0]} to {names[-1]}" if len(names) > 1 else f"tensor {names[0]}"
+
+    def run(*arrays: Any) -> list[Any]:
+        whole = [np.asarray(array) for array in arrays]
+        return broadcast_arrays(list(zip(names, whole)), root_rank, title)
+
+    if not tf.is_symbolic_tensor(given[0]):
+        with tf.device("CPU:0"):
+            return [tf.convert_to_tensor(array) for array in run(*[tensor.numpy() for tensor in given])]
+    received = tf.numpy_function(run, given, [tensor.dtype for tensor in given])
+    for tensor, value in zip(given, received):
+        value.set_shape(tensor.shape)
+    return list(received)

@@ -1,0 +1,82 @@
+"""A gradient tape whose gradients are averaged over all ranks."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..orchestration.errors import ConfigError
+from ..trainer.reduce_op import Average, averages
+from .compression import Compression, CompressionLike, parted
+from .exchange import reduced
+
+
+class DistributedGradientTape:
+    """*gradtape*, whose `gradient` sums over all ranks; everything else is the tape's.
+
+    Parameters
+    ----------
+    device_dense, device_sparse
+        BytePS's; tensors of GPUs pass through the host.
+    compression
+        A compressor, or a choice of codecs by names (`gradient.<place>.<name of the variable>`, behind a prefix).
+    sparse_as_dense
+        `tf.IndexedSlices` travel as dense tensors, not by rows.
+    op
+        Average or Sum.
+    scope
+        What names begin with. None: it is made of what the sources are. Models that are alike, and are trained side by
+        side, need one if a codec keeps errors.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not possible.
+    """
+
+    def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
+                 compression: CompressionLike = Compression.none, sparse_as_dense: bool = False, op: int = Average, *,
+                 scope: str | None = None) -> None:
+        if not isinstance(gradtape, tf.GradientTape):
+            raise ConfigError(f"{gradtape!r} is no tf.GradientTape")
+        parted(compression)
+        self._tape = gradtape
+        self._compression, self._sparse_as_dense = compression, sparse_as_dense
+        self._average, self._scope = averages(True, op), scope
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tape.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, *arguments: Any, learning_rate: Any = None, **keywords: Any) -> Any:
+        """As `tf.GradientTape.gradient`, summed over all ranks; sources without a gradient have None on all ranks.
+
+        *learning_rate*: with which the gradients will be used, for error feedback. Raises as `exchange.reduced`.
+        """
+        local = self._tape.gradient(target, sources, *arguments, **keywords)
+        flat = tf.nest.flatten(local)
+        names = names_of(tf.nest.flatten(sources), self._scope)
+        sums = reduced(flat, names, self._average, compression=self._compression,
+                       sparse_as_dense=self._sparse_as_dense, learning_rate=learning_rate)
+        return tf.nest.pack_sequence_as(local, sums)
+
+
+def names_of(sources: Sequence[Any], scope: str | None = None) -> list[str]:
+    """Return names for the gradients of *sources*: the same on all ranks, in every run and every trace."""
+    names = [str(getattr(source, "path", None) or _name(source)).partition(":")[0] for source in sources]
+    if scope is None:
+        kinds = [(name, tf.as_dtype(source.dtype).name, tuple(source.shape)) for name, source in zip(names, sources)]
+        scope = hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]
+    return [f"{scope}.gradient.{place}.{name}" for place, name in enumerate(names)]
+
+
+def _name(source: Any) -> str:
+    return source.name if isinstance(source, tf.Variable) else "tensor"
