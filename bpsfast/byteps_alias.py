@@ -22,8 +22,12 @@ from .orchestration.errors import ConfigError
 
 #: Modules of BytePS that programs import, below `byteps`; the same names below `bpsfast`.
 MODULES = (
+    "keras",
+    "keras.callbacks",
     "tensorflow",
     "tensorflow.compression",
+    "tensorflow.keras",
+    "tensorflow.keras.callbacks",
     "tensorflow.ops",
     "torch",
     "torch.compression",
