@@ -62,7 +62,8 @@ def sums_of(dtypes, sizes):
         inputs = [[np.random.default_rng(100 * rank + i).integers(0, 256, n * row.itemsize, np.uint8).view(row.numpy)
                    for i, n in enumerate(sizes)] for rank in range(session.size)]
         own, outs = inputs[session.rank], [np.zeros(n, row.numpy) for n in sizes]
-        runs = [Run(x.ctypes.data, y.ctypes.data, x.nbytes, i % session.size) for i, (x, y) in enumerate(zip(own, outs))]
+        runs = [Run(x.ctypes.data, y.ctypes.data, x.nbytes, i % session.size)
+                for i, (x, y) in enumerate(zip(own, outs))]
         calls.reduce(stream, [], runs, dtype, heard.put)
         calls.broadcast(stream, [], runs, dtype, heard.put)
         assert heard.next().wait(20) and heard.next().wait(20)

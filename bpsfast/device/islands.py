@@ -5,7 +5,7 @@ PCIe switch, reduce to roots over NVLink).
     at the root                     the partition is copied to the host and announced; others take part with nothing
     complete, copied to the root    the island's turn again: the root gives the sum to the others
 
-Members must make NCCL's calls in one order, and gradients become ready in different ones: turns come to what all
+Members must make their calls in one order, and gradients become ready in different ones: turns come to what all
 members have been given. One thread of this object prepares all of that, so no hook waits for another rank.
 """
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .devices import Bytes, Devices
 
 log = logging.getLogger("bpsfast.device")
-_NO_CREDIT = 1 << 62  # turns are only an order: NCCL's own stream keeps what is enqueued
+_NO_CREDIT = 1 << 62  # turns are only an order: the island's stream keeps what is enqueued
 
 
 class Trip:
@@ -100,7 +100,7 @@ class Islands:
         self._islands: dict[tuple[int, ...], _Island] = {}
         self._lock = threading.Lock()
         self._trips: set[Trip] = set()
-        self._held: list[tuple[Event, Trip]] = []  # NCCL may still write to their targets
+        self._held: list[tuple[Event, Trip]] = []  # the island may still write to their targets
         self._error: BpsError | None = None
         self._begun: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bpsfast-islands", daemon=True)
@@ -281,6 +281,6 @@ class Islands:
 
 
 def _runs(pieces: Sequence[tuple[Piece, Piece, int]], members: Sequence[int]) -> list[Run]:
-    """Return what NCCL is to do with *pieces* and their roots: sources and targets are cut alike."""
+    """Return what the island is to do with *pieces* and their roots: sources and targets are cut alike."""
     return [Run(source.address, target.address, source.nbytes, members.index(root))
             for piece, goal, root in pieces for source, target in zip(piece.copies, goal.copies)]

@@ -71,7 +71,7 @@ class SharedCommunicator:
         else:
             self._windows = HostWindows(group, 2 * _SLOT_NBYTES, lambda: self._closed)
         self._slot = 0
-        self._last: Event | None = None
+        self._stream: Stream | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._go_on, name="bpsfast-island-sums", daemon=True)
         self._thread.start()
@@ -91,7 +91,7 @@ class SharedCommunicator:
         self._calls.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
-        if self._thread.is_alive() or (self._last is not None and not self._last.wait(_CLOSE_S)):
+        if self._thread.is_alive() or (self._stream is not None and not self._stream.record().wait(_CLOSE_S)):
             return  # windows that may be in use stay open
         self._windows.close()
 
@@ -110,6 +110,7 @@ class SharedCommunicator:
 
     def _call(self, what: str, stream: Stream, after: Sequence[Event], runs: Sequence[Run], dtype: str,
               then: Then) -> None:
+        self._stream = stream
         for event in after:
             stream.wait(event)
         fill, read = (self._put, self._add) if what == "reduce" else (self._offer, self._take)
@@ -125,8 +126,7 @@ class SharedCommunicator:
             self._windows.wait(stream, _FILLED + slot)
             read(stream, lot, begin, dtype)
             self._windows.record(stream, _READ + slot)
-        self._last = stream.record()
-        then(self._last)
+        then(stream.record())
 
     def _put(self, stream: Stream, lot: Sequence[_Part], begin: int) -> None:
         own = self._windows.addresses[self._group.rank] + begin

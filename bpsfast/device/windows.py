@@ -40,7 +40,7 @@ class Windows(Protocol):
     """The members' windows, open in this process. One thread; all but the ends only enqueue where the device can."""
 
     #: Of all members, in their order, in this process.
-    addresses: Sequence[int]
+    addresses: list[int]
 
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
         """Copy within the device."""
@@ -85,7 +85,10 @@ class HostWindows:
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
         """See `Windows`."""
         assert isinstance(stream, HostStream), "a host device's own stream"
-        stream.run(partial(copy, target, source, nbytes))
+        stream.run(partial(self._copy, target, source, nbytes))
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        copy(target, source, nbytes)  # as a method: what is enqueued keeps the windows mapped
 
     def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
         """See `Windows`."""
@@ -113,7 +116,7 @@ class HostWindows:
 
     def close(self) -> None:
         """See `Windows`."""
-        self.addresses = ()
+        self.addresses = []
         for each in self._maps:
             with suppress(BufferError):  # of a stream that still works there
                 each.close()
