@@ -167,9 +167,9 @@ class Group:
             call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
             self._limit_s, call.number))
 
-    def barrier(self) -> None:
-        """Wait until all members are here."""
-        self._convey("barrier", *_BYTES, [])
+    def barrier(self, note: str = "") -> None:
+        """Wait until all members are here, who all come with this *note*."""
+        self._convey(f"barrier {note}".rstrip(), *_BYTES, [])
 
     @contextlib.contextmanager
     def within(self, timeout_s: float) -> Iterator[None]:

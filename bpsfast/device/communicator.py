@@ -1,14 +1,13 @@
-"""Sums and copies among the devices of one island: NCCL's on GPUs, the job's own collectives on the host device."""
+"""Sums and copies among the devices of one island: NCCL's, or our own where its members share one device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..dtypes import TABLE
-from ..trainer.tensor_input import TensorInput
-from .device import Device, Stream
-from .host import HostDevice, HostStream
+from ..collective.byte_strings import all_gather_bytes
+from ..orchestration.errors import BpsError, ConfigError
+from .device import Device, Event, Stream
+from .host import HostDevice
 
 if TYPE_CHECKING:
     from ..collective.group import Group
@@ -33,61 +32,41 @@ class Run(NamedTuple):
     root: int
 
 
-class Communicator(Protocol):
-    """The members' devices. All make the same calls in the same order; a call only enqueues. One thread at a time."""
+#: Hears, once all is enqueued, of the event after it; from any thread.
+Then = Callable[[Event], None]
 
-    def reduce(self, stream: Stream, runs: Sequence[Run], dtype: str) -> None:
+
+class Communicator(Protocol):
+    """The members' devices. All make the same calls in the same order; a call returns at once, and enqueues on its
+    stream, after all of *after*. One thread at a time.
+    """
+
+    def reduce(self, stream: Stream, after: Sequence[Event], runs: Sequence[Run], dtype: str, then: Then) -> None:
         """Add the members' sources of each run up at the root's target. Other targets are not written."""
 
-    def broadcast(self, stream: Stream, runs: Sequence[Run], dtype: str) -> None:
+    def broadcast(self, stream: Stream, after: Sequence[Event], runs: Sequence[Run], dtype: str, then: Then) -> None:
         """Overwrite all targets of each run by the root's."""
 
     def close(self) -> None:
-        """Let go of it; calls under way are not waited for."""
+        """Let go of it; of calls under way those that are not enqueued yet are dropped."""
 
 
-def communicator(device: Device, group: Group) -> Communicator:
-    """Return that of *group*'s members, each with its own *device*. Collective; raises as calls of the group, and
-    `UnsupportedError` without NCCL.
+def communicator(device: Device, group: Group, fail: Callable[[BpsError], None]) -> Communicator:
+    """Return that of *group*'s members, each with its own *device*; *fail* hears what ends it between calls.
+    Collective; raises as calls of the group, and `UnsupportedError` without NCCL.
     """
     if isinstance(device, HostDevice):
-        return HostCommunicator(group)
+        from .shared import SharedCommunicator
+
+        return SharedCommunicator(device, group, fail)
     from .cuda import CudaDevice
     from .nccl import NcclCommunicator
+    from .shared import SharedCommunicator
 
     assert isinstance(device, CudaDevice), f"{device.name} is of no known kind"
+    addresses = all_gather_bytes(group, device.address.encode())
+    if len(set(addresses)) == 1:
+        return SharedCommunicator(device, group, fail)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"ranks {group.ranks} are one island, and only some of them share a GPU: {addresses}")
     return NcclCommunicator(device, group)
-
-
-class HostCommunicator:
-    """Members whose device is the host."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def reduce(self, stream: Stream, runs: Sequence[Run], dtype: str) -> None:
-        """See `Communicator`."""
-        for run in runs:
-            _enqueue(stream, partial(self._reduce, run, dtype))
-
-    def broadcast(self, stream: Stream, runs: Sequence[Run], dtype: str) -> None:
-        """See `Communicator`."""
-        for run in runs:
-            _enqueue(stream, partial(self._group.broadcast, _memory(run.target, run, dtype), run.root))
-
-    def _reduce(self, run: Run, dtype: str) -> None:
-        target = _memory(run.target, run, dtype) if run.root == self._group.rank else None
-        self._group.reduce(_memory(run.source, run, dtype), target, run.root)
-
-    def close(self) -> None:
-        """See `Communicator`."""
-        self._group.close()
-
-
-def _enqueue(stream: Stream, work: Callable[[], object]) -> None:
-    assert isinstance(stream, HostStream), "a host device's own stream"
-    stream.run(work)
-
-
-def _memory(address: int, run: Run, dtype: str) -> TensorInput:
-    return TensorInput(address, (run.nbytes // TABLE[dtype].itemsize,), dtype, run.nbytes, True, run)

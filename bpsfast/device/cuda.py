@@ -126,7 +126,7 @@ class CudaDevice:
 
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
-        self._number = number
+        self.number = number
         self._runtime = cupy().cuda.runtime
         self._lock = threading.Lock()
         self._gate: CudaStream | None = None
@@ -141,7 +141,7 @@ class CudaDevice:
         runtime = self._runtime
         with _failures(self.name, what):
             before = runtime.getDevice()
-            runtime.setDevice(self._number)
+            runtime.setDevice(self.number)
             try:
                 yield
             finally:
@@ -150,7 +150,7 @@ class CudaDevice:
     def enter(self) -> None:
         """See `Device`."""
         with _failures(self.name, "entering it"):
-            self._runtime.setDevice(self._number)
+            self._runtime.setDevice(self.number)
 
     def stream(self) -> CudaStream:
         """See `Device`."""
@@ -161,7 +161,7 @@ class CudaDevice:
     def address(self) -> str:
         """On PCIe, as sysfs writes it: "0000:3b:00.0"."""
         with _failures(self.name, "asking for its address"):
-            domain, _, rest = str(self._runtime.deviceGetPCIBusId(self._number)).lower().partition(":")
+            domain, _, rest = str(self._runtime.deviceGetPCIBusId(self.number)).lower().partition(":")
         return f"{domain[-4:]:0>4}:{rest}"
 
     def stream_at(self, handle: int) -> CudaStream:

@@ -5,7 +5,7 @@ PCIe switch, reduce to roots over NVLink).
     at the root                     the partition is copied to the host and announced; others take part with nothing
     complete, copied to the root    the island's turn again: the root gives the sum to the others
 
-Members must make NCCL's calls in one order, and gradients become ready in different ones: turns come to what all
+Members must make their calls in one order, and gradients become ready in different ones: turns come to what all
 members have been given. One thread of this object prepares all of that, so no hook waits for another rank.
 """
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .arrivals import Arrival
 from .communicator import Run, communicator
 from .crossing import Crossing
 from .departures import Departure
-from .device import Device, Event
+from .device import Device, Event, Stream
 from .line import Back, Passage
 from .machine_routes import agree, island_group
 from .pieces import Piece, cut
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .devices import Bytes, Devices
 
 log = logging.getLogger("bpsfast.device")
-_NO_CREDIT = 1 << 62  # turns are only an order: NCCL's own stream keeps what is enqueued
+_NO_CREDIT = 1 << 62  # turns are only an order: the island's stream keeps what is enqueued
 
 
 class Trip:
@@ -68,10 +68,11 @@ class _Island:
     one in the other: each would stand before what the other one waits for.
     """
 
-    def __init__(self, session: Session, members: Sequence[int], device: Device) -> None:
+    def __init__(self, session: Session, members: Sequence[int], device: Device,
+                 fail: Callable[[BpsError], None]) -> None:
         group = island_group(session, members, "turns")
         self.members = tuple(members)
-        self.calls = communicator(device, island_group(session, members, "calls"))
+        self.calls = communicator(device, island_group(session, members, "calls"), fail)
 
         def tell(said: bytes | None) -> bytes:
             return broadcast_bytes(group, said or b"", 0)
@@ -99,7 +100,7 @@ class Islands:
         self._islands: dict[tuple[int, ...], _Island] = {}
         self._lock = threading.Lock()
         self._trips: set[Trip] = set()
-        self._held: list[tuple[Event, Trip]] = []  # NCCL may still write to their targets
+        self._held: list[tuple[Event, Trip]] = []  # the island may still write to their targets
         self._error: BpsError | None = None
         self._begun: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bpsfast-islands", daemon=True)
@@ -133,7 +134,7 @@ class Islands:
             self._routes = agree(self._session, self._device)
             for members in self._routes.islands():
                 if self._session.rank in members:
-                    self._islands[members] = _Island(self._session, members, self._device)
+                    self._islands[members] = _Island(self._session, members, self._device, self._fail)
             while (step := self._begun.get()) is not None:
                 step()
                 del step
@@ -195,11 +196,9 @@ class Islands:
     def _reduced(self, trip: Trip, island: _Island, runs: Sequence[Run], own: Sequence[Piece],
                  others: Sequence[Piece]) -> None:
         """Reduce: *own* partitions lie in the target then, from where they depart. The island's turn."""
-        stream = island.stream
-        for event in (*trip.source.after, *trip.target.after):
-            stream.wait(event)
-        island.calls.reduce(stream, runs, trip.unit.dtype_name)
-        self._depart(trip, own, others, [stream.record()])
+        after = [*trip.source.after, *trip.target.after]
+        island.calls.reduce(island.stream, after, runs, trip.unit.dtype_name,
+                            lambda event: self._depart(trip, own, others, [event]))
 
     def _depart(self, trip: Trip, own: Sequence[Piece], others: Sequence[Piece], after: Sequence[Event]) -> None:
         """Let the partitions *own* be copied and announced after *after*; *others* are announced with nothing in them.
@@ -257,11 +256,13 @@ class Islands:
 
     def _handed_back(self, trip: Trip, island: _Island, runs: Sequence[Run]) -> None:
         """Give the sums of the roots to all. The island's turn."""
-        stream = island.stream
         assert trip.back.event is not None, "the sums have been copied"
-        stream.wait(trip.back.event)
-        island.calls.broadcast(stream, runs, trip.unit.dtype_name)
+        island.calls.broadcast(island.stream, [trip.back.event], runs, trip.unit.dtype_name,
+                               lambda event: self._has_handed_back(trip, island.stream))
+
+    def _has_handed_back(self, trip: Trip, stream: Stream) -> None:
         with self._lock:  # islands of one trip have threads of their own: the last event is after all others
+            assert trip.back.event is not None, "the sums have been copied"
             stream.wait(trip.back.event)
             trip.back.event = stream.record()
             trip.n_back -= 1
@@ -279,6 +280,6 @@ class Islands:
 
 
 def _runs(pieces: Sequence[tuple[Piece, Piece, int]], members: Sequence[int]) -> list[Run]:
-    """Return what NCCL is to do with *pieces* and their roots: sources and targets are cut alike."""
+    """Return what the island is to do with *pieces* and their roots: sources and targets are cut alike."""
     return [Run(source.address, target.address, source.nbytes, members.index(root))
             for piece, goal, root in pieces for source, target in zip(piece.copies, goal.copies)]

@@ -17,7 +17,7 @@ from ..topology.graph import Kind
 from ..topology.in_use import of_host, with_gpus
 from .device import Device
 from .host import HostDevice
-from .routes import Routes, routes
+from .routes import Routes, routes, shared_routes
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -89,10 +89,10 @@ def _routes(here: list[_Member], settings: Settings) -> Routes:
         return _with_one_root(found, here, settings) if settings.gpu_direct else found
     if len({member.gpu for member in here}) < len(here):
         if settings.gpu_direct:
-            raise ConfigError("BPSFAST_GPU_DIRECT is on, but ranks of this machine share GPUs, which are no island: "
-                              "give each a GPU of its own, or set it to off")
-        log.info("ranks of this machine share GPUs: each copies its own input, NCCL has one rank for each")
-        return Routes(())
+            raise ConfigError("BPSFAST_GPU_DIRECT is on, but ranks of this machine share GPUs, and each of them copies "
+                              "its part of the sum: give each a GPU of its own, or set it to off")
+        log.info("ranks of this machine share GPUs: those of one GPU sum among themselves, memory adds the rest")
+        return shared_routes([(member.rank, member.gpu) for member in here])
     topology = discovery.discover(None)
     name_of = {part.address.lower(): part.name for part in topology.of(Kind.GPU)}
     unknown = [member.gpu for member in here if member.gpu not in name_of]

@@ -10,9 +10,9 @@ import msgspec
 from ..collective.byte_strings import broadcast_bytes
 from ..dtypes import TABLE
 from ..orchestration.errors import DeviceError, UnsupportedError
-from .communicator import DTYPES, Run
+from .communicator import DTYPES, Run, Then
 from .cuda import CudaDevice, CudaStream, cupy
-from .device import Stream
+from .device import Event, Stream
 
 if TYPE_CHECKING:
     from ..collective.group import Group
@@ -45,18 +45,24 @@ class NcclCommunicator:
             self._communicator: Any = self._nccl.NcclCommunicator(group.size, tuple(msgspec.msgpack.decode(said)),
                                                                   group.rank)
 
-    def reduce(self, stream: Stream, runs: Sequence[Run], dtype: str) -> None:
+    def reduce(self, stream: Stream, after: Sequence[Event], runs: Sequence[Run], dtype: str, then: Then) -> None:
         """See `Communicator`."""
+        for event in after:
+            stream.wait(event)
         with self._grouped("reducing"):
             for run in runs:
                 self._communicator.reduce(run.source, run.target, _count(run, dtype), DTYPES[dtype], _SUM, run.root,
                                           _handle(stream))
+        then(stream.record())
 
-    def broadcast(self, stream: Stream, runs: Sequence[Run], dtype: str) -> None:
+    def broadcast(self, stream: Stream, after: Sequence[Event], runs: Sequence[Run], dtype: str, then: Then) -> None:
         """See `Communicator`."""
+        for event in after:
+            stream.wait(event)
         with self._grouped("broadcasting"):
             for run in runs:
                 self._communicator.bcast(run.target, _count(run, dtype), DTYPES[dtype], run.root, _handle(stream))
+        then(stream.record())
 
     def close(self) -> None:
         """See `Communicator`."""

@@ -77,6 +77,17 @@ def routes(strategy: Strategy, rank_of: Mapping[str, int]) -> Routes:
     return Routes(tuple(roads))
 
 
+def shared_routes(gpu_of: Sequence[tuple[int, str]]) -> Routes:
+    """Return the road of a machine whose (rank, GPU) are *gpu_of*: those who share a GPU are an island, and copy equal
+    parts.
+    """
+    gpus: dict[str, list[int]] = {}
+    for rank, gpu in sorted(gpu_of):
+        gpus.setdefault(gpu, []).append(rank)
+    islands = tuple(tuple(ranks) for ranks in gpus.values())
+    return Routes((Road(1.0, islands, tuple(_shares([(rank, 0.0) for rank in ranks]) for ranks in islands)),))
+
+
 def _shares(parts: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Return those of *parts* that are something, as fractions of their sum; equal ones if none is."""
     some = [(rank, part) for rank, part in parts if part > NOTHING] or [(rank, 1.0) for rank, _ in parts]
