@@ -27,6 +27,20 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
     kernels.run(json_path=json_path, quick=quick)
 
 
+@command.command("summation")
+@click.option("--workers", "n_workers", type=click.IntRange(2, 8), help="Gradients of one sum.  [default: 4]")
+@click.option("--lines", help="Rates to keep up with, Gbit/s.  [default: 10,25,100,400]", metavar="N[,N]")
+@bench_options.rounds("each operation", default=15)
+@bench_options.plot()
+@bench_options.result(quick="Fewer and shorter turns.")
+@errors_in_words
+def bench_summation(**options: Any) -> None:
+    """Gbit/s of gradients that a core sums, beside optimizers' updates, and cores needed for each network card."""
+    from ..bench import summation
+
+    summation.run(options)
+
+
 @command.command("codecs")
 @bench_options.rounds("each contestant", default=8)
 @bench_options.result(quick="Three codecs, two turns.")
