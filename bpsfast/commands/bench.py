@@ -12,9 +12,35 @@ from .exits import errors_in_words
 _COUNT = click.IntRange(1)
 
 
-@click.group()
+#: Other names of benches.
+_ALIASES = {"transport": "post", "allreduce": "ddp", "compress": "codecs", "placement": "optimum"}
+
+
+class _Benches(click.Group):
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, _ALIASES.get(cmd_name, cmd_name))
+
+
+@click.group(cls=_Benches)
 def command() -> None:
     """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce."""
+
+
+@command.command("suite")
+@click.option("--quick/--full", default=True, show_default=True, help="Some minutes, or most of an hour.")
+@click.option("--only", help="Some of its benches.  [default: all that can run here]", metavar="NAME[,NAME]")
+@click.option("-o", "--out", "folder", type=click.Path(file_okay=False), default="out/suite", show_default=True,
+              help="Folder of the report and of the result files.")
+@errors_in_words
+def bench_suite(**options: Any) -> None:
+    """All benches that this machine can run, and one report (report.html, report.json) with a verdict of the machine.
+
+    Exit code 1 if a result was wrong, or a bench failed.
+    """
+    from ..bench import suite
+
+    if not suite.run(options):
+        raise SystemExit(1)
 
 
 @command.command("kernels")
