@@ -95,6 +95,21 @@ def bench_push_pull(**options: Any) -> None:
     push_pull.run(options, plan)
 
 
+@command.command("saturation")
+@click.option("--curves", help="Some of size, ranks, nodes, partition, credit.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--sizes", help="Of the first curve.  [default: 4K:64M]", metavar="MIN:MAX|N,N")
+@click.option("--compare", help="A peer in the curve over sizes: gloo.", metavar="NAME")
+@bench_options.rounds("each point", default=5)
+@bench_options.plot()
+@bench_options.result(quick="The ends of each curve.")
+@errors_in_words
+def bench_saturation(**options: Any) -> None:
+    """Goodput, latency, wire, CPU per GB and memory of push_pull over size, ranks, nodes, partitions, credit."""
+    from ..bench import saturation
+
+    saturation.run(options)
+
+
 @command.command("post")
 @click.option("--nodes", "n_nodes", type=click.IntRange(1, 2), help="Nodes of the two ranks.  [default: 1, then 2]")
 @click.option("--sizes", help="Bytes of a message.  [default: 8,4K,64K,1M,16M,64M]", metavar="N,N")
