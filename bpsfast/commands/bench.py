@@ -85,12 +85,20 @@ def bench_codecs(**options: Any) -> None:
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
+@click.option("--attach", help="Only read what nodes of a running job count (their metrics_port).",
+              metavar="HOST:PORT[,...]")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="How long, with --attach.  [default: 10]")
 @bench_options.result(quick="Fewer sizes and samples.")
 @errors_in_words
 def bench_push_pull(**options: Any) -> None:
     """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
-    from ..bench import push_pull
+    from ..bench import attach, push_pull
 
+    if options["attach"] is not None:
+        attach.run(options)
+        return
+    if options["seconds"] is not None:
+        raise click.UsageError("--seconds says how long --attach looks: without it there is nothing to wait for")
     plan = host_options.take_plan(options, ["n_nodes"])
     push_pull.run(options, plan)
 

@@ -207,7 +207,7 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        from prometheus_client.core import GaugeMetricFamily, SummaryMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
         reading = self._read()
         for group, rows in NODE.items():
@@ -233,6 +233,9 @@ class _Collector:
         for kind, nbytes in reading.memory.items():
             memory.add_metric([self._node, kind], nbytes)
         yield memory
+        cpu = CounterMetricFamily("bpsfast_node_cpu_seconds", "CPU time of the node's process", labels=["node"])
+        cpu.add_metric([self._node], time.process_time())
+        yield cpu
 
 
 def _families(rows: tuple[Row, ...], labels: list[str],
