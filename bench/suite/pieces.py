@@ -41,6 +41,7 @@ PIECES = (
     Piece("post", "post"),
     Piece("push_pull", "push_pull", {"compare": "gloo"}),
     Piece("push_pull_nodes", "push_pull", {"n_nodes": 2, "compare": "gloo", "sizes": "64K,1M,16M,64M"}),
+    Piece("saturation", "saturation", {"curves": "size", "compare": "gloo"}),
     Piece("ddp", "ddp", lacking=_needs_torch),
     Piece("codecs", "codecs"),
     Piece("optimum", "optimum", {"sets": "equal", "workers": "4"}, lacking=netns.missing),
