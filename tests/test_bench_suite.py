@@ -52,12 +52,12 @@ def test_verdicts_of_one_machine():
     assert "2 in 2 rows" in bad["wrong results"].answer and "goodput per byte is 0.22" in bad["cliffs"].answer
 
 
-@pytest.mark.parametrize(("busy", "efficiency", "word", "is_good"), [
-    (0.95, 0.5, "the CPU limits it", None), (0.2, 0.95, "the network limits it", True),
-    (0.2, 0.5, "neither is full", False)])
-def test_verdicts_of_two_nodes(busy, efficiency, word, is_good):
-    row = record(10**9, 2.0, section="loopback", cpu_busy=[busy], efficiency=efficiency)
-    verdict = found(row, name="push_pull_nodes")["push_pull, two nodes, loopback"]
+@pytest.mark.parametrize(("section", "busy", "efficiency", "word", "is_good"), [
+    ("loopback", 0.95, 0.95, "the CPU limits it", None), ("links", 0.95, 0.5, "the CPU limits it", None),
+    ("links", 0.95, 0.95, "the network limits it", True), ("links", 0.2, 0.5, "neither is full", False)])
+def test_verdicts_of_two_nodes(section, busy, efficiency, word, is_good):
+    row = record(10**9, 2.0, section=section, cpu_busy=[busy], efficiency=efficiency)
+    verdict = found(row, name="push_pull_nodes")[f"push_pull, two nodes, {section}"]
     assert verdict.answer.endswith(word) and verdict.is_good is is_good
     assert "4.00 Gbit/s" in verdict.answer and "2.00 CPU s/GB" in verdict.answer
 
