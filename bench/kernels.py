@@ -25,11 +25,11 @@ import numpy as np
 
 from bpsfast import dtypes, kernels
 from bpsfast.bench import machine, native
+from bpsfast.bench.pool import PARTITION_NBYTES, Pool, cold_nbytes, last_level_nbytes
 
 Array = np.ndarray[Any, Any]
 Operation = Callable[[list[Array]], None]
 
-PARTITION_NBYTES = 4 << 20
 _N_POOLS = 10
 _TURNS = {"cold": 30, "warm": 20}  # in each pool
 _QUICK_N_POOLS = 2
@@ -62,7 +62,7 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
     print(f"C reference: {c_compiler}")
     names = _QUICK_DTYPES if quick else dtypes.NAMES
     kernels.warm(names)
-    nbytes = _pool_nbytes(quick)
+    nbytes = cold_nbytes(quick)
     rows: list[Row] = []
     try:
         rows += _measure("4-way sum", "float32", 5, _fused_contestants(torch, reference), nbytes, n_pools, turns)
@@ -87,41 +87,6 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
     return result
 
 
-class _Pool:
-    """Hand out page-aligned sets of partitions, walking round memory that no cache holds."""
-
-    def __init__(self, nbytes: int) -> None:
-        raw = np.empty(nbytes + 4096, np.uint8)
-        offset = -raw.ctypes.data % 4096
-        self.bytes = raw[offset : offset + nbytes]
-        self.nbytes = nbytes
-        self._cursor = 0
-
-    def fill(self, name: str) -> None:
-        """Write ones: no subnormals, no NaN, and every page exists."""
-        self.bytes.view(dtypes.lookup(name).numpy)[:] = 1
-
-    def take(self, n_arrays: int, name: str, temperature: str) -> list[Array]:
-        """Return the next (cold) or the first (warm) *n_arrays* partitions as arrays of the dtype."""
-        if temperature == "warm" or self._cursor + n_arrays * PARTITION_NBYTES > self.nbytes:
-            self._cursor = 0
-        start = self._cursor
-        self._cursor += n_arrays * PARTITION_NBYTES
-        whole = self.bytes[start : self._cursor].view(dtypes.lookup(name).numpy)
-        return list(whole.reshape(n_arrays, -1))
-
-
-def _pool_nbytes(quick: bool) -> int:
-    """Choose six times the last-level cache (quick: three times), at most a quarter of the free memory."""
-    description = machine.describe()
-    last_level = max(description["cache_nbytes"].values(), default=64 << 20)
-    wanted = max((3 if quick else 6) * last_level, 256 << 20)
-    nbytes = min(wanted, description["available_nbytes"] // 4)
-    if nbytes < 2 * last_level:
-        print(f"note: cold is not cold: the pool is {nbytes >> 20} MiB, the last-level cache {last_level >> 20} MiB")
-    return max(nbytes // PARTITION_NBYTES, 10) * PARTITION_NBYTES
-
-
 def _measure(
     case: str,
     name: str,
@@ -135,7 +100,7 @@ def _measure(
     rows = {(temperature, contestant): Row(case, name, temperature, contestant, PARTITION_NBYTES)
             for temperature in turns for contestant in contestants}
     for _ in range(n_pools):
-        pool = _Pool(pool_nbytes)
+        pool = Pool(pool_nbytes)
         pool.fill(name)
         for temperature, n_turns in turns.items():
             order = [(rows[temperature, contestant], call) for contestant, call in contestants.items()]
@@ -143,7 +108,7 @@ def _measure(
     return list(rows.values())
 
 
-def _take_turns(order: list[tuple[Row, Operation]], n_arrays: int, pool: _Pool, n_turns: int) -> None:
+def _take_turns(order: list[tuple[Row, Operation]], n_arrays: int, pool: Pool, n_turns: int) -> None:
     name, temperature = order[0][0].dtype, order[0][0].temperature
     n_untimed = 1 if temperature == "warm" else _n_calls_to_flush(n_arrays)
     for turn in range(-1, n_turns):  # turn -1 warms code and page tables
@@ -161,8 +126,7 @@ def _take_turns(order: list[tuple[Row, Operation]], n_arrays: int, pool: _Pool, 
 
 def _n_calls_to_flush(n_arrays: int) -> int:
     """Return after how many calls the caches hold nothing of the contestant before."""
-    last_level = max(machine.describe()["cache_nbytes"].values(), default=64 << 20)
-    return max(1, math.ceil(_LAST_LEVEL_SHARE * last_level / (n_arrays * PARTITION_NBYTES)))
+    return max(1, math.ceil(_LAST_LEVEL_SHARE * last_level_nbytes() / (n_arrays * PARTITION_NBYTES)))
 
 
 def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dict[str, Operation]:

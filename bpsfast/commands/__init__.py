@@ -22,6 +22,7 @@ COMMANDS = {
     "add": ("add", "Add workers to a running job that `bpsfast run --elastic --control FILE` has started."),
     "bench": ("bench", "Measure this machine: figures of one run beside each other."),
     "clean": ("clean", "Remove what killed jobs have left on this machine."),
+    "compare": ("compare", "Say which rows of a bench's result file are slower than in another, and how sure that is."),
     "devices": ("devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
     "doctor": ("doctor", "Find what keeps RDMA from working, and say what to type."),
     "explain": ("explain", "Say what an error code means and what to do about it."),

@@ -12,7 +12,16 @@ from .exits import errors_in_words
 _COUNT = click.IntRange(1)
 
 
-@click.group()
+#: Other names of benches.
+_ALIASES = {"transport": "post", "allreduce": "ddp", "compress": "codecs", "placement": "optimum"}
+
+
+class _Benches(click.Group):
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, _ALIASES.get(cmd_name, cmd_name))
+
+
+@click.group(cls=_Benches)
 def command() -> None:
     """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce.
 
@@ -20,6 +29,23 @@ def command() -> None:
     bpsfast bench kernels --quick
     bpsfast bench push_pull -n 4 --nodes 2 --compare gloo --json out.json
     """
+
+
+@command.command("suite")
+@click.option("--quick/--full", default=True, show_default=True, help="Some minutes, or most of an hour.")
+@click.option("--only", help="Some of its benches.  [default: all that can run here]", metavar="NAME[,NAME]")
+@click.option("-o", "--out", "folder", type=click.Path(file_okay=False), default="out/suite", show_default=True,
+              help="Folder of the report and of the result files.")
+@errors_in_words
+def bench_suite(**options: Any) -> None:
+    """All benches that this machine can run, and one report (report.html, report.json) with a verdict of the machine.
+
+    Exit code 1 if a result was wrong, or a bench failed.
+    """
+    from ..bench import suite
+
+    if not suite.run(options):
+        raise SystemExit(1)
 
 
 @command.command("kernels")
@@ -30,6 +56,20 @@ def bench_kernels(json_path: str | None, quick: bool) -> None:
     from ..bench import kernels
 
     kernels.run(json_path=json_path, quick=quick)
+
+
+@command.command("summation")
+@click.option("--workers", "n_workers", type=click.IntRange(2, 8), help="Gradients of one sum.  [default: 4]")
+@click.option("--lines", help="Rates to keep up with, Gbit/s.  [default: 10,25,100,400]", metavar="N[,N]")
+@bench_options.rounds("each operation", default=15)
+@bench_options.plot()
+@bench_options.result(quick="Fewer and shorter turns.")
+@errors_in_words
+def bench_summation(**options: Any) -> None:
+    """Gbit/s of gradients that a core sums, beside optimizers' updates, and cores needed for each network card."""
+    from ..bench import summation
+
+    summation.run(options)
 
 
 @command.command("codecs")
@@ -50,14 +90,37 @@ def bench_codecs(**options: Any) -> None:
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
+@click.option("--attach", help="Only read what nodes of a running job count (their metrics_port).",
+              metavar="HOST:PORT[,...]")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="How long, with --attach.  [default: 10]")
 @bench_options.result(quick="Fewer sizes and samples.")
 @errors_in_words
 def bench_push_pull(**options: Any) -> None:
     """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
-    from ..bench import push_pull
+    from ..bench import attach, push_pull
 
+    if options["attach"] is not None:
+        attach.run(options)
+        return
+    if options["seconds"] is not None:
+        raise click.UsageError("--seconds says how long --attach looks: without it there is nothing to wait for")
     plan = host_options.take_plan(options, ["n_nodes"])
     push_pull.run(options, plan)
+
+
+@command.command("saturation")
+@click.option("--curves", help="Some of size, ranks, nodes, partition, credit.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--sizes", help="Of the first curve.  [default: 4K:64M]", metavar="MIN:MAX|N,N")
+@click.option("--compare", help="A peer in the curve over sizes: gloo.", metavar="NAME")
+@bench_options.rounds("each point", default=5)
+@bench_options.plot()
+@bench_options.result(quick="The ends of each curve.")
+@errors_in_words
+def bench_saturation(**options: Any) -> None:
+    """Goodput, latency, wire, CPU per GB and memory of push_pull over size, ranks, nodes, partitions, credit."""
+    from ..bench import saturation
+
+    saturation.run(options)
 
 
 @command.command("post")

@@ -26,6 +26,12 @@ def result(quick: str = "") -> Callable[[Callable], Callable]:
     return decorate
 
 
+def plot() -> Callable[[Callable], Callable]:
+    """Add ``--plot``, which arrives as the parameter *plot_path*."""
+    return click.option("--plot", "plot_path", type=click.Path(dir_okay=False), callback=_result_file, metavar="FILE",
+                        help="Draw it (.png, .svg, .pdf); needs bpsfast[plot].")
+
+
 def load() -> Callable[[Callable], Callable]:
     """Add ``--load``: processes for each core that keep it busy meanwhile."""
     return click.option("--load", type=click.IntRange(0), default=0, show_default=True,

@@ -1,6 +1,7 @@
 """What a node's exporter tells at one moment, as Prometheus' metrics; `bpsfast.top` reads them back."""
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         reading = self._read()
         for group, rows in NODE.items():
@@ -103,6 +104,9 @@ class Collector:
         for kind, nbytes in reading.memory.items():
             memory.add_metric([self._node, kind], nbytes)
         yield memory
+        cpu = CounterMetricFamily("bpsfast_node_cpu_seconds", "CPU time of the node's process", labels=["node"])
+        cpu.add_metric([self._node], time.process_time())
+        yield cpu
         yield from self._job(reading)
 
     def _lags(self, reading: Reading) -> Iterator[Metric]:

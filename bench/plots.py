@@ -1,0 +1,54 @@
+"""Drawing: what needs matplotlib, in one place."""
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bpsfast.orchestration.errors import ConfigError
+
+
+def missing() -> str | None:
+    """Return in one line why nothing can be drawn here, or None."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed (pip install 'bpsfast[plot]')"
+    return None
+
+
+def check() -> None:
+    """Raise `ConfigError` if nothing can be drawn: to be asked before minutes of measuring."""
+    lacking = missing()
+    if lacking is not None:
+        raise ConfigError(lacking)
+
+
+@contextmanager
+def figure(width: float = 7.0, height: float = 4.0, n_panels: int = 1) -> Iterator[tuple[Any, list[Any]]]:
+    """Give a figure and its panels beside each other; inches of one panel. It is closed at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made, panels = pyplot.subplots(1, n_panels, figsize=(width * n_panels, height), layout="constrained",
+                                   squeeze=False)
+    try:
+        yield made, list(panels[0])
+    finally:
+        pyplot.close(made)
+
+
+def save(made: Any, path: str) -> None:
+    """Write a figure to *path*; its ending says in which format."""
+    made.savefig(path, dpi=110)
+
+
+def inline(made: Any) -> str:
+    """Return a figure as an HTML image that holds its own bytes."""
+    buffer = io.BytesIO()
+    made.savefig(buffer, format="png", dpi=100)
+    text = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return f'<img alt="" src="data:image/png;base64,{text}">'

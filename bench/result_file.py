@@ -1,0 +1,100 @@
+"""Reading the result files of our benches: JSON Lines behind a manifest, or one JSON document with rows."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpsfast.orchestration.errors import ConfigError
+
+#: What is written among the chosen values and names no row: how it was measured, and what was calibrated before.
+_BESIDE = ("n_per_round", "n_warmup", "n_windows", "n_void", "rate_bits", "compute_s", "n_machines_counted")
+#: How kernels.json, which is one document, names its rows.
+_KERNELS = ("case", "dtype", "temperature", "contestant", "nbytes")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Seconds of one row in order, as blocks of *n_per_round* that were measured in one turn."""
+
+    samples_s: tuple[float, ...]
+    n_per_round: int
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A run: which bench, where, with which options; `series` by what names a row."""
+
+    path: str
+    bench: str
+    machine: Mapping[str, Any]
+    options: Mapping[str, str]
+    records: tuple[Mapping[str, Any], ...]
+    series: Mapping[str, Series]
+
+
+def read(path: Path) -> ResultFile:
+    """Return the run in *path*.
+
+    Raises
+    ------
+    ConfigError
+        If it is no result file of a bench of ours, or has no raw samples in seconds.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        manifest, *records = _documents(text)
+    except ValueError as exc:
+        raise ConfigError(f"{path} is no result file: {exc}; `bpsfast bench NAME --json FILE` writes one") from None
+    bench = manifest.get("bench")
+    if not isinstance(bench, str):
+        raise ConfigError(f"{path} does not say of which bench it is: its first object has "
+                          f"{', '.join(sorted(manifest)) or 'nothing'}, and `bench` is looked for")
+    series: dict[str, Series] = {}
+    for name, found in _series(records):
+        unique, n = name, 2
+        while unique in series:  # rows that differ in nothing that was chosen: told apart by their order
+            unique, n = f"{name} #{n}", n + 1
+        series[unique] = found
+    if not series:
+        raise ConfigError(f"{path}, of bench {bench}, has no row with raw samples in seconds (samples_s)")
+    return ResultFile(str(path), bench, manifest.get("machine", {}), manifest.get("options", {}), tuple(records),
+                      series)
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    """Return the manifest, then the records of either form. Raises `ValueError` for anything else."""
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError:
+        found = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        if not isinstance(whole, dict):
+            raise ValueError(f"it holds a {type(whole).__name__}, not objects")
+        rows = whole.pop("rows", [])
+        found = [whole, *({"section": "", "chosen": {name: row.get(name) for name in _KERNELS}, "measured": row}
+                          for row in rows if isinstance(row, dict))]
+    if not found or not all(isinstance(each, dict) for each in found):
+        raise ValueError("its lines are not objects, or it has none")
+    return found
+
+
+def _series(records: list[dict[str, Any]]) -> Iterator[tuple[str, Series]]:
+    for record in records:
+        samples, chosen = record.get("measured", {}).get("samples_s"), record.get("chosen", {})
+        if isinstance(samples, list) and samples and all(isinstance(each, int | float) for each in samples):
+            n = chosen.get("n_per_round")  # in the ladder's, a list by turn
+            yield name_of(record), Series(tuple(map(float, samples)), n if isinstance(n, int) else 1)
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Return what names a row: its section, and all that was chosen."""
+    chosen = [f"{_value(value)}" if isinstance(value, str) else f"{name}={_value(value)}"
+              for name, value in record.get("chosen", {}).items() if name not in _BESIDE and value is not None]
+    return ": ".join(part for part in (str(record.get("section", "")), ", ".join(chosen)) if part)
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,80 @@
+"""The suite's report as one HTML file that needs no other: verdicts, plots, and what each bench printed."""
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bpsfast.bench import plots
+from bpsfast.bench.suite import cliffs
+from bpsfast.bench.suite.pieces import Outcome
+from bpsfast.bench.suite.verdicts import Verdict
+
+_STYLE = ("body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em}td,th{text-align:left;"
+          "padding:.2em .8em;vertical-align:top;border-bottom:1px solid #ddd}pre{background:#f6f6f6;padding:.8em;"
+          "overflow-x:auto}img{max-width:100%}.good{color:#161}.bad{color:#a11}")
+_MARKS = {True: ("good", "yes"), False: ("bad", "no"), None: ("", "")}
+
+
+def page(title: str, machine: Mapping[str, Any], found: Sequence[Verdict], outcomes: Sequence[Outcome]) -> str:
+    """Return the file's text; without plots where matplotlib is missing, and a line that says so."""
+    lines = ["<!DOCTYPE html>", f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+             f"<style>{_STYLE}</style></head><body>", f"<h1>{html.escape(title)}</h1>",
+             f"<p>{html.escape(describe(machine))}</p>", "<h2>Verdict</h2>"]
+    lines += _table(("", "good", ""), [(verdict.question, *_mark(verdict), verdict.answer) for verdict in found])
+    lines.append("<h2>Curves</h2>")
+    lacking = plots.missing()
+    lines += [f"<p>{html.escape(lacking)}</p>"] if lacking else _plots(outcomes)
+    lines.append("<h2>Benches</h2>")
+    lines += _table(("bench", "", "state"), [(each.name, "", f"{each.took_s:.0f} s", each.state) for each in outcomes])
+    for outcome in outcomes:
+        if outcome.text:
+            lines += [f"<details><summary>{html.escape(outcome.name)}</summary>",
+                      f"<pre>{html.escape(outcome.text)}</pre></details>"]
+    return "\n".join([*lines, "</body></html>"]) + "\n"
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """Return a machine in one line."""
+    return (f"{machine['cpu']}, {machine['n_threads']} threads ({machine['n_usable']} usable), "
+            f"{machine['memory_nbytes'] / 2**30:.0f} GiB, load average {machine['load_average'][0]:.1f}, bpsfast "
+            f"{machine['versions'].get('bpsfast', '?')}")
+
+
+def _mark(verdict: Verdict) -> tuple[str, str]:
+    return _MARKS[verdict.is_good]
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """Return a table; of each row the second cell is the class of the third."""
+    lines = ["<table><tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    for first, name, second, third in rows:
+        lines.append(f'<tr><td>{html.escape(first)}</td><td class="{name}">{html.escape(second)}</td>'
+                     f"<td>{html.escape(third)}</td></tr>")
+    return [*lines, "</table>"]
+
+
+def _plots(outcomes: Sequence[Outcome]) -> list[str]:
+    lines = []
+    for outcome in outcomes:
+        curves = cliffs.curves((record for record in outcome.records if "section" in record), ours=False)
+        for section in dict.fromkeys(name.partition(": ")[0] for name in curves):
+            chosen = {name.partition(": ")[2]: points for name, points in curves.items()
+                      if name.partition(": ")[0] == section}
+            with plots.figure(4.6, 3.4, n_panels=3) as (made, panels):
+                draw(panels, chosen)
+                lines += [f"<h3>{html.escape(outcome.name)}, {html.escape(section)}</h3>", plots.inline(made)]
+    return lines
+
+
+def draw(panels: Sequence[Any], curves: Mapping[str, Sequence[cliffs.Point]]) -> None:
+    """Draw goodput, the 99th percentile and CPU seconds per GB over sizes, in three panels."""
+    goodput, latency, cpu = panels
+    for name, points in curves.items():
+        sizes = [point.nbytes for point in points]
+        goodput.plot(sizes, [8 * point.nbytes / point.median_s / 1e9 for point in points], ".-", label=name)
+        latency.plot(sizes, [point.p99_s * 1e6 for point in points], ".-", label=name)
+        cpu.plot(sizes, [point.cpu_s / point.nbytes * 1e9 for point in points], ".-", label=name)
+    for panel, title in zip(panels, ("goodput, Gbit/s", "99th percentile, us", "CPU seconds per GB")):
+        panel.set(xscale="log", yscale="log", xlabel="bytes", title=title)
+    goodput.legend(fontsize=7)

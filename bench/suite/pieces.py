@@ -1,0 +1,98 @@
+"""The benches of the suite: what each is asked for, and what this machine lacks for it."""
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bpsfast.cluster import netns
+from bpsfast.orchestration.errors import BpsError
+
+
+def _needs_torch() -> str | None:
+    return None if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def _needs_nothing() -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One bench: its module's ``run``, options beside quick and json_path, and why it cannot run here, or None."""
+
+    name: str
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lacking: Callable[[], str | None] = _needs_nothing
+
+
+#: In the order of the issue's names; what they are called here where that differs is in bench/README.md.
+PIECES = (
+    Piece("kernels", "kernels"),
+    Piece("summation", "summation"),
+    Piece("post", "post"),
+    Piece("push_pull", "push_pull", {"compare": "gloo"}),
+    Piece("push_pull_nodes", "push_pull", {"n_nodes": 2, "compare": "gloo", "sizes": "64K,1M,16M,64M"}),
+    Piece("saturation", "saturation", {"curves": "size", "compare": "gloo"}),
+    Piece("ddp", "ddp", lacking=_needs_torch),
+    Piece("codecs", "codecs"),
+    Piece("optimum", "optimum", {"sets": "equal", "workers": "4"}, lacking=netns.missing),
+    Piece("schedule", "schedule", lacking=lambda: _needs_torch() or netns.missing()),
+)
+
+
+@dataclass
+class Outcome:
+    """What came of a piece: its records, what it printed; `state` is "done", or why there are none."""
+
+    name: str
+    state: str = "done"
+    is_failed: bool = False
+    took_s: float = 0.0
+    text: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(piece: Piece, quick: bool, folder: Path) -> Outcome:
+    """Run one bench, which prints as always, and writes ``NAME.jsonl`` into *folder*. An error becomes its state."""
+    lacking = piece.lacking()
+    if lacking is not None:
+        return Outcome(piece.name, f"not here: {lacking}")
+    module = importlib.import_module(f"bpsfast.bench.{piece.module}")
+    path = str(folder / f"{piece.name}.jsonl")
+    tee, began = _Tee(), time.monotonic()
+    outcome = Outcome(piece.name)
+    try:
+        with contextlib.redirect_stdout(tee):
+            if piece.module == "kernels":  # the oldest bench, which takes no dictionary and writes one document
+                path = str(folder / f"{piece.name}.json")
+                outcome.records = [{"measured": each} for each in module.run(json_path=path, quick=quick)["rows"]]
+            else:
+                outcome.records = module.run({**piece.options, "quick": quick, "json_path": path})[1:]
+    except (BpsError, OSError) as exc:
+        outcome.state, outcome.is_failed = f"{type(exc).__name__}: {exc}".splitlines()[0], True
+    outcome.took_s, outcome.text = time.monotonic() - began, tee.getvalue()
+    return outcome
+
+
+class _Tee(io.StringIO):
+    """Keeps what is printed, and prints it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._further = sys.stdout
+
+    def write(self, text: str) -> int:
+        self._further.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._further.flush()

@@ -1,0 +1,122 @@
+"""bench suite: cliffs are found, verdicts say what figures mean, one report of benches that run, cannot, and fail."""
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from bpsfast.bench import plots, suite
+from bpsfast.bench.suite import cliffs, page, verdicts
+from bpsfast.bench.suite.pieces import Outcome, Piece
+from bpsfast.cli import cli
+from bpsfast.orchestration.errors import ConfigError
+
+
+def record(nbytes, median_s, operation="numpy", contestant="bpsfast", section="by size", **measured):
+    return {"section": section, "chosen": {"contestant": contestant, "operation": operation, "nbytes": nbytes},
+            "measured": {"median_s": median_s, "p99_s": 2 * median_s, "cpu_s": [median_s], "n_wrong": 0,
+                         "cpu_busy": [0.1], **measured}}
+
+
+def found(*records, name="push_pull"):
+    return {each.question: each for each in verdicts.judge([Outcome(name, records=list(records))])}
+
+
+def test_a_cliff_is_a_next_size_slower_than_allowed_per_byte():
+    smooth = [record(1 << at, 1.25**at * 1e-6) for at in range(12)]  # cheaper per byte with each size
+    assert cliffs.cliffs(cliffs.curves(smooth)) == []
+    edge = [record(1000, 1.0), record(2000, 2.49), record(4000, 6.3)]
+    steps = cliffs.cliffs(cliffs.curves(edge))
+    assert {(step.quantity, step.from_nbytes, step.to_nbytes) for step in steps} == {
+        (quantity, 2000, 4000) for quantity in ("goodput", "p99", "CPU")}
+    assert steps[0].share == pytest.approx(2 * 2.49 / 6.3)
+    only_cpu = [record(1000, 1.0), record(2000, 2.0, cpu_s=[4.0])]
+    assert [step.quantity for step in cliffs.cliffs(cliffs.curves(only_cpu))] == ["CPU"]
+
+
+def test_others_and_rows_without_sums_are_no_curves_of_ours():
+    rows = [record(nbytes, 1.0, operation, contestant) for nbytes in (8, 16) for operation, contestant in
+            (("numpy", "bpsfast"), ("memory", "bpsfast"), ("numpy, sums off", "bpsfast"), ("gloo", "gloo"))]
+    assert list(cliffs.curves(rows)) == ["by size: numpy"]
+    assert len(cliffs.curves(rows, ours=False)) == 4
+
+
+def test_verdicts_of_one_machine():
+    good = found(record(1 << 20, 1.0, efficiency=None), record(1 << 21, 1.0, efficiency=0.9))
+    assert "memory limits it" in good["push_pull, one machine"].answer and good["push_pull, one machine"].is_good
+    assert good["wrong results"].is_good and good["cliffs"].is_good
+    bad = found(record(1 << 20, 1.0, efficiency=0.3, n_wrong=2), record(1 << 21, 9.0, efficiency=0.3))
+    assert not any(bad[name].is_good for name in ("push_pull, one machine", "wrong results", "cliffs"))
+    assert "2 in 2 rows" in bad["wrong results"].answer and "goodput per byte is 0.22" in bad["cliffs"].answer
+
+
+@pytest.mark.parametrize(("section", "busy", "efficiency", "word", "is_good"), [
+    ("loopback", 0.95, 0.95, "the CPU limits it", None), ("links", 0.95, 0.5, "the CPU limits it", None),
+    ("links", 0.95, 0.95, "the network limits it", True), ("links", 0.2, 0.5, "neither is full", False)])
+def test_verdicts_of_two_nodes(section, busy, efficiency, word, is_good):
+    row = record(10**9, 2.0, section=section, cpu_busy=[busy], efficiency=efficiency)
+    verdict = found(row, name="push_pull_nodes")[f"push_pull, two nodes, {section}"]
+    assert verdict.answer.endswith(word) and verdict.is_good is is_good
+    assert "4.00 Gbit/s" in verdict.answer and "2.00 CPU s/GB" in verdict.answer
+
+
+def test_a_server_s_limit_is_the_lesser_of_memory_and_cores():
+    def row(n_threads, bits, core_bits):
+        chosen = {"operation": "sum, fused", "dtype": "float32", "n_threads": n_threads}
+        return {"section": "summation", "chosen": chosen, "measured":
+                {"bits": bits, "core_bits": core_bits, "traffic": 1.25}}
+
+    text = found(row(1, 50e9, 50e9), row(4, 60e9, 50e9), name="summation")["a server's limit"].answer
+    assert "memory bandwidth, at a card of 23 Gbit/s" in text
+    text = found(row(1, 5e9, 5e9), row(4, 60e9, 5e9), name="summation")["a server's limit"].answer
+    assert "its cores, at a card of 20 Gbit/s" in text
+
+
+def test_cells_of_the_formula_that_are_void_do_not_count():
+    def cell(dev, void):
+        return {"section": "x", "chosen": {"contestant": "optimal"},
+                "measured": {"formula": 1.0, "dev": dev, "void": void}}
+
+    assert found(cell(0.1, False), cell(5.0, True), name="optimum")["the formula"].is_good
+    assert not found(cell(0.3, False), name="optimum")["the formula"].is_good
+    assert "all void" in found(cell(5.0, True), name="optimum")["the formula"].answer
+
+
+@pytest.mark.slow
+def test_one_report_of_what_ran_could_not_and_failed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(suite, "PIECES", (
+        Piece("codecs", "codecs", {"n_rounds": 1}),
+        Piece("post", "post", {"n_nodes": 3}),
+        Piece("schedule", "schedule", lacking=lambda: "no <machines>")))
+    assert not suite.run({"folder": str(tmp_path / "out"), "quick": True}), "a bench failed"
+    document = json.loads((tmp_path / "out" / "report.json").read_text())
+    states = {each["name"]: each["state"] for each in document["benches"]}
+    assert states["codecs"] == "done" and states["schedule"] == "not here: no <machines>"
+    assert states["post"].startswith("ConfigError: ") and document["verdicts"][0]["is_good"]
+    assert (tmp_path / "out" / "codecs.jsonl").exists()
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "no &lt;machines&gt;" in text and "onebit" in text and not re.search(r'(src|href)="(?!data:)', text)
+    shown = capsys.readouterr().out
+    assert "== codecs" in shown and max(map(len, shown.split("bpsfast bench suite")[1].splitlines()[:-1])) <= 80
+    assert suite.run({"folder": str(tmp_path / "out"), "quick": True, "only": "codecs"})
+
+
+def test_curves_are_drawn_into_the_page(monkeypatch):
+    outcome = Outcome("push_pull", records=[record(8, 1.0), record(16, 1.5)], text="<table>")
+    machine = {"cpu": "X", "n_threads": 2, "n_usable": 2, "memory_nbytes": 2**30, "load_average": [0.1], "versions": {}}
+    monkeypatch.setattr(plots, "missing", lambda: "no plot: none")
+    assert "no plot: none" in page.page("t", machine, [], [outcome])
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    text = page.page("t", machine, verdicts.judge([outcome]), [outcome])
+    assert text.count("data:image/png;base64,") == 1 and "&lt;table&gt;" in text
+
+
+def test_names_of_the_suite_are_checked_and_benches_have_other_names(tmp_path):
+    with pytest.raises(ConfigError, match="x: the suite has kernels"):
+        suite.run({"folder": str(tmp_path), "only": "x"})
+    for alias, name in (("transport", "post"), ("allreduce", "ddp"), ("compress", "codecs"), ("placement", "optimum")):
+        shown = [CliRunner().invoke(cli, ["bench", each, "--help"]).output.split("\n", 1)[1] for each in (alias, name)]
+        assert shown[0] == shown[1]
