@@ -69,8 +69,8 @@ test-ecosystem: $(stamp)
 # What is tested with other frameworks than torch, which take some hundred MB to install.
 keras_tests := tests/test_keras.py tests/test_keras_arguments.py
 test-frameworks: $(stamp)
-	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,keras,test] tensorflow-cpu
-	$(bin)/pytest -q --durations=10 tests/test_jax_*.py tests/test_bench_frameworks.py $(keras_tests)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,keras,tensorflow,test]
+	$(bin)/pytest -q --durations=10 tests/test_jax_*.py tests/test_tensorflow*.py tests/test_bench_frameworks.py $(keras_tests)
 
 # MXNet 1.9.1 is retired and needs NumPy below 1.24: an environment of its own.
 mxnet := $(VENV)/mxnet

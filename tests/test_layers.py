@@ -31,6 +31,7 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
     Layer("bpsfast/device", _CORE, frozenset({"cupy"})),
     Layer("bpsfast/hvd/keras", _CORE | {"keras"}),
+    Layer("bpsfast/hvd/tensorflow.py", _CORE | {"tensorflow"}),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
     Layer("bpsfast/jax", _CORE | {"jax", "optax"}),
     Layer("bpsfast/keras/jax_exchange.py", _CORE | {"jax"}),
@@ -44,6 +45,7 @@ LAYERS = [  # the most special folder first
     Layer("pyx", frozenset()),
     Layer("bench/schedule/training", _CORE | {"torch"}),
     Layer("bench/frameworks/jax_rows.py", _CORE | {"jax"}),
+    Layer("bench/frameworks/tensorflow_rows.py", _CORE | {"tensorflow"}),
     Layer("bench", _CORE, _SHOW | {"torch", "mpi4py"}),
 ]
 

@@ -194,6 +194,29 @@ def test_broadcasts(three_started):
         assert root[0] == "ConfigError" and shape[0] == ("MismatchError" if rank == 1 else "") and after == 2
 
 
+def horovod():
+    import sys
+
+    import bpsfast.hvd.tensorflow as hvd
+
+    rank, size = hvd.rank(), hvd.size()
+    assert hvd.is_initialized() and hvd.DistributedGradientTape is bps.DistributedGradientTape
+    x, mean = tf.constant([1.0, 2.0]) * rank, np.array([1.0, 2.0]) * sum(range(size)) / size
+    assert np.allclose(hvd.allreduce(x), mean) and np.allclose(hvd.allreduce(x, op=hvd.Sum), mean * size)
+    assert np.allclose(hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0), mean * 6)
+    assert all(np.allclose(total, mean) for total in hvd.grouped_allreduce([x, x], name="group"))
+    variable = tf.Variable(float(rank))
+    hvd.broadcast_variables([variable], root_rank=1)
+    assert variable.numpy() == 1 and hvd.broadcast(tf.constant(rank), 2).numpy() == 2
+    assert raised(hvd.init, comm=[0])[0] == "UnsupportedError"
+    assert raised(hvd.allreduce, tf.constant(1), prescale_factor=2.0)[0] == "UnsupportedError"
+    return "torch" in sys.modules
+
+
+def test_horovods_names_without_torch(three_started):
+    assert three_started.run(horovod, timeout_s=200.0) == [False] * 3
+
+
 def session_of_one():
     """TensorFlow 1: an optimizer, and the hook."""
     rank, size = bps.rank(), bps.size()

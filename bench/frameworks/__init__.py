@@ -45,7 +45,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     began = time.time()
     with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as folder:
         path = Path(folder, "records")
-        environ = {"JAX_PLATFORMS": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
+        environ = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, "-m", "bpsfast", "run", "-n", str(n_ranks), "--", sys.executable, "-m",
                         "bpsfast.bench.frameworks.rank", str(path), str(n_rounds)], env=environ, check=True)
         records = json.loads(path.read_text())

@@ -15,7 +15,7 @@ import numpy as np
 import bpsfast
 
 #: Module of the rows -> what must be installed for them.
-FRAMEWORKS = {"numpy_rows": "numpy", "jax_rows": "jax"}
+FRAMEWORKS = {"numpy_rows": "numpy", "jax_rows": "jax", "tensorflow_rows": "tensorflow"}
 #: Workload -> (number of tensors, elements of each, runs in a turn).
 WORKLOADS = {"64 MB": (1, 16 << 20, 3), "161 small tensors": (161, 256, 10)}
 

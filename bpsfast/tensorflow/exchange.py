@@ -24,7 +24,7 @@ from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
 
 def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
             sparse_as_dense: bool = True, priorities: Sequence[int | None] | None = None,
-            learning_rate: Any = None) -> list[Any]:
+            learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
     """Return the sums (means) of *tensors* over all ranks; all are under way at once.
 
     Eagerly and while tracing. All ranks come to their calls in one order, that of their programs.
@@ -47,6 +47,8 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
         Higher goes first where bytes compete. None: the earlier in *tensors*, the more urgent.
     learning_rate
         With which the sums will be used, a number or a scalar tensor, for error feedback.
+    has_shapes_behind
+        Put the shapes, which may be known only when it is run, behind the names.
 
     Returns
     -------
@@ -84,7 +86,7 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
         return [None] * len(tensors)
     order = list(range(0, -len(tensors), -1)) if priorities is None else list(priorities)
     call = _Call([names[place] for place in dense], [names[place] for place in sparse], bool(average),
-                 [order[place] for place in dense], choice)
+                 [order[place] for place in dense], choice, has_shapes_behind)
     sums = call.made(given, learning_rate)
     found: list[Any] = [None] * len(tensors)
     for place, total in zip(dense, sums):
@@ -136,6 +138,7 @@ class _Call(NamedTuple):
     average: bool
     priorities: list[int | None]
     choice: Choice | None
+    has_shapes_behind: bool
 
     def made(self, tensors: Sequence[Any], rate: Any) -> list[Any]:
         """Return the sums of *tensors*: dense ones, then indices, values and the shape of each table."""
@@ -163,7 +166,9 @@ class _Call(NamedTuple):
         pending = []
         for place, name in zip(range(n, n + 3 * len(self.tables), 3), self.tables):
             indices, values, shape = arrays[place : place + 3]
-            table = table_of(session, name, tuple(int(k) for k in shape), values.dtype, self.average)
+            whole = tuple(int(k) for k in shape)
+            table = table_of(session, f"{name}{whole}" if self.has_shapes_behind else name, whole, values.dtype,
+                             self.average)
             table.push(indices, values)
             pending.append(table)
         kinds = tuple((array.shape, array.dtype.name) for array in arrays[:n])
@@ -194,20 +199,23 @@ _bundles: dict[Any, Bundle] = {}
 
 def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
     """Return what sums tensors of these *kinds* in *session*, made at the first call."""
-    codecs = _codecs(session, call, kinds) if call.choice is not None else {}
-    key = tuple(call.names), kinds, call.average, tuple(call.priorities), tuple(codecs.items())
+    names = call.names
+    if call.has_shapes_behind:
+        names = [f"{name}{shape}" for name, (shape, _) in zip(names, kinds)]
+    codecs = _codecs(session, call.choice, names, kinds) if call.choice is not None else {}
+    key = tuple(names), kinds, call.average, tuple(call.priorities), tuple(codecs.items())
     bundle = _bundles.get(key)
     if bundle is None or bundle.session is not session:
         for old in [each for each, found in _bundles.items() if found.session.closed]:
             del _bundles[old]
-        leaves = [Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(call.names, kinds)]
+        leaves = [Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds)]
         bundle = _bundles[key] = Bundle(session, specs_of(leaves, call.average, call.priorities))
     return bundle
 
 
-def _codecs(session: Session, call: _Call, kinds: _Kinds) -> dict[str, Any]:
+def _codecs(session: Session, choice: Choice, names: Sequence[str], kinds: _Kinds) -> dict[str, Any]:
     least = session.settings.min_compress_bytes
-    if len(call.names) == 1:
-        codec = chosen(call.choice, call.names[0], *kinds[0], least, is_alone=True)
-        return {} if codec is None else {call.names[0]: codec}
-    return chosen_among(call.choice, dict(zip(call.names, kinds)), least)
+    if len(names) == 1:
+        codec = chosen(choice, names[0], *kinds[0], least, is_alone=True)
+        return {} if codec is None else {names[0]: codec}
+    return chosen_among(choice, dict(zip(names, kinds)), least)

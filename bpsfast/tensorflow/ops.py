@@ -59,30 +59,30 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
     parted(compression)
     if enable_async:
         raise UnsupportedError("enable_async=True: use bpsfast.AsyncWeights for training without steps in common")
-    if isinstance(tensor, tf.IndexedSlices):
-        return reduced([tensor], [name or _name(scope, tensor.values, mean, tensor.values.shape[1:])], mean,
-                       compression=compression, sparse_as_dense=False)[0]
-    if not isinstance(tensor, tf.Tensor):
-        tensor = tensor.value() if isinstance(tensor, tf.Variable) else tensor
-    if not isinstance(tensor, tf.Tensor) or not (tensor.dtype.is_floating):
-        return reduced([tensor], [name or _name(scope, tensor, mean)], mean, compression=compression)[0]
+    is_sparse = isinstance(tensor, tf.IndexedSlices)
+    tensor = tensor.value() if isinstance(tensor, tf.Variable) else tensor
     title = name or _name(scope, tensor, mean)
+    return _summed(tensor, title, mean, compression, name is None, is_sparse)
+
+
+def _summed(tensor: Any, title: str, mean: bool, compression: CompressionLike, has_shape_behind: bool,
+            is_sparse: bool = False) -> Any:
+    def run(x: Any) -> Any:
+        return reduced([x], [title], mean, compression=compression, sparse_as_dense=False,
+                       has_shapes_behind=has_shape_behind)[0]
+
+    if is_sparse or not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
+        return run(tensor)
 
     @tf.custom_gradient
     def differentiable(x: Any) -> Any:
-        def gradient(dy: Any) -> Any:
-            return push_pull(dy, compression=compression, op=Average if mean else Sum, name=f"{title}.backward")
-
-        return reduced([x], [title], mean, compression=compression)[0], gradient
+        return run(x), lambda dy: _summed(dy, f"{title}.backward", mean, compression, has_shape_behind)
 
     return differentiable(tensor)
 
 
-def _name(scope: str, tensor: Any, mean: bool, row: Any = None) -> str:
-    """Return a name that all tensors of this kind have."""
-    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
-        kind = type(tensor).__name__
-    else:
-        shape = tensor.shape if row is None else row
-        kind = f"{tf.as_dtype(tensor.dtype).name}{tuple(shape)}{' rows' if row is not None else ''}"
-    return f"BytePSPushPull_{scope}{kind}.{'mean' if mean else 'sum'}"
+def _name(scope: str, tensor: Any, mean: bool) -> str:
+    """Return a name that all tensors of this kind have; their shape comes behind it."""
+    kind = tf.as_dtype(tensor.dtype).name if hasattr(tensor, "dtype") else type(tensor).__name__
+    form = "rows" if isinstance(tensor, tf.IndexedSlices) else "tensor"
+    return f"BytePSPushPull_{scope}{kind}.{form}.{'mean' if mean else 'sum'}"

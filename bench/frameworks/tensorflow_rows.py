@@ -1,0 +1,28 @@
+"""TensorFlow: the sum of a list, eagerly and inside `tf.function`."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from bpsfast.tensorflow.exchange import reduced
+
+
+def eager(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:
+    """Return what sums *arrays* eagerly."""
+    tensors = [tf.constant(array) for array in arrays]
+    names = [f"tensorflow eager {len(tensors)}.{i}" for i in range(len(tensors))]
+    return lambda: reduced(tensors, names, True)
+
+
+def traced(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:
+    """Return what sums *arrays* in a `tf.function` that does nothing else."""
+    tensors = [tf.constant(array) for array in arrays]
+    names = [f"tensorflow function {len(tensors)}.{i}" for i in range(len(tensors))]
+    program = tf.function(lambda tensors: reduced(tensors, names, True), autograph=False)
+    return lambda: list(program(tensors))
+
+
+ROWS = {"tf eager": eager, "tf function": traced}
