@@ -26,8 +26,8 @@ from bpsfast import logs
 from tests.every_shape import SHAPES, SturdyJob
 from tests.forked import start_server
 from tests.jobs import Job
-from tests.sysfs_trees.machine import Machine
 from tests.portions import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
+from tests.sysfs_trees.machine import Machine
 
 
 @pytest.fixture(autouse=True)

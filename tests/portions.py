@@ -22,7 +22,7 @@ _FEW = 3
 def chosen(cases: Collection[str], portion: int) -> set[str]:
     """Return every sixth of *cases* in an order that has nothing to do with how their axes vary; at least one."""
     ordered = sorted(cases, key=lambda case: (zlib.crc32(case.encode()), case))
-    return set(ordered[portion % len(ordered)::N_PORTIONS]) if len(ordered) < N_PORTIONS else set(ordered[portion::N_PORTIONS])
+    return set(ordered[portion % min(N_PORTIONS, len(ordered))::N_PORTIONS])
 
 
 def portion_of_commit() -> int:
@@ -57,7 +57,8 @@ def pytest_report_header(config: pytest.Config) -> str:
     """Say which tests are run."""
     if _takes_all(config):
         return "all cases"
-    return f"portion {portion_of_commit() + 1} of {N_PORTIONS} of each matrix, drawn by the commit; --thorough takes all cases"
+    portion = f"portion {portion_of_commit() + 1} of {N_PORTIONS}"
+    return f"{portion} of each matrix, drawn by the commit; --thorough takes all cases"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
