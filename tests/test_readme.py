@@ -1,6 +1,8 @@
 """The examples of the README run as they stand there."""
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -16,16 +18,17 @@ BPSFAST = str(Path(sys.executable).with_name("bpsfast"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=["torch", "numpy", "jax", "elastic"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["torch", "numpy", "jax", "tensorflow", "keras", "elastic"])
 def test_program(program: str, tmp_path: Path) -> None:
-    if "import torch" in program:
-        pytest.importorskip("torch", reason="torch is not installed")
-    if "import jax" in program:
-        pytest.importorskip("jax", reason="jax is not installed")
-        pytest.importorskip("optax", reason="optax is not installed")
+    for name in re.findall(r"^import (torch|jax|optax|tensorflow|keras)\b", program, re.M):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if "import keras" in program and importlib.util.find_spec("tensorflow") is None:
+        environ["KERAS_BACKEND"] = "torch"
     (tmp_path / "train.py").write_text(program)
     command = [BPSFAST, "run", "-n", "2", "--timeout", "90", "--", sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr
 
