@@ -56,9 +56,10 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     numpy_dtype = TABLE[dtype].numpy
     if device == "host":
         return np.zeros(shape, numpy_dtype).view(HostArray)
+    place = device_of(device)  # before CuPy is looked for: a wrong name is wrong with it and without
     from .cuda import CudaDevice, cupy
 
-    module, place = cupy(), device_of(device)
+    module = cupy()
     assert isinstance(place, CudaDevice), f"{device} is of no known kind"
     with place.current(f"making an array of {shape}"):
         try:
