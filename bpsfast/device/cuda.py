@@ -210,8 +210,8 @@ class CudaDevice:
         page_nbytes = mmap.PAGESIZE
         rounded = -(-nbytes // page_nbytes) * page_nbytes
         with self.current(f"making {rounded} bytes of its memory known to cards"):
-            cuda_driver.require_dma_buf(self._number)
-            self._needs_flush = cuda_driver.needs_flush(self._number)
+            cuda_driver.require_dma_buf(self.number)
+            self._needs_flush = cuda_driver.needs_flush(self.number)
             begin = int(self._runtime.malloc(rounded + page_nbytes - 1))
             address = -(-begin // page_nbytes) * page_nbytes
             try:
