@@ -72,7 +72,7 @@ def _records(address: str, elapsed_s: float, first: Sequence[Sample], last: Sequ
     number = next((each.labels["node"] for each in last if "node" in each.labels), "?")
     records = [{"section": "node", "chosen": {"address": address, "node": number},
                 "measured": {"elapsed_s": elapsed_s, **node}}]
-    for rank in sorted({each.labels["rank"] for each in last if "rank" in each.labels}, key=int):
+    for rank in sorted({each.labels["rank"] for each in last if each.name == "bpsfast_pushed_bytes_total"}, key=int):
         steps = rate("steps", rank=rank)
         records.append({"section": "rank", "chosen": {"address": address, "node": number, "rank": rank}, "measured": {
             "elapsed_s": elapsed_s, "pushed": rate("pushed_bytes", rank=rank), "steps": steps,
