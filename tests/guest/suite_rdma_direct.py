@@ -42,6 +42,7 @@ def test_sums_are_right_and_only_what_is_summed_elsewhere_goes_straight():
 _OF_ISLANDS = "from bpsfast import kernels; kernels.address('int64', 'band'), kernels.address('uint8')"
 
 
+@pytest.mark.thorough  # the emulated machine compiles kernels for minutes before
 @pytest.mark.timeout(1200)
 def test_the_root_of_an_island_sends_the_sum_of_its_machine():
     subprocess.run([sys.executable, "-c", _OF_ISLANDS], check=True, timeout=500)  # as `compiled`
