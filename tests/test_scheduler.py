@@ -1,4 +1,7 @@
-"""The scheduler and its clients over real sockets on loopback."""
+"""The scheduler and its clients over real sockets on loopback.
+
+Longer than other files: the tests share one fixture of scheduler and nodes, and one way to wait.
+"""
 from __future__ import annotations
 
 import contextlib

@@ -5,32 +5,16 @@ class (or an object) with the functions compress and decompress, written with `k
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 
-from ..compression import CodecSpec, formats, from_byteps
-from ..compression.choice import Choice, check_choice
-from ..orchestration.errors import ConfigError
+from ..compression import compressors
+from ..compression.choice import Choice
+from ..compression.compressors import Codecs, CompressionLike, Compressor, CompressorLike, NoneCompressor
 
-
-class Compressor:
-    """Leaves everything as it is: what other compressors derive from."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return what travels, a dense tensor, and what `decompress` needs."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        """Return the tensor whose shape and dtype are those before `compress`; *tensor* is the sum."""
-        return tensor
-
-
-class NoneCompressor(Compressor):
-    """Leaves everything as it is."""
+__all__ = ["BF16Compressor", "Compression", "CompressionLike", "Compressor", "CompressorLike", "FP16Compressor",
+           "NoneCompressor", "parted"]
 
 
 class _Narrowing(Compressor):
@@ -62,47 +46,14 @@ class BF16Compressor(_Narrowing):
     narrow = "bfloat16"
 
 
-class Compression:
+class Compression(Codecs):
     """The compressors to choose from, and the codecs (see `bpsfast.compression`)."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
 
-    onebit = staticmethod(formats.onebit)
-    topk = staticmethod(formats.topk)
-    randomk = staticmethod(formats.randomk)
-    dithering = staticmethod(formats.dithering)
-    float16 = staticmethod(formats.float16)
-    bfloat16 = staticmethod(formats.bfloat16)
-    int8 = staticmethod(formats.int8)
-    where_it_pays = staticmethod(formats.where_it_pays)
-    from_byteps = staticmethod(from_byteps)
-
-
-#: A compressor: a class, as in BytePS, or an object of one.
-CompressorLike: TypeAlias = type[Compressor] | Compressor
-#: What may be given as *compression*.
-CompressionLike: TypeAlias = CompressorLike | Choice | None
-
 
 def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
-    """Return the compressor, and the choice of codecs, that *compression* is: one of them, and none of the other.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither.
-    """
-    if compression is None:
-        return NoneCompressor, None
-    halves = [callable(getattr(compression, half, None)) for half in ("compress", "decompress")]
-    if all(halves):
-        return compression, None
-    if any(halves) or isinstance(compression, type) or not (
-            isinstance(compression, CodecSpec | Mapping) or callable(compression)):
-        raise ConfigError(f"compression={compression!r} is no codec, and has no functions compress and decompress: use "
-                          "Compression.none, .fp16, .bf16, a class derived from bpsfast.keras.Compressor, a codec such "
-                          "as Compression.onebit(), or a mapping of paths of variables to codecs")
-    check_choice(compression)
-    return NoneCompressor, compression
+    """As `compressors.parted`."""
+    return compressors.parted(compression, "bpsfast.keras", "paths of variables")

@@ -19,32 +19,17 @@ What travels is summed, so compress should be linear; its shape and dtype depend
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from ..compression import CodecSpec, formats, from_byteps
-from ..compression.choice import Choice, check_choice
+from ..compression import compressors
+from ..compression.choice import Choice
+from ..compression.compressors import Codecs, CompressionLike, Compressor, CompressorLike, NoneCompressor, is_compressor
 from ..orchestration.errors import ConfigError
 
-
-class Compressor:
-    """Leaves everything as it is: what other compressors derive from."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, a dense CPU tensor, and what `decompress` needs. Does not change *tensor*."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return the tensor whose shape is that before `compress`; *tensor*, the sum, may be changed and returned."""
-        return tensor
-
-
-class NoneCompressor(Compressor):
-    """Leaves everything as it is."""
+__all__ = ["BF16Compressor", "Compression", "CompressionLike", "Compressor", "CompressorLike", "FP16Compressor",
+           "NoneCompressor", "cast_dtype", "check_compression", "check_compressor", "parted"]
 
 
 class _Narrowing(Compressor):
@@ -75,7 +60,7 @@ class BF16Compressor(_Narrowing):
     narrow = torch.bfloat16
 
 
-class Compression:
+class Compression(Codecs):
     """The compressors to choose from, and the codecs (see `bpsfast.compression`).
 
     Sums of what compressors make are made in float32 and rounded once to the travelling dtype.
@@ -85,22 +70,6 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
 
-    onebit = staticmethod(formats.onebit)
-    topk = staticmethod(formats.topk)
-    randomk = staticmethod(formats.randomk)
-    dithering = staticmethod(formats.dithering)
-    float16 = staticmethod(formats.float16)
-    bfloat16 = staticmethod(formats.bfloat16)
-    int8 = staticmethod(formats.int8)
-    where_it_pays = staticmethod(formats.where_it_pays)
-    from_byteps = staticmethod(from_byteps)
-
-
-#: A compressor: a class, as in BytePS, or an object of one.
-CompressorLike: TypeAlias = type[Compressor] | Compressor
-#: What may be given as *compression*.
-CompressionLike: TypeAlias = CompressorLike | Choice
-
 
 def check_compression(compression: Any) -> None:
     """Raise `ConfigError` if *compression* is neither a compressor nor a choice of codecs."""
@@ -109,34 +78,14 @@ def check_compression(compression: Any) -> None:
 
 def check_compressor(compression: Any) -> None:
     """Raise `ConfigError` if *compression* is no compressor."""
-    if not _is_compressor(compression):
+    if not is_compressor(compression):
         raise ConfigError(f"compression={compression!r} has no functions compress and decompress: use "
                           "Compression.none, .fp16, .bf16, or a class derived from bpsfast.torch.Compressor")
 
 
 def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
-    """Return the compressor, and the choice of codecs, that *compression* is: one of them, and none of the other.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither.
-    """
-    if _is_compressor(compression):
-        return compression, None
-    if compression is None:
-        return NoneCompressor, None
-    is_half = isinstance(compression, type) or hasattr(compression, "compress") or hasattr(compression, "decompress")
-    if is_half or not (isinstance(compression, CodecSpec | Mapping) or callable(compression)):
-        raise ConfigError(f"compression={compression!r} is no codec, and has no functions compress and decompress: use "
-                          "Compression.none, .fp16, .bf16, a class derived from bpsfast.torch.Compressor, a codec such "
-                          "as Compression.onebit(), or a mapping of names to codecs")
-    check_choice(compression)
-    return NoneCompressor, compression
-
-
-def _is_compressor(compression: Any) -> bool:
-    return callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))
+    """As `compressors.parted`."""
+    return compressors.parted(compression, "bpsfast.torch")
 
 
 def cast_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype | None:

@@ -3,6 +3,8 @@
 A unit is a tensor or a fused group; its partitions have consecutive indexes and lie `stride` bytes apart, in the
 input and in the result. Results have two copies (even and odd rounds) in the segment of the node that owns the
 partition, or of this machine's node when they came over a wire: `extents` say where, run by run.
+
+Longer than other files: one round, from its begin to its end, changes one state, under one lock.
 """
 from __future__ import annotations
 

@@ -1,0 +1,81 @@
+"""Compressors: what ranks make of a tensor before it is summed, and of the sum; the same for every framework.
+
+A compressor is a class (or an object) with two functions, as in BytePS. What it makes is summed as it is, so compress
+should be linear; its shape and dtype depend on those of the tensor alone. Codecs are the nodes' (`choice`).
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from ..orchestration.errors import ConfigError
+from . import formats
+from .byteps_keywords import from_byteps
+from .choice import Choice, check_choice
+from .formats import CodecSpec
+
+
+class Compressor:
+    """Leaves everything as it is: what other compressors derive from."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return what travels, a dense tensor, and what `decompress` needs. Does not change *tensor*."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        """Return the tensor whose shape is that before `compress`; *tensor*, the sum, may be changed and returned."""
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Leaves everything as it is."""
+
+
+class Codecs:
+    """The codecs to choose from (see `bpsfast.compression`): what each framework's `Compression` has."""
+
+    onebit = staticmethod(formats.onebit)
+    topk = staticmethod(formats.topk)
+    randomk = staticmethod(formats.randomk)
+    dithering = staticmethod(formats.dithering)
+    float16 = staticmethod(formats.float16)
+    bfloat16 = staticmethod(formats.bfloat16)
+    int8 = staticmethod(formats.int8)
+    where_it_pays = staticmethod(formats.where_it_pays)
+    from_byteps = staticmethod(from_byteps)
+
+
+#: A compressor: a class, as in BytePS, or an object of one.
+CompressorLike: TypeAlias = type[Compressor] | Compressor
+#: What may be given as *compression*.
+CompressionLike: TypeAlias = CompressorLike | Choice | None
+
+
+def is_compressor(compression: Any) -> bool:
+    """Whether *compression* has both functions."""
+    return all(callable(getattr(compression, half, None)) for half in ("compress", "decompress"))
+
+
+def parted(compression: Any, module: str, names: str = "names") -> tuple[CompressorLike, Choice | None]:
+    """Return the compressor, and the choice of codecs, that *compression* is: one of them, and none of the other.
+
+    *module*, whose `Compressor` is to be derived from, and *names*, what codecs are chosen by, are for the error.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
+    if is_compressor(compression):
+        return compression, None
+    if compression is None:
+        return NoneCompressor, None
+    is_half = isinstance(compression, type) or hasattr(compression, "compress") or hasattr(compression, "decompress")
+    if is_half or not (isinstance(compression, CodecSpec | Mapping) or callable(compression)):
+        raise ConfigError(f"compression={compression!r} is no codec, and has no functions compress and decompress: use "
+                          f"Compression.none, .fp16, .bf16, a class derived from {module}.Compressor, a codec such "
+                          f"as Compression.onebit(), or a mapping of {names} to codecs")
+    check_choice(compression)
+    return NoneCompressor, compression
