@@ -65,8 +65,8 @@ class Doorkeeper:
             return None
         if fd not in self._known:
             self._hear()  # that it came was said before what it has sent could be read
-            self._strangers.pop(fd, None)
-            self._known.add(fd)
+            if self._strangers.pop(fd, None) is not None:  # else it has ended, and this was still to be read
+                self._known.add(fd)
         return fd
 
     def look(self) -> None:

@@ -137,3 +137,19 @@ def test_a_silent_stranger_is_gone_when_the_handshakes_time_is_over(server):
     ("127.0.0.1", "127.0.0.1"), ("192.0.2.1", "*"), ("localhost", "*"), ("", "*")])
 def test_only_an_address_of_this_machine_is_bound_alone(host, bound):
     assert interface(host) == bound
+
+
+def test_who_has_ended_is_not_known_for_what_is_read_afterwards(context, server, member):
+    """Else a scheduler whose job is over waits a lease for somebody who is gone."""
+    member.send(b"first")
+    server.until(lambda: server.keeper.n_known == 1)
+    member.linger = 1000
+    member.send(b"last")
+    member.close()
+    deadline = time.monotonic() + LIMIT_S
+    while server.keeper.n_known:
+        assert time.monotonic() < deadline
+        server.keeper.monitor.poll(20)
+        server.keeper.look()
+    server.until(lambda: server.received == [b"first", b"last"])
+    assert server.keeper.n_known == 0

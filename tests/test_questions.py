@@ -17,7 +17,7 @@ class Node:
         self.answers = []
         self.lost = False
 
-    def send(self, question):
+    def send(self, question, fds):
         self.asked.append(question.request)
 
     def wait(self, ready, timeout_s):
