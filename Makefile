@@ -17,13 +17,15 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests but those that need RDMA devices, two files at a time; of large matrices a sixth, drawn by the commit.
+# All tests but those that need RDMA devices, two files at a time; of large matrices and of what takes long a sixth,
+# drawn by the commit. PYTEST adds arguments.
+PYTEST ?=
 test: $(stamp) sshd mpi
-	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH)
+	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH) $(PYTEST)
 	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
 	@echo "not run here: what needs a GPU (make test-gpu: skipped where there is none)"
 
-# The whole matrices, and what takes minutes: an hour on two cores.
+# The whole matrices, and what takes minutes: some hours on two cores.
 test-thorough: THOROUGH := --thorough
 test-thorough: test
 

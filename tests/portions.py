@@ -1,7 +1,9 @@
-"""What a run of the suite leaves out, so that it ends in time on a small machine: most of each large matrix.
+"""What a run of the suite leaves out, so that it ends in time on a small machine: most of what takes long.
 
     pytestmark = pytest.mark.matrix     # of each test of three or more cases a sixth, drawn by the commit
     @pytest.mark.thorough               # nothing of it
+
+and a sixth of the other tests that are listed as costly (see `tests.costs`).
 
 Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
 """
@@ -13,6 +15,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.costs import function_of, read
 
 #: So many runs take all cases between them.
 N_PORTIONS = 6
@@ -32,15 +36,23 @@ def portion_of_commit() -> int:
     return int(done.stdout.strip() or "0", 16) % N_PORTIONS
 
 
-def left_out(names: Sequence[tuple[str, bool, bool]], portion: int) -> set[int]:
-    """Return the indices of what a run leaves out of *names*: node ids, whether thorough, whether of a matrix."""
+def left_out(names: Sequence[tuple[str, bool, bool]], portion: int, costly: Collection[str] = ()) -> set[int]:
+    """Return the indices of what a run leaves out of *names*: node ids, whether thorough, whether of a matrix.
+
+    *costly* are functions; what is of a matrix is thinned by that alone.
+    """
     matrices: dict[str, list[str]] = {}
+    long_ones = []
     for name, _, in_matrix in names:
         if in_matrix and "[" in name:
-            matrices.setdefault(name.partition("[")[0], []).append(name)
-    kept = {name for cases in matrices.values() for name in (chosen(cases, portion) if len(cases) >= _FEW else cases)}
-    return {index for index, (name, thorough, in_matrix) in enumerate(names)
-            if thorough or (in_matrix and "[" in name and name not in kept)}
+            matrices.setdefault(function_of(name), []).append(name)
+        elif function_of(name) in costly:
+            long_ones.append(name)
+    drawn = chosen(long_ones, portion) if long_ones else set()
+    for cases in matrices.values():
+        drawn |= chosen(cases, portion) if len(cases) >= _FEW else set(cases)
+    return {index for index, (name, thorough, in_matrix) in enumerate(names) if thorough
+            or (name not in drawn and ((in_matrix and "[" in name) or function_of(name) in costly))}
 
 
 def _takes_all(config: pytest.Config) -> bool:
@@ -58,7 +70,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     if _takes_all(config):
         return "all cases"
     portion = f"portion {portion_of_commit() + 1} of {N_PORTIONS}"
-    return f"{portion} of each matrix, drawn by the commit; --thorough takes all cases"
+    return f"{portion} of each matrix and of what takes long, drawn by the commit; --thorough takes all cases"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -66,6 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _takes_all(config):
         return
     out = left_out([(item.nodeid, item.get_closest_marker("thorough") is not None,
-                     item.get_closest_marker("matrix") is not None) for item in items], portion_of_commit())
+                     item.get_closest_marker("matrix") is not None) for item in items], portion_of_commit(), read())
     config.hook.pytest_deselected(items=[items[index] for index in sorted(out)])
     items[:] = [item for index, item in enumerate(items) if index not in out]

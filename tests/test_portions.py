@@ -57,6 +57,24 @@ def test_nothing_thorough_is_run():
     assert kept([("a.py::test", True, False), ("a.py::other[1]", True, True)], 0) == []
 
 
+def test_of_what_takes_long_each_run_takes_some_and_all_runs_all():
+    quick = [("a.py::quick", False, False)]
+    long_ones = [(f"{file}.py::long{case}", False, False) for file in "abcdef" for case in ("", "[0]", "[1]")]
+    costly = {f"{file}.py::long" for file in "abcdef"}
+    runs = []
+    for portion in PORTIONS:
+        out = left_out(quick + long_ones, portion, costly)
+        runs.append({index for index in range(len(quick + long_ones)) if index not in out})
+    assert all(0 in run and len(run) == 1 + len(long_ones) // N_PORTIONS for run in runs)
+    assert set().union(*runs) == set(range(len(quick + long_ones)))
+
+
+def test_a_matrix_is_not_thinned_twice():
+    names = [(case, False, True) for case in CASES]
+    for portion in PORTIONS:
+        assert left_out(names, portion, {"a.py::test"}) == left_out(names, portion)
+
+
 def outcome(folder, *arguments):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=folder, env=environ, text=True,

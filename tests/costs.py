@@ -1,0 +1,58 @@
+"""Which tests take long: `costly.txt`, as a whole run of the suite has measured it.
+
+    make test-thorough PYTEST="--junitxml=out/junit.xml"
+    python -m tests.costs out/junit.xml            # writes tests/costly.txt anew
+
+Of the tests that stand there a run takes a portion (see `tests.portions`); a test that does not is always run, so a new
+one is until the list is written again.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+#: A test is listed if one of its cases takes so long on average, on two cores that run two at a time.
+COSTLY_S = 2.0
+_PATH = Path(__file__).with_name("costly.txt")
+
+
+def function_of(name: str) -> str:
+    """Return the node id of a case without the case's own values."""
+    return name.partition("[")[0]
+
+
+def read(path: Path = _PATH) -> frozenset[str]:
+    """Return the node ids of the test functions that are listed in *path*."""
+    return frozenset(line.split()[1] for line in path.read_text().splitlines() if line)
+
+
+def measured(reports: Iterable[Path]) -> dict[str, float]:
+    """Return for each test function of *reports*, in JUnit's format, how many seconds a case takes on average."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for report in reports:
+        for case in ET.parse(report).getroot().iter("testcase"):
+            module, name = case.get("classname"), case.get("name")
+            if not module or not name or case.find("skipped") is not None:
+                continue
+            folder, file, *classes = module.split(".")
+            seconds[function_of("::".join([f"{folder}/{file}.py", *classes, name]))].append(float(case.get("time", 0)))
+    return {name: sum(times) / len(times) for name, times in seconds.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the list anew from the reports that are named."""
+    parser = argparse.ArgumentParser(prog="tests.costs", description=__doc__.partition("\n")[0])
+    parser.add_argument("reports", nargs="+", type=Path, help="of whole runs: pytest --junitxml")
+    parser.add_argument("--out", type=Path, default=_PATH)
+    chosen = parser.parse_args(arguments)
+    costs = measured(chosen.reports)
+    chosen.out.write_text("".join(f"{costs[name]:6.1f} {name}\n" for name in sorted(costs) if costs[name] >= COSTLY_S))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
