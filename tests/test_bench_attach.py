@@ -1,8 +1,9 @@
-"""bench --attach: Prometheus' text is read, a real job's numbers are those it made, refusals say what to do."""
+"""bench --attach: a real job's numbers are those it made, refusals say what to do."""
 from __future__ import annotations
 
 import json
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from click.testing import CliRunner
 
 import bpsfast
 from bpsfast.bench import attach
-from bpsfast.bench.attach import exposition
 from bpsfast.cli import cli
 from bpsfast.launch import daemons
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
@@ -22,20 +22,6 @@ def train():
     for _ in range(N_STEPS):
         bpsfast.push_pull(np.ones(NBYTES // 4, np.float32), True, "w")
     bpsfast.barrier()
-
-
-def test_samples_are_read_as_prometheus_writes_them():
-    text = '# HELP x y\n# TYPE x counter\nx_total{node="0",kind="a b,\\"c}"} 1.5e3\n\nup 1\nz{} NaN 1700000000\n'
-    found = exposition.parse(text)
-    assert [(each.name, dict(each.labels)) for each in found] == [
-        ("x_total", {"node": "0", "kind": 'a b,\\"c}'}), ("up", {}), ("z", {})]
-    assert found[0].value == 1500.0 and found[2].value != found[2].value
-
-
-@pytest.mark.parametrize("text", ["<html>", "x", "x y", 'x{a="1} 2 3 4'])
-def test_what_is_no_sample_is_refused(text):
-    with pytest.raises(ValueError):
-        exposition.parse(text)
 
 
 @pytest.fixture
@@ -83,7 +69,20 @@ def test_refusals_say_what_to_do():
     with daemons.reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
     with pytest.raises(PeerLostError, match="metrics_port"):
-        exposition.fetch(f"127.0.0.1:{port}")
+        attach.run({"attach": f"127.0.0.1:{port}"})
+    with socket.create_server(("127.0.0.1", 0)) as another, pytest.raises(ConfigError, match="speaks no HTTP"):
+        def answer():
+            stream, _ = another.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(b"SSH-2.0-other\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            attach.run({"attach": f"127.0.0.1:{another.getsockname()[1]}"})
+        finally:
+            thread.join()
     for options in ({"attach": "x"}, {"attach": " ,"}, {"attach": "a:1", "n_ranks": 2}):
         with pytest.raises(ConfigError):
             attach.run(options)

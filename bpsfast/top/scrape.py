@@ -61,7 +61,7 @@ class NotOursError(ConnectionError):
 def check() -> None:
     """Raise `ConfigError` if answers cannot be read here."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError("bpsfast top reads what nodes tell Prometheus, and needs the library prometheus_client, "
+        raise ConfigError("what nodes tell Prometheus is read with the library prometheus_client, "
                           "which is not installed: pip install 'bpsfast[metrics]'")
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bpsfast.bench import table
-from bpsfast.bench.attach import exposition
-from bpsfast.bench.attach.exposition import Sample
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError
+from bpsfast.settings import parse_address
+from bpsfast.top.scrape import NotOursError, Scrape, check, scrape
 
 _SECONDS = 10.0
+_TIMEOUT_S = 10.0
 
 
 def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep) -> list[dict[str, Any]]:
@@ -30,8 +31,10 @@ def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep)
 
     Raises
     ------
-    ConfigError, PeerLostError
-        See `exposition.fetch`.
+    ConfigError
+        An address is none, what answers there is no node of bpsfast, or Prometheus's library is not installed.
+    PeerLostError
+        No node answers there.
     """
     given = {name: value for name, value in options.items() if value is not None}
     others = given.keys() & {"n_ranks", "n_nodes", "compare", "sizes"}
@@ -40,42 +43,45 @@ def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep)
     addresses = [address.strip() for address in given["attach"].split(",") if address.strip()]
     if not addresses:
         raise ConfigError("--attach '': expected HOST:PORT of the nodes' metrics_port")
+    places = [parse_address(address, "--attach") for address in addresses]
+    check()
     began = time.time()
-    before = [_look(address) for address in addresses]
+    before = [_look(*place) for place in places]
     pause(given.get("seconds", _SECONDS))
-    after = [_look(address) for address in addresses]
     records = []
-    for address, (first_s, first), (last_s, last) in zip(addresses, before, after):
-        records += _records(address, last_s - first_s, first, last)
+    for address, place, first in zip(addresses, places, before):
+        records += _records(address, first, _look(*place))
     print(report(records))
     asked = {name: given[name] for name in ("attach", "seconds", "json_path") if name in given}
     return table.finish("attach", asked, began, records)
 
 
-def _look(address: str) -> tuple[float, list[Sample]]:
-    samples = exposition.fetch(address)
-    return time.monotonic(), samples
+def _look(host: str, port: int) -> Scrape:
+    try:
+        return scrape(host, port, _TIMEOUT_S)
+    except NotOursError as exc:
+        raise ConfigError(f"{exc}: expected a node's metrics_port (BPSFAST_METRICS_PORT)") from exc
+    except OSError as exc:
+        raise PeerLostError(f"no node answers at {host}:{port}: {exc}; does its job run with metrics_port "
+                            "(BPSFAST_METRICS_PORT)?") from exc
 
 
-def _records(address: str, elapsed_s: float, first: Sequence[Sample], last: Sequence[Sample]) -> list[dict[str, Any]]:
+def _records(address: str, first: Scrape, last: Scrape) -> list[dict[str, Any]]:
     """Return a record of the node, and one of each rank of it. A counter that is new began at 0."""
-    known = {(each.name, *sorted(each.labels.items())): each.value for each in first}
-    grown = [Sample(each.name, each.labels, each.value - known.get((each.name, *sorted(each.labels.items())), 0.0))
-             for each in last if each.name.endswith("_total")]
+    elapsed_s = last.time_s - first.time_s
 
     def rate(name: str, **labels: str) -> float:
-        return sum(each.value for each in grown if each.name == f"bpsfast_{name}_total"
-                   and labels.items() <= each.labels.items()) / elapsed_s
+        full = f"bpsfast_{name}_total"
+        return (last.sum(full, **labels) - first.sum(full, **labels)) / elapsed_s
 
     node = {"sent": rate("sent_bytes"), "received": rate("received_bytes"), "published": rate("published_bytes"),
             "summed": rate("summed_bytes"), "cpu_share": rate("node_cpu_seconds")}
-    number = next((each.labels["node"] for each in last if "node" in each.labels), "?")
+    number = str(last.node)
     records = [{"section": "node", "chosen": {"address": address, "node": number},
                 "measured": {"elapsed_s": elapsed_s, **node}}]
-    for rank in sorted({each.labels["rank"] for each in last if each.name == "bpsfast_pushed_bytes_total"}, key=int):
-        steps = rate("steps", rank=rank)
+    for rank in sorted((each.labels["rank"] for each in last.all("bpsfast_pushed_bytes_total")), key=int):
         records.append({"section": "rank", "chosen": {"address": address, "node": number, "rank": rank}, "measured": {
-            "elapsed_s": elapsed_s, "pushed": rate("pushed_bytes", rank=rank), "steps": steps,
+            "elapsed_s": elapsed_s, "pushed": rate("pushed_bytes", rank=rank), "steps": rate("steps", rank=rank),
             "exposed_share": rate("exposed_seconds", rank=rank)}})
     return records
 
