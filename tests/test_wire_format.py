@@ -31,10 +31,11 @@ def spelled(kind):
 
 def lines(kind):
     config = kind.__struct_config__
-    yield f"{kind.__name__} {'tag ' + repr(config.tag) if config.tag else 'record'}{', array' if config.array_like else ''}"
+    tag = f"tag {config.tag!r}" if config.tag else "record"
+    yield f"{kind.__name__} {tag}{', array' if config.array_like else ''}"
     for field in msgspec.structs.fields(kind):
-        default = "" if field.required else f" = {field.default!r}" if field.default is not msgspec.NODEFAULT else " = made"
-        yield f"    {field.encode_name}: {spelled(field.type)}{default}"
+        default = "made" if field.default is msgspec.NODEFAULT else repr(field.default)
+        yield f"    {field.encode_name}: {spelled(field.type)}{'' if field.required else ' = ' + default}"
 
 
 def test_the_format_is_that_of_its_version(golden):
