@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint wheels setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -86,10 +86,17 @@ view := $(VENV)/view
 lint: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[lint,test]
 	$(bin)/ruff check bpsfast orchestration tests bench examples pyx
+	PATH=$(CURDIR)/$(bin):$$PATH cython-lint --max-line-length 120 pyx
 	rm -rf $(view) && mkdir -p $(view)/bpsfast
 	ln -s $(CURDIR)/bpsfast/* $(CURDIR)/orchestration $(CURDIR)/pyx $(view)/bpsfast/
 	MYPYPATH=$(view) $(bin)/mypy --no-incremental --config-file pyproject.toml -p bpsfast
 	$(bin)/mypy bench
+
+# An sdist and wheels for these interpreters, into dist/, each tried without a compiler: two minutes for each.
+PYTHONS ?= $(PYTHON)
+wheels: $(stamp)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[release,test]
+	$(bin)/python -m tests.wheels $(PYTHONS)
 
 # Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
 races: $(stamp)

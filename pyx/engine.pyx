@@ -17,7 +17,7 @@ Longer than other files: one extension type can only be written in one place; wh
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
@@ -28,16 +28,16 @@ from pyx.core cimport (
     BPS_RETIRED, BPS_SHM_PEER, BPS_SUCCEEDED, BPS_WIRE_PEER, bps_abort, bps_codec, bps_core, bps_core_free,
     bps_core_make, bps_decode_fn, bps_detach, bps_divide_fn, bps_encode_fn, bps_event, bps_events, bps_events_await,
     bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap, bps_give_up, bps_input, bps_kernel,
-    bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free, bps_progress,
-    bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free, bps_store_kernel,
-    bps_store_make, bps_succeed, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
+    bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free,
+    bps_progress, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free,
+    bps_store_kernel, bps_store_make, bps_succeed, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
     bps_table_report, bps_table_retire, bps_was_told, bps_weight_store,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    bps_arrived_fn, bps_board, bps_board_word, bps_counted, bps_doorbell, bps_lane, bps_lane_capacity, bps_load,
-    bps_notify_fn, bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    bps_board, bps_board_word, bps_counted, bps_doorbell, bps_lane, bps_lane_capacity, bps_load,
+    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
 
@@ -178,7 +178,7 @@ cdef class Engine:
     def make_store(uint32_t n_parts, *, uintptr_t kernel, uintptr_t weights, uintptr_t momentum=0,
                    uint64_t momentum_nbytes=0, double learning_rate=1.0, double mu=0.0, int64_t staleness=-1,
                    int64_t backups=-1):
-        """Return what *n_parts* parts, one of each worker, are to be added with: pushes are applied to a store (`store.h`).
+        """Return what *n_parts* parts, one of each worker, are to be added with: pushes go to a store (`store.h`).
 
         *kernel* is that of `store_kernels`; *weights* and *momentum* (0: pushes are added) are the store's memory,
         which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`. *backups* >= 0:
@@ -218,9 +218,12 @@ cdef class Engine:
                  kept_round)
 
     def give_up(self, uint32_t part, uint32_t kept_round):
-        """Forget *part*, owned here and pushed by no rank here, after *kept_round*. Only while frozen (else ValueError).
+        """Forget *part*, owned here and pushed by no rank here, after *kept_round*.
+
+        Only while frozen (else ValueError).
         """
-        _succeeded(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}", "elsewhere")
+        _succeeded(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}",
+                   "elsewhere")
 
     def detach(self, uint32_t source):
         """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""

@@ -15,7 +15,8 @@ cdef class _Held:
         return <bps_lane *>self.view.buf
 
     cdef bps_doorbell *doorbell(self) except NULL:
-        if self.view.len < <Py_ssize_t>sizeof(bps_doorbell) or (<bps_doorbell *>self.view.buf).magic != BPS_DOORBELL_MAGIC:
+        cdef bps_doorbell *bell = <bps_doorbell *>self.view.buf
+        if self.view.len < <Py_ssize_t>sizeof(bps_doorbell) or bell.magic != BPS_DOORBELL_MAGIC:
             raise ValueError(f"the buffer of {self.view.len} bytes is no formatted doorbell")
         return <bps_doorbell *>self.view.buf
 

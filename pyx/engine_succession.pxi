@@ -1,7 +1,7 @@
 # What an engine says of parts whose owner is another one from now on; included by engine.pyx.
 
 cdef int _succeeded(int status, str what, str owner="here") except -1:
-    """Raise ValueError if *status*, of a call about *what*, is not BPS_SUCCEEDED; *owner*: where it must not be owned."""
+    """Raise ValueError if *status*, of a call about *what*, is not BPS_SUCCEEDED; *owner*: where none owns it."""
     if status == BPS_NOT_FROZEN:
         raise ValueError(f"{what}: only a frozen engine changes owners")
     if status == BPS_NO_PART:

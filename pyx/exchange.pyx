@@ -11,7 +11,7 @@ valid until `close`; not for use after a fork.
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EAGAIN, EIO, ETIMEDOUT, errno
+from libc.errno cimport EAGAIN, ETIMEDOUT
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset

@@ -10,7 +10,7 @@ NumPy array never points into freed memory. A `Shadow` is addresses that stand f
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EINVAL, ENOSYS, errno
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 from libc.string cimport strerror
 
 import os
@@ -36,7 +36,7 @@ cdef extern from *:
     #define F_SEAL_GROW 4
     #endif
     static int bps_seal(int fd) { return fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW); }
-    /* mbind without libnuma: pages of these bytes are taken from node, of another one where it is full. 0 or an errno. */
+    /* mbind without libnuma: pages of these bytes are taken from node, of another one where it is full. 0 or errno. */
     #define BPS_MOST_NODES 1024
     static int bps_prefer_node(void *address, size_t nbytes, unsigned int node) {
         enum { BITS = 8 * sizeof(unsigned long), PREFERRED = 1 };
@@ -108,8 +108,8 @@ cdef class Segment:
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
     Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if *pool* is
-    set and it holds enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where shmem_enabled in
-    /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
+    set and it holds enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where
+    shmem_enabled in /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
     Pages are those of NUMA node *node* (-1: the one that touches them first) as long as that has some and mbind is not
     refused, see `bind_errno`. The memory is zero. Any thread; the object owns descriptor and mapping.
 

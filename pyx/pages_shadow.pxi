@@ -5,8 +5,8 @@
 cdef class Shadow:
     """Addresses of this process that stand for *nbytes* of another device's memory, whose descriptor is *fd*.
 
-    Nobody here can read or write there: whoever tries gets SIGSEGV, and with that address a kernel call EFAULT. They are
-    what a card is told (the iova of a registration), and what tells such memory from all other.
+    Nobody here can read or write there: whoever tries gets SIGSEGV, and with that address a kernel call EFAULT. They
+    are what a card is told (the iova of a registration), and what tells such memory from all other.
 
     *maps*: the descriptor is a memfd, which stands in for a device's. It is mapped, and a buffer, until `shut`: for
     those who register it as ordinary memory. The descriptor becomes ours, as for `Segment.attach`. Any thread.

@@ -186,8 +186,8 @@ cdef class VerbsLoop:
         finally:
             perf.posted_ns = perf.completed_ns = NULL
         self._check(rc)
-        return (perf.sent, perf.received, max(0, <int64_t>(perf.ended_ns - perf.begun_ns)) / 1e9, posted.data(perf.sent),
-                completed.data(perf.sent))
+        return (perf.sent, perf.received, max(0, <int64_t>(perf.ended_ns - perf.begun_ns)) / 1e9,
+                posted.data(perf.sent), completed.data(perf.sent))
 
     def latency(self, uint64_t n, bint first):
         """Take *n* turns; the side that is *first* begins. Return the nanoseconds of each, as uint64."""

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Seals of an encrypted connection, one for each direction (`seal.h`): records of AES-256-GCM by OpenSSL's libcrypto."""
+"""Seals of an encrypted connection, one for each direction (`seal.h`): AES-256-GCM records by OpenSSL's libcrypto."""
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport uint64_t, uintptr_t
@@ -38,7 +38,8 @@ def load():
         if missing == NULL:
             _is_loaded = True
             return
-        found.append(f"{name.decode()}: {'not found' if missing == <const char *>name else missing.decode() + ' not in it'}")
+        what = "not found" if missing == <const char *>name else missing.decode() + " not in it"
+        found.append(f"{name.decode()}: {what}")
     if not _is_loaded:
         raise OSError("; ".join(found))
 
@@ -94,8 +95,8 @@ cdef class Seal:
         """Return what the peer has closed as the next record; raises `ValueError` if this is not it."""
         cdef Py_ssize_t nbytes = record.shape[0] - BPS_SEAL_TAG
         if self.closes or not 0 <= nbytes <= BPS_SEAL_RECORD:
-            raise ValueError(f"a record of {record.shape[0]} bytes: it has {BPS_SEAL_TAG} to {BPS_SEAL_RECORD} more, and "
-                             "is opened by a seal that opens")
+            raise ValueError(f"a record of {record.shape[0]} bytes: it has {BPS_SEAL_TAG} to {BPS_SEAL_RECORD} more, "
+                             "and is opened by a seal that opens")
         cdef bytes plain = PyBytes_FromStringAndSize(NULL, nbytes)
         if bps_seal_open(self.seal, &record[0], <size_t>nbytes, PyBytes_AS_STRING(plain)):
             raise ValueError("a record that the peer has not sealed, or not next")

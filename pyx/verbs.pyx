@@ -40,8 +40,8 @@ from pyx.ibverbs cimport (
     BPS_WR_RDMA_WRITE, BPS_WR_RDMA_WRITE_WITH_IMM, BPS_WR_SEND, BPS_WR_SEND_WITH_IMM, bps_await_fd,
     bps_device_is_gone, bps_ibv_async_event, bps_ibv_comp_channel, bps_ibv_context, bps_ibv_cq, bps_ibv_device,
     bps_ibv_device_attr, bps_ibv_gid, bps_ibv_mr, bps_ibv_pd, bps_ibv_port_attr, bps_ibv_qp, bps_ibv_qp_attr,
-    bps_ibv_qp_init_attr, bps_ibv_wc, bps_reg_dmabuf_mr, bps_reg_mr, bps_req_notify_cq, bps_take_cq_event, bps_unblock, bps_verbs, bps_verbs_open,
-    bps_wc_immediate,
+    bps_ibv_qp_init_attr, bps_ibv_wc, bps_reg_dmabuf_mr, bps_reg_mr, bps_req_notify_cq,
+    bps_take_cq_event, bps_unblock, bps_verbs, bps_verbs_open, bps_wc_immediate,
 )
 from pyx.words cimport bps_now_ns
 

@@ -239,8 +239,8 @@ cdef class QueuePair:
         active_mtu = self._look(port, gid, gid_index)
         if mtu > active_mtu:
             raise OSError(EINVAL, f"{self.domain.device.name} port {port}: INIT -> RTR with mtu={mtu}, but its "
-                                  f"active_mtu is {active_mtu}: use that on both sides, or raise the MTU of the network "
-                                  "interface")
+                                  f"active_mtu is {active_mtu}: use that on both sides, or raise the MTU of the "
+                                  "network interface")
         self._modify(&attr, BPS_QP_STATE | BPS_QP_AV | BPS_QP_PATH_MTU | BPS_QP_DEST_QPN | BPS_QP_RQ_PSN
                      | BPS_QP_MAX_DEST_RD_ATOMIC | BPS_QP_MIN_RNR_TIMER, "INIT -> RTR", shown)
         self.peer = f"queue pair {peer_number} at {_gid_text(gid) if gid is not None else f'LID {lid}'}"

@@ -13,13 +13,17 @@ import msgspec
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Message, Record
 from bpsfast.orchestration.store import StoreSpec
+from bpsfast.transport.rdma import offer  # whose messages stand there
 
 HEADER = Path(__file__).resolve().parents[1] / "pyx" / "wire.h"
 
 
+MODULES = (Message.__module__, offer.__name__)  # tests and benches have messages of their own
+
+
 def family(root):
     for kind in root.__subclasses__():
-        if kind.__module__.startswith("bpsfast."):  # tests have messages of their own
+        if kind.__module__ in MODULES:
             yield kind
         yield from family(kind)
 
