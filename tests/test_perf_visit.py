@@ -9,12 +9,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from bpsfast import settings
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.perf import control as lines, plan as plans
+from bpsfast.perf import control as lines, plan as plans, report
 from bpsfast.perf.visit import Visit
+from tests import json_schemas as schemas
 
 KEY = b"k" * 32
 
@@ -45,12 +47,19 @@ def measure(verb, given, server_given=None, loaded=None):
         return client, served.result()
 
 
+def by_schema(client, row):
+    shown = msgspec.json.encode(report.data(client.plan, client.places, client.rows))
+    for each in msgspec.json.decode(shown, type=schemas.Perf, strict=True).rows:
+        msgspec.convert(each, row, strict=True)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("given", [
     {"iterations": 50, "sizes": (1, 1000, 70_000)}, {"duration_s": 0.05}, {"iterations": 20, "depth": 1},
 ])
 def test_bandwidth(transport, given):
     client, server = measure("bw", given | {"transport": transport})
+    by_schema(client, schemas.Perf.Bandwidth)
     assert [row["nbytes"] for row in client.rows] == list(given.get("sizes", (65536,)))
     for row in client.rows:
         assert row["messages"] == given["iterations"] if "iterations" in given else row["messages"] > 0
@@ -71,6 +80,7 @@ def test_both_ways_over_several_streams(given):
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_latency(transport):
     client, server = measure("lat", {"transport": transport, "iterations": 200, "sizes": (8, 4096)})
+    by_schema(client, schemas.Perf.Latency)
     for row in client.rows:
         assert 0 < row["min_s"] <= row["typical_s"] <= row["p99_s"] <= row["p999_s"] <= row["max_s"]
         assert len(row["samples_s"]) == 200 and row["n_warmup"] == 20

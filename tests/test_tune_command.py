@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +15,7 @@ from bpsfast import profile
 from bpsfast.cli import cli
 from bpsfast.commands import tune
 from bpsfast.tune.search import Outcome
+from tests import json_schemas as schemas
 
 without_devices = pytest.mark.skipif(
     os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
@@ -119,6 +121,7 @@ def test_a_job_that_ends_early_is_said_to(tmp_path):
     done = tune_job(tmp_path, 9, 3, "--json", "-o", "found.json")
     assert done.returncode != 0, "the program's own"
     found = json.loads((tmp_path / "found.json").read_text())
+    msgspec.convert(found, schemas.TunedJob, strict=True)
     assert not found["is_over"] and found["trials"][0]["reason"] == "present"
     assert not (tmp_path / "bpsfast").exists()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
+
 from bpsfast.doctor.finding import passed, skipped, warned
 from bpsfast.nic.counters import Delta
 from bpsfast.tune import knobs, report
@@ -11,6 +13,7 @@ from bpsfast.tune.comparison import compare
 from bpsfast.tune.field import Way
 from bpsfast.tune.search import Knob, Outcome, Step
 from bpsfast.tune.trial import INCAST, LATENCY, ONE_WAY, TWO_WAY
+from tests import json_schemas as schemas
 from tests.test_knobs import rail, side
 
 LOADS = (ONE_WAY, TWO_WAY, INCAST, LATENCY)
@@ -63,6 +66,7 @@ def test_the_head_says_who_measures_what_and_what_not():
 
 def test_json_has_base_units_and_everything_that_was_tried():
     shown = json.loads(json.dumps(report.data(session({"out_of_sequence": 7}), outcome(), passed("well"), None)))
+    msgspec.convert(shown, schemas.TunedRdma, strict=True)
     assert shown["loads"][LATENCY]["unit"] == "s" and shown["loads"][LATENCY]["before"]["median"] == 1 / 2e5
     assert shown["loads"][INCAST]["after"]["median"] == 2e9 and shown["loads"][INCAST]["verdict"] == "better"
     assert shown["changes"] == {"rdma_mtu": 1024} and shown["network"]["troubled"]
