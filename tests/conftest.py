@@ -173,6 +173,12 @@ def recorded_machine(tmp_path: Path) -> Callable[[str], Machine]:
 
 
 def pytest_configure() -> None:
+    with contextlib.suppress(ImportError):  # tests of a GPU's machine are run with what is there
+        from hypothesis import HealthCheck, settings
+
+        # how long an example takes on a machine that others use, too, tells nothing
+        settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("shared machine")
     # A shell that started the tests with `&` ignores Ctrl-C for them, and for every process they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

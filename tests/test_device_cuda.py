@@ -45,14 +45,14 @@ def called(path):
     return found
 
 
-USED = sorted(set().union(*(called(DEVICE / name) for name in ("cuda.py", "places.py", "arrays.py"))), key=str)
+USED = sorted(set().union(*(called(path) for path in sorted(DEVICE.glob("*.py")))), key=str)
 
 
 def test_what_is_called_was_found():
     names = {name for name, _, _ in USED}
     assert {"cuda.Event", "cuda.Stream", "cuda.runtime.memcpyAsync", "cuda.runtime.eventQuery",
-            "cuda.runtime.hostRegister", "cuda.runtime.setDevice", "cuda.runtime.pointerGetAttributes",
-            "zeros"} <= names
+            "cuda.runtime.hostRegister", "cuda.runtime.ipcOpenMemHandle", "RawModule",
+            "cuda.runtime.setDevice", "cuda.runtime.pointerGetAttributes", "zeros"} <= names
     assert "cuda.ExternalStream" not in names, "deprecated since CuPy 14"
 
 
@@ -61,6 +61,8 @@ def test_cupy_has_what_is_called():
     import cupy
 
     for name, n_arguments, words in USED:
+        if name.startswith("cuda.nccl") and not hasattr(cupy.cuda, "nccl"):
+            continue  # NCCL's library is not here
         found = cupy
         for part in name.split("."):
             found = getattr(found, part)
@@ -71,8 +73,20 @@ def test_cupy_has_what_is_called():
         except ValueError:  # compiled: its docstring begins with "hostRegister(intptr_t ptr, size_t size, ...)"
             line = (found.__doc__ or "").partition("\n")[0]
             if "(" in line:
-                parameters = list(filter(None, line.partition("(")[2].rpartition(")")[0].split(", ")))
-                assert len([each for each in parameters if "=" not in each]) <= n_arguments <= len(parameters), line
+                declared = list(filter(None, line.partition("(")[2].rpartition(")")[0].split(", ")))
+                names = [each.partition("=")[0].split()[-1] for each in declared]
+                places = names[:names.index("*")] if "*" in names else names
+                needed = {name for name, each in zip(names, declared) if "=" not in each} - {"*"}
+                assert n_arguments <= len(places) and needed <= {*places[:n_arguments], *words} <= set(names), line
+
+
+@pytest.mark.skipif(not HAS_CUPY, reason="CuPy is not installed")
+def test_cupy_takes_a_stream_of_ours_for_one():
+    import cupy
+
+    if not hasattr(cupy.cuda.Stream, "from_external"):
+        pytest.skip(f"CuPy {cupy.__version__} has no Stream.from_external")
+    assert cupy.cuda.Stream.from_external(cuda.CudaStream(None, 4096, None)).ptr == 4096
 
 
 @pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed")

@@ -90,6 +90,10 @@ class CudaStream:
     def __init__(self, device: CudaDevice, handle: int, keeps: object) -> None:
         self._device, self.handle, self._keeps = device, handle, keeps
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of this protocol of CUDA's Python libraries, and the handle."""
+        return 0, self.handle
+
     def record(self) -> CudaEvent:
         """See `Stream`."""
         module = cupy()

@@ -90,5 +90,5 @@ def sum_kernel(dtype: str, number: int) -> Any:
     """Return CuPy's kernel for *dtype*, compiled for the current device, which is *number*: some versions keep that of
     the first one.
     """
-    module = cupy().RawModule(code="#define DEVICE __device__\n" + SOURCE, options=("-std=c++11",))
-    return module.get_function(f"sum_{dtype}")
+    compiled = cupy().RawModule(code="#define DEVICE __device__\n" + SOURCE, options=("-std=c++11",))
+    return compiled.get_function(f"sum_{dtype}")

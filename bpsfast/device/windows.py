@@ -211,7 +211,7 @@ class CudaWindows:
                      np.int64(self._group.rank), np.int64(self._group.size), np.int64(n))
         with self._device.current(f"summing {nbytes} bytes in an island"):
             kernel = sum_kernel(dtype, self._device.number)
-            with cupy().cuda.ExternalStream(_handle(stream)):
+            with _current(stream):
                 kernel((min(_BLOCKS, -(-n // _THREADS)),), (_THREADS,), arguments)
 
     def record(self, stream: Stream, number: int) -> None:
@@ -238,6 +238,14 @@ class CudaWindows:
                 runtime.free(self._table)
         self._events, self._opened, self._table = {}, {}, 0
         _kept.setdefault(self._key, []).append(self._own)
+
+
+def _current(stream: Stream) -> Any:
+    """Return what makes *stream* the one that CuPy's kernels go to, as a context."""
+    kinds = cupy().cuda
+    if hasattr(kinds.Stream, "from_external"):  # since CuPy 14, which warns of the old way
+        return kinds.Stream.from_external(stream)
+    return kinds.ExternalStream(_handle(stream))
 
 
 def _handle(stream: Stream) -> int:
