@@ -30,7 +30,8 @@ def records(path: Path) -> list[_Record]:
         If there is none at *path*.
     """
     if not path.exists():
-        raise ConfigError(f"{path} is missing: `bpsfast bench {path.stem.partition('_one')[0]} --json {path}` writes it")
+        bench = path.stem.partition("_one")[0]
+        raise ConfigError(f"{path} is missing: `bpsfast bench {bench} --json {path}` writes it")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
 
@@ -50,7 +51,7 @@ def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
 
 
 def steps(rows: Sequence[_Record]) -> dict[str, tuple[float, float]]:
-    """Return for each way to train a step's median and what the simulator says of it, in times of the same step alone."""
+    """Return for each way to train a step's median and what the simulator says, in times of the same step alone."""
     return {row["chosen"]["way"]: (row["measured"]["median_s"] / row["measured"]["alone_s"],
                                    row["simulated"]["step_s"] / row["measured"]["alone_s"]) for row in rows}
 
