@@ -29,7 +29,8 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 #: Frameworks that are not installed: their adapters' docstrings are read all the same.
 autodoc_mock_imports = [name for name in ("jax", "optax", "keras", "mxnet", "tensorflow")
                         if importlib.util.find_spec(name) is None]
-_MockObject.__setitem__ = lambda self, key, value: None  # JAX's tables, in which a primitive writes its rules
+#: JAX's tables, in which a primitive writes its rules.
+setattr(_MockObject, "__setitem__", lambda self, key, value: None)  # noqa: B010 - mypy knows no such method
 
 
 def setup(app: Any) -> None:

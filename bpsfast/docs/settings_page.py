@@ -5,7 +5,6 @@ where the page is not up to date.
 """
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from bpsfast import settings
@@ -42,8 +41,8 @@ def written(page: str) -> str:
         begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
             raise ValueError(f"{begin.strip()} and {end} must stand in the page once each, around the table of {name}")
-        page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, begin=begin, rows=rows, end=end:
-                      f"{begin}\n{_markdown(rows)}\n{end}", page, flags=re.S)
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{_markdown(rows)}\n{end}{rest.partition(end)[2]}"
     return page
 
 
