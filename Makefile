@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers bench expr1 expr2 expr3 chaos soak lint wheels setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers docs bench expr1 expr2 expr3 chaos soak lint wheels setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -97,6 +97,13 @@ PYTHONS ?= $(PYTHON)
 wheels: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[release,test]
 	$(bin)/python -m tests.wheels $(PYTHONS)
+
+# Pages and API reference, below out/docs. A warning fails it. The docstrings of frameworks that are not installed are read, too.
+docs: $(stamp)
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[docs]
+	$(bin)/python -m bpsfast.docs.settings_page
+	$(bin)/sphinx-build --quiet --fail-on-warning --keep-going -c bpsfast/docs -b html . out/docs
+	@echo "written: out/docs/bpsfast/docs/index.html"
 
 # Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
 races: $(stamp)

@@ -38,6 +38,7 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/keras/tensorflow_exchange.py", _CORE | {"tensorflow"}),
     Layer("bpsfast/keras/torch_exchange.py", _CORE | {"torch"}),
     Layer("bpsfast/keras", _CORE | {"keras"}),
+    Layer("bpsfast/docs", _CORE | {"pygments", "sphinx"}),
     Layer("bpsfast/mxnet", _CORE | {"mxnet"}),
     Layer("bpsfast/tensorflow", _CORE | {"tensorflow"}),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),

@@ -80,6 +80,8 @@ def test_sdist_holds_sources_and_nothing_built(built: Built) -> None:
     for folder in ("bpsfast", "orchestration", "bench", "tests", "examples"):
         wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "native").rglob("*.[ch]")}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "bpsfast" / "docs").glob("*.md")}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*file")}
     assert wanted <= names, wanted - names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or re.fullmatch(r"pyx/.*\.c", name)]
 
@@ -90,7 +92,8 @@ def test_wheel_holds_types_and_compiled_modules(built: Built) -> None:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     assert {"bpsfast/py.typed", "bpsfast/orchestration/py.typed"} <= names
     assert {f"bpsfast/pyx/{module}{end}" for module in MODULES for end in (".pyi", suffix)} <= names
-    assert not [name for name in names if name.startswith(("tests/", "examples/", "pyx/", "bench/", "orchestration/"))]
+    others = ("tests/", "examples/", "pyx/", "bench/", "orchestration/", "bpsfast/docs/")
+    assert not [name for name in names if name.startswith(others)]
 
 
 def test_installed_package_works_from_another_folder(built: Built, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""``python -m bpsfast.bench.drawn``: plots of result files that are there, for the README; nothing is measured.
+
+``push_pull_one_machine.png``: how many times as long gloo and MPI take as ours, over size (of
+`push_pull_one_machine.jsonl`); ``schedule.png``: a step by each way of training beside what the simulator says (of
+`schedule.jsonl`). A file whose records are measured anew is drawn anew by the same command.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bpsfast.bench import plots
+from bpsfast.commands import exits
+from bpsfast.orchestration.errors import ConfigError
+
+RESULTS = Path(__file__).parent / "results"
+_Record = Mapping[str, Any]
+
+
+def records(path: Path) -> list[_Record]:
+    """Return the rows of a result file.
+
+    Raises
+    ------
+    ConfigError
+        If there is none at *path*.
+    """
+    if not path.exists():
+        bench = path.stem.partition("_one")[0]
+        raise ConfigError(f"{path} is missing: `bpsfast bench {bench} --json {path}` writes it")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+
+
+def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
+    """Return for each other way to sum, by bytes: its median time in times of ours, which copies in and out too."""
+    medians: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["section"] == "by size":
+            chosen = row["chosen"]
+            medians.setdefault(chosen["operation"], {})[chosen["nbytes"]] = row["measured"]["median_s"]
+    ours = medians.pop("torch")
+    fastest = {nbytes: min(of[nbytes] for name, of in medians.items() if name.startswith("mpi") and nbytes in of)
+               for nbytes in ours}
+    others = {"gloo": medians["gloo"], "Open MPI, the best of three ways": fastest,
+              "bpsfast, arrays of bpsfast.empty": medians["numpy"]}
+    return {name: {nbytes: of[nbytes] / ours[nbytes] for nbytes in sorted(ours)} for name, of in others.items()}
+
+
+def steps(rows: Sequence[_Record]) -> dict[str, tuple[float, float]]:
+    """Return for each way to train a step's median and what the simulator says, in times of the same step alone."""
+    return {row["chosen"]["way"]: (row["measured"]["median_s"] / row["measured"]["alone_s"],
+                                   row["simulated"]["step_s"] / row["measured"]["alone_s"]) for row in rows}
+
+
+@click.command()
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
+              help="Folder of the plots.")
+@exits.errors_in_words
+def main(out: Path) -> None:
+    """Draw the plots of results that are there."""
+    plots.check()
+    out.mkdir(parents=True, exist_ok=True)
+    with plots.figure(7.0, 4.0) as (made, (panel,)):
+        for name, ratios in times_ours(records(RESULTS / "push_pull_one_machine.jsonl")).items():
+            panel.plot(list(ratios), list(ratios.values()), "o-", label=name)
+        panel.axhline(1.0, color="black", linewidth=1.0, label="bpsfast, PyTorch's tensors in place")
+        panel.set(xscale="log", yscale="log", xlabel="bytes of an array, two ranks of one machine",
+                  ylabel="median time, in times of bpsfast's")
+        panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        plots.save(made, str(out / "push_pull_one_machine.png"))
+    with plots.figure(7.0, 4.0) as (made, (panel,)):
+        found = steps(records(RESULTS / "schedule.jsonl"))
+        panel.barh(list(found), [measured for measured, _ in found.values()], label="measured")
+        panel.plot([simulated for _, simulated in found.values()], list(found), "k|", markersize=14, label="simulated")
+        panel.axvline(1.0, color="black", linewidth=1.0, label="the same step without any exchange")
+        panel.set(xlabel="time of a step, in times of the same without any exchange")
+        panel.invert_yaxis()
+        panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+        plots.save(made, str(out / "schedule.png"))
+    click.echo(f"{out}/push_pull_one_machine.png, {out}/schedule.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Plots of results that are there."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bpsfast.bench import drawn, plots
+
+
+def test_times_and_steps_are_those_of_the_records() -> None:
+    def row(operation: str, median_s: float, section: str = "by size") -> dict:
+        return {"section": section, "chosen": {"operation": operation, "nbytes": 8}, "measured": {"median_s": median_s}}
+
+    rows = [row("torch", 2.0), row("numpy", 1.0), row("gloo", 8.0), row("mpi", 6.0), row("mpi 4 MB", 3.0),
+            row("memory", 0.5), row("gloo", 99.0, "latency")]
+    assert drawn.times_ours(rows) == {"gloo": {8: 4.0}, "Open MPI, the best of three ways": {8: 1.5},
+                                      "bpsfast, arrays of bpsfast.empty": {8: 0.5}}
+    way = {"chosen": {"way": "fifo"}, "measured": {"median_s": 3.0, "alone_s": 2.0}, "simulated": {"step_s": 2.5}}
+    assert drawn.steps([way]) == {"fifo": (1.5, 1.25)}
+
+
+def test_the_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (lacking := plots.missing()) is not None:
+        pytest.skip(lacking)
+    done = CliRunner().invoke(drawn.main, ["--out", str(tmp_path / "plots")])
+    assert done.exit_code == 0, done.output
+    for name in ("push_pull_one_machine.png", "schedule.png"):
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(drawn, "RESULTS", tmp_path)
+    done = CliRunner().invoke(drawn.main, ["--out", str(tmp_path / "plots")])
+    assert done.exit_code == 2 and "bpsfast bench push_pull --json" in done.output
