@@ -22,8 +22,7 @@ from bpsfast.bench import plots, schedule, table
 from bpsfast.bench.expr2 import constants
 from bpsfast.commands import exits
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.simulator import breakdown as simulated
-from bpsfast.simulator import paper
+from bpsfast.simulator import breakdown as simulated, paper
 
 RESULTS = Path(__file__).parent / "results"
 #: Part of the design -> the row of `bench schedule` that has it and all parts before it.
@@ -131,21 +130,22 @@ def plot(records: Sequence[_Record], path: Path) -> None:
     packets = [record for record in records if record["section"] == "packets"]
     gpus = [record for record in records if record["section"] == "simulated"]
     with plots.figure(7.5, 4.2, 2) as (made, (left, right)):
-        at = range(len(packets))
+        at = [float(x) for x in range(len(packets))]
         left.bar([x - 0.2 for x in at], [record["measured"]["efficiency"] for record in packets], 0.4, label="measured")
         left.bar([x + 0.2 for x in at], [record["simulated"]["efficiency"] for record in packets], 0.4,
                  label="simulated", color="C7")
         for x, record in enumerate(packets):
             samples = [record["measured"]["alone_s"] / sample for sample in record["measured"]["samples_s"]]
             left.plot([x - 0.2] * len(samples), samples, ".", color="black", markersize=3)
-        left.set_xticks(list(at), [record["chosen"]["part"].replace(" ", "\n", 2) for record in packets], fontsize=8)
+        left.set_xticks(at, [record["chosen"]["part"].replace(" ", "\n", 2) for record in packets], fontsize=8)
         left.set(title=f"{packets[0]['chosen']['n_workers']} machines, real packets", ylabel="share of linear scaling")
         parts = list(dict.fromkeys(record["chosen"]["part"] for record in gpus))
         models = list(dict.fromkeys(record["chosen"]["model"] for record in gpus))
         width = 0.8 / len(parts)
         for place, part in enumerate(parts):
+            at = [x + (place - (len(parts) - 1) / 2) * width for x in range(len(models))]
             heights = [record["simulated"]["efficiency"] for record in gpus if record["chosen"]["part"] == part]
-            right.bar([x + (place - (len(parts) - 1) / 2) * width for x in range(len(models))], heights, width, label=part)
+            right.bar(at, heights, width, label=part)
         right.set_xticks(list(range(len(models))), models, fontsize=8)
         right.set(title=f"{gpus[0]['chosen']['n_gpus']} GPUs, simulated", ylabel="share of linear scaling")
         for panel in (left, right):
