@@ -21,7 +21,7 @@ from bpsfast.commands import exits
 @click.option("--data", metavar="PATH", help="A real set: an .npz file or a folder of images.  [default: synthetic]")
 @click.option("--warmup", "n_warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps before.")
 @click.option("--steps", "n_steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a round.")
-@click.option("--rounds", "n_rounds", type=click.IntRange(1), default=10, show_default=True, help="Rounds; each is told.")
+@click.option("--rounds", "n_rounds", type=click.IntRange(1), default=10, show_default=True, help="Each is told.")
 @exits.errors_in_words
 def main(n_warmup: int, n_steps: int, n_rounds: int, **options: str | int | None) -> None:
     """Train MODEL and print the speed of one rank and of all. The launcher's environment says how many there are."""

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+#: Of an embedding: with a standard deviation of 0.02.
+_LARGEST_WEIGHT = 0.035
+
 
 class Attention(nn.Module):
     """Attention of *n_heads* heads over tensors (batch, length, width)."""
@@ -30,9 +33,7 @@ def feed_forward(width: int, inner: int, activation: nn.Module) -> nn.Sequential
 
 def embedding(n: int, width: int) -> nn.Embedding:
     """Return an embedding whose weights are small enough to be those of the output, too."""
-    made = nn.Embedding(n, width)
-    nn.init.normal_(made.weight, std=0.02)
-    return made
+    return nn.Embedding.from_pretrained(torch.empty(n, width).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT), freeze=False)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class _Bpsfast:
 
 
 class _Ddp:
-    """The rendezvous is in the environment, as torchrun sets it."""
+    """The rendezvous is in the environment, as torchrun sets it. All is as it comes: buckets, buffers from rank 0."""
 
     def __init__(self, backend: str) -> None:
         import torch
@@ -68,8 +68,7 @@ class _Ddp:
                     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         from torch.nn.parallel import DistributedDataParallel
 
-        # statistics of batches stay each rank's own, as with the others
-        return DistributedDataParallel(model, broadcast_buffers=False), optimizer
+        return DistributedDataParallel(model), optimizer
 
     def barrier(self) -> None:
         self._dist.barrier()

@@ -30,7 +30,8 @@ class Bert(nn.Module):
 
     def __init__(self, n_words: int, n_places: int, width: int, n_heads: int, n_layers: int) -> None:
         super().__init__()
-        self.words, self.places, self.segments = embedding(n_words, width), embedding(n_places, width), embedding(2, width)
+        self.words, self.places = embedding(n_words, width), embedding(n_places, width)
+        self.segments = embedding(2, width)
         self.norm = nn.LayerNorm(width)
         self.layers = nn.Sequential(*(Layer(width, n_heads) for _ in range(n_layers)))
         self.pooler, self.next_sentence = nn.Linear(width, width), nn.Linear(width, 2)
@@ -38,7 +39,7 @@ class Bert(nn.Module):
         self.bias = nn.Parameter(torch.zeros(n_words))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the masked words of *x* (batch, length), which *y* has; the second half follows the first."""
+        """Return the loss of the masked words of *x* (batch, length), which *y* has, and of its halves' order."""
         length = x.shape[1]
         at = torch.arange(length, device=x.device)
         masked = at % _MASK_EVERY == _MASK_EVERY // 2

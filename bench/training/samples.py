@@ -99,7 +99,8 @@ def _check_range(path: Path, name: str, values: Array, n: int) -> None:
 
 def _folder(path: Path, shape: Shape) -> tuple[Callable[[Array], Batch], int]:
     if shape.length:
-        raise ConfigError(f"--data {path} is a folder of images; this model trains on sentences: tokens in an .npz file")
+        raise ConfigError(f"--data {path} is a folder of images; this model trains on sentences: tokens in an "
+                          ".npz file")
     try:
         from PIL import Image
     except ImportError:
@@ -114,7 +115,7 @@ def _folder(path: Path, shape: Shape) -> tuple[Callable[[Array], Batch], int]:
         found = []
         for index in at:
             with Image.open(files[index][1]) as image:
-                found.append(_pixels(np.asarray(image.convert("RGB"))[None], shape.pixels))
+                found.append(_pixels(np.array(image.convert("RGB"))[None], shape.pixels))
         return torch.cat(found), torch.tensor([files[index][0] for index in at])
 
     return read, len(files)

@@ -25,11 +25,11 @@ class Vgg(nn.Module):
             layers.append(nn.MaxPool2d(2))
         side = pixels >> len(stages)
         self.layers = nn.Sequential(
-            *layers, nn.Flatten(), nn.Linear(n_in * side * side, inner), nn.ReLU(), nn.Dropout(), nn.Linear(inner, inner),
-            nn.ReLU(), nn.Dropout(), nn.Linear(inner, n_classes))
+            *layers, nn.Flatten(), nn.Linear(n_in * side * side, inner), nn.ReLU(), nn.Dropout(),
+            nn.Linear(inner, inner), nn.ReLU(), nn.Dropout(), nn.Linear(inner, n_classes))
         for layer in self.layers:
             if isinstance(layer, nn.Conv2d):  # else nothing comes out of thirteen layers
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.kaiming_uniform_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the loss of images (batch, 3, pixels, pixels) against labels (batch,)."""
