@@ -1,4 +1,4 @@
-"""bench model: sizes of the models, the arithmetic of speeds, data, what is refused, and small runs. None asserts a time."""
+"""bench model: sizes of the models, arithmetic of speeds, data, what is refused, small runs. None asserts a time."""
 from __future__ import annotations
 
 import json
@@ -16,6 +16,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch", reason="torch")
 
 from bpsfast.bench import training  # noqa: E402
+from bpsfast.bench.samples import Row  # noqa: E402
 from bpsfast.bench.training import backends, samples  # noqa: E402
 from bpsfast.bench.training.models import MODELS, Shape, shape_of  # noqa: E402
 from bpsfast.bench.training.speed import Speed  # noqa: E402
@@ -175,15 +176,17 @@ def test_other_paths_are_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_that_differ_are_told() -> None:
+    chosen = training.settled({"model": "vgg16"})
+    speed = training.speed(chosen, 0.5, 2)
+
     def record(*digests: tuple[int, str]) -> dict[str, Any]:
-        return {"section": "training", "chosen": {"backend": "gloo"},
-                "measured": {"digests": digests, "median_s": 0.5, "losses": [2.0, 1.0]}}
+        row = Row(None, "step", 0, label="gloo", samples_s=[0.5])
+        return training.record(chosen, row, speed, [[2.0, 1.0]] * 2, digests)
 
     assert training.weights_agree([{"bench": "model"}, record((2, "a"), (2, "a"))])
     assert not training.weights_agree([record((2, "a"), (2, "a")), record((2, "a"), (2, "b"))])
-    chosen = training.settled({"model": "vgg16"})
-    said = training.text(chosen, [record((2, "a"), (2, "b"))], {"gloo": training.speed(chosen, 0.5, 2)})
-    assert "one rank: 32 images/s; total of 2 ranks: 64 images/s; loss 2 to 1 in 2 steps; weights DIFFERENT on" in said
+    said = training.text(chosen, [record((2, "a"), (2, "b"))], {"gloo": speed})
+    assert "one rank: 32 images/s; total of 2 ranks: 64 images/s; loss 2 -> 1 in 2 steps; weights DIFFERENT on" in said
 
 
 @pytest.mark.slow

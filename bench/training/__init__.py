@@ -55,15 +55,14 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         digests = {row.name: row.group.ask("digest") for row in rows}
         losses = {row.name: row.group.ask("losses_so_far") for row in rows}
     speeds = {row.name: speed(chosen, row.median_s, n_ranks) for row in rows}
-    records = [_record(chosen, row, speeds[row.name], losses[row.name], digests[row.name]) for row in rows]
+    records = [record(chosen, row, speeds[row.name], losses[row.name], digests[row.name]) for row in rows]
     print(text(chosen, records, speeds), flush=True)
     return table.finish("model", given, began, records)
 
 
 def weights_agree(records: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether all ranks of each backend have made the same steps and have the same weights, bit for bit."""
-    return all(len({tuple(each) for each in record["measured"]["digests"]}) == 1 for record in records
-               if record.get("section") == "training")
+    return not any(record["measured"]["n_wrong"] for record in records if record.get("section") == "training")
 
 
 def settled(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,20 +96,22 @@ def text(chosen: Mapping[str, Any], records: Sequence[Mapping[str, Any]], speeds
              f"{chosen['batch']} samples; {chosen['device']}"]
     for record in records:
         name, measured = record["chosen"]["backend"], record["measured"]
+        took_ms = 1e3 * measured["median_s"]
         losses = measured["losses"]
         alike = "alike" if weights_agree([record]) else "DIFFERENT"
-        lines.append(f"{name:8} {1e3 * measured['median_s']:.1f} ms a step; {speeds[name].text()}; loss {losses[0]:.4g} to "
-                     f"{losses[-1]:.4g} in {len(losses)} steps; weights {alike} on all ranks")
+        lines.append(f"{name:8} {took_ms:.1f} ms a step; {speeds[name].text()}; loss {losses[0]:.4g} "
+                     f"-> {losses[-1]:.4g} in {len(losses)} steps; weights {alike} on all ranks")
     return "\n".join(lines)
 
 
-def _record(chosen: Mapping[str, Any], row: Row, found: Speed, losses: Sequence[Sequence[float]],
-            digests: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def record(chosen: Mapping[str, Any], row: Row, found: Speed, losses: Sequence[Sequence[float]],
+           digests: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return one backend's row of the result file; *losses* and *digests* by rank."""
     return {
         "section": "training",
         "chosen": {**chosen, "backend": row.name, "n_ranks": found.n_ranks, "length": found.length,
                    "n_per_round": row.n_per_round, "n_warmup": row.n_warmup},
         "measured": {"samples_s": row.samples_s, "median_s": row.median_s, "of_one": found.of_one, "total": found.total,
                      "unit": f"{found.unit}/s", "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s, "losses": losses[0],
-                     "digests": list(digests)},
+                     "digests": list(digests), "n_wrong": sum(each != digests[0] for each in digests)},
     }
