@@ -132,6 +132,12 @@ expr3: $(stamp)
 breakdown: $(stamp)
 	$(bin)/python -m bpsfast.bench.breakdown
 
+# Every number and plot of the README, measured anew by the targets above and by benches: some hours, as root. ARGS=--list
+# says what each piece writes, how long it takes and what is missing for it here; ARGS="--only expr3" runs one.
+ARGS ?=
+results: $(stamp)
+	$(bin)/python -m bpsfast.bench.regeneration $(ARGS)
+
 # So many processes for each core spin beside the job in the next two.
 LOAD ?= 0
 
