@@ -1,9 +1,9 @@
 """``make results``: every figure and plot that README, DESIGN and this folder's README show is measured anew.
 
-Each piece is a command that can also be given alone; all of them write into ``bench/results`` (``make results ARGS=--list``
-shows files, times and needs). Pieces go one after the other, because they share two cores; what cannot run here, for
-want of root, a GPU, RDMA devices or a package, is named and left as it was. A piece that fails is reported, and the
-others go on.
+Each piece is a command that can also be given alone; all of them write into ``bench/results``. ``make results
+ARGS=--list`` shows files, times and needs. Pieces go one after the other, because they share two cores; what cannot run
+here, for want of root, a GPU, RDMA devices or a package, is named and left as it was. A piece that fails is reported,
+and the others go on.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import click
 
-from bpsfast.bench import expr1, table
+from bpsfast.bench import expr1
 from bpsfast.cluster import netns
 from bpsfast.commands import exits
 
@@ -76,9 +76,8 @@ def _bench(command: str, file: str, minutes: float, lacking: Callable[[], str | 
 
 def _in_guest(program: str, file: str, minutes: float) -> Piece:
     """Return a piece whose *program*, a line of the guest's shell, writes ``$OUT/file`` there."""
-    line = shlex.quote(program)
-    return Piece(file.partition(".")[0], f"python -m tests.guest run --out {RESULTS} --timeout 1800 -- sh -c {line}", (file,),
-                 minutes, _guest)
+    command = f"python -m tests.guest run --out {RESULTS} --timeout 1800 -- sh -c {shlex.quote(program)}"
+    return Piece(file.partition(".")[0], command, (file,), minutes, _guest)
 
 
 #: In the order in which they run: what has least to do with the network first; expr2 and breakdown need expr3.
@@ -101,7 +100,8 @@ PIECES = (
           _machines),
     Piece("breakdown", "make breakdown", ("breakdown.jsonl", "breakdown.md", "breakdown.png"), 15, _machines),
     _in_guest("on 0 bpsfast bench ladder --listen --devices rxe0 & on 1 bpsfast bench ladder 10.9.1.1 --devices rxe1 "
-              "--models vgg19/32,resnet50/8,inception-bn/4 --rounds 5 --json $OUT/ladder.jsonl && wait", "ladder.jsonl", 5),
+              "--models vgg19/32,resnet50/8,inception-bn/4 --rounds 5 --json $OUT/ladder.jsonl && wait",
+              "ladder.jsonl", 5),
     _in_guest("python -m bpsfast.bench.rdma_perf --json $OUT/rdma_perf.json", "rdma_perf.json", 10),
     _in_guest("python -m bpsfast.bench.rdma_push_pull --json $OUT/rdma_push_pull.json", "rdma_push_pull.json", 10),
     Piece("gpu", "make gpu", ("device_*.jsonl",), 8, _gpu),
@@ -149,11 +149,14 @@ def _environ() -> dict[str, str]:
 
 def listing(pieces: Sequence[Piece]) -> str:
     """Return what each writes, how long it takes, and what it lacks here."""
-    cells = [["piece", "minutes", "here", "files", "command"]]
-    cells += [[piece.name, f"{piece.minutes:g}", piece.lacking() or "yes", " ".join(piece.files), piece.command]
-              for piece in pieces]
-    able = [piece.minutes for piece in pieces if piece.lacking() is None]
-    return f"{table.plain(cells)}\n{len(able)} of {len(pieces)} can run here, in {sum(able) / 60:.1f} hours"
+    lines, able = [], []
+    for piece in pieces:
+        lacking = piece.lacking()
+        if lacking is None:
+            able.append(piece.minutes)
+        lines += [f"{piece.name}: {piece.minutes:g} minutes" + (f"; not here: {lacking}" if lacking else ""),
+                  f"    {piece.command}", f"    -> {' '.join(piece.files)}"]
+    return "\n".join([*lines, f"{len(able)} of {len(pieces)} can run here, in {sum(able):g} minutes"])
 
 
 @click.command()
