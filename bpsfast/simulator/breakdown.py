@@ -74,7 +74,8 @@ def insides(constants: Constants) -> dict[tuple[int, ...], Inside]:
 
 def bars(constants: Constants, models: Sequence[str] = tuple(job.model for job in paper.JOBS)) -> list[Bar]:
     """Return all bars of *models*, which are some of `paper.JOBS`'."""
-    found, ways = [], insides(constants)
+    found: list[Bar] = []
+    ways = insides(constants)
     for name in models:
         job = workload_of(name)
         framework = next(each.framework for each in paper.JOBS if each.model == name)
