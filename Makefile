@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers docs bench expr1 expr2 expr3 chaos soak lint wheels setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers docs bench expr1 expr2 expr3 breakdown results chaos soak lint wheels setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -133,6 +133,17 @@ expr2: $(stamp)
 # The simulator beside the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
 expr3: $(stamp)
 	$(bin)/python -m bpsfast.bench.expr3
+
+# What each part of the design adds, real packets and 256 simulated GPUs: a quarter of an hour, as root. Writes
+# bench/results/breakdown.*.
+breakdown: $(stamp)
+	$(bin)/python -m bpsfast.bench.breakdown
+
+# Every number and plot of the README, measured anew by the targets above and by benches: some hours, as root. ARGS=--list
+# says what each piece writes, how long it takes and what is missing for it here; ARGS="--only expr3" runs one.
+ARGS ?=
+results: $(stamp)
+	$(bin)/python -m bpsfast.bench.regeneration $(ARGS)
 
 # So many processes for each core spin beside the job in the next two.
 LOAD ?= 0

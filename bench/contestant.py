@@ -25,6 +25,7 @@ KINDS = {
     "gloo": ("peers", "Gloo"),
     "mpi": ("peers", "Mpi"),
     "trainer": ("schedule.training.trainer", "Trainer"),
+    "training": ("training.rank", "TrainingRank"),
     "ddp": ("ddp.member", "Member"),
     "device": ("device.rank", "DeviceRank"),
     "raw": ("raw_sockets", "RawSockets"),

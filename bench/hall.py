@@ -54,15 +54,16 @@ class Hall:
         self._folder.cleanup()
 
     def bpsfast(self, n_helpers: int = 0, more: Mapping[str, Mapping[str, str]] | None = None,
-                trainer: Mapping[str, Any] | None = None, device: str = "", **values: Any) -> Group:
+                trainer: Mapping[str, Any] | None = None, device: str = "",
+                training: Mapping[str, Any] | None = None, **values: Any) -> Group:
         """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name.
 
         *trainer*: its ranks are `schedule.training.trainer.Trainer`s with these options. *device*: they are
-        `device.rank.DeviceRank`s on that one.
+        `device.rank.DeviceRank`s on that one. *training*: they are `training.rank.TrainingRank`s with these options.
         """
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
-        kind = "trainer" if trainer else "device" if device else "bpsfast"
-        program, folder = self._program(kind, trainer or ({"device": device} if device else {}))
+        kind = "trainer" if trainer else "training" if training else "device" if device else "bpsfast"
+        program, folder = self._program(kind, trainer or training or ({"device": device} if device else {}))
         loaded = settings.load(values, {})  # not the user's: what is measured is written down
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()
@@ -86,6 +87,16 @@ class Hall:
     def torch_group(self, backend: str) -> Group:
         """Start the ranks of a process group of torch, made by *backend* (`ddp.member.Member`)."""
         return self._torch_ranks(backend, *self._program("ddp", {"backend": backend}))
+
+    def training(self, backend: str, options: Mapping[str, Any]) -> Group:
+        """Start ranks that train by *backend* (`training.backends`), `training.rank.TrainingRank`s with *options*."""
+        if backend == "bpsfast":
+            return self.bpsfast(training=options)
+        if backend != "horovod":
+            return self._torch_ranks(backend, *self._program("training", options))
+        program, folder = self._program("training", options)
+        argv = ["horovodrun", "-np", str(sum(self._shape.ranks)), *program]
+        return self._start(backend, [Start(argv, self._environ())], folder)
 
     def mpi(self) -> Group:
         """Start Open MPI's ranks, on this machine only."""

@@ -9,7 +9,6 @@ from bpsfast.bench import table
 from bpsfast.bench.optimum.cell import MOST_BUSY, busiest
 from bpsfast.bench.samples import Row
 from bpsfast.bench.schedule.ways import (
-    CREDIT_NBYTES,
     GLOO_CREDIT_NBYTES,
     GLOO_PARTITION_NBYTES,
     PARTITION_NBYTES,
@@ -54,7 +53,7 @@ def simulated_s(found: Found, name: str) -> float:
         options = Options(cross_barrier=False, ring=ring, optimizer_s=optimizer_s)
         return simulate(job, workers, "ring", options, _N_SIMULATED).step_s
     links = Costs(queued_answers=True, burst_nbytes=netns.burst_nbytes(setup.rate_bits))
-    options = Options(priority=way.priority, cross_barrier=way.crosses, credit_nbytes=CREDIT_NBYTES,
+    options = Options(priority=way.priority, cross_barrier=way.crosses, credit_nbytes=way.credit_nbytes,
                       partition_nbytes=PARTITION_NBYTES, fusion_nbytes=Settings().fusion_bytes,
                       optimizer_s=optimizer_s, fold=False)
     return simulate(job, uniform(setup.n_workers, setup.n_helpers, found.rate_bytes, links), "optimal", options,

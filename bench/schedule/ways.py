@@ -13,6 +13,8 @@ from bpsfast.simulator.workload import Workload, workload
 
 #: Small beside the network, as partitions are beside a whole model; enough under way that no connection waits.
 PARTITION_NBYTES, CREDIT_NBYTES = 32 << 10, 64 << 10
+#: More than any network here: whatever is there is sent at once.
+NO_CREDIT_NBYTES = 1 << 30
 #: A ring's steps are n times smaller than what is reduced, and each waits for the slowest machine.
 GLOO_PARTITION_NBYTES, GLOO_CREDIT_NBYTES = 256 << 10, 1 << 20
 _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
@@ -20,17 +22,22 @@ _PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 @dataclass(frozen=True)
 class Way:
-    """One contestant. `trainer`: the way of `training.trainer.Trainer`; `priority`, `crosses`: for the simulator."""
+    """One contestant. `trainer`: the way of `training.trainer.Trainer`; `priority`, `crosses`: for the simulator.
+
+    `credit_nbytes`: of one of ours, what may be under way to a machine.
+    """
 
     trainer: str
     priority: bool = False
     crosses: bool = False
     is_gloo: bool = False
     is_quick: bool = False
+    credit_nbytes: int = CREDIT_NBYTES
 
 
 WAYS = {
     "fifo": Way("barrier", is_quick=True),
+    "fifo, no credit": Way("barrier", credit_nbytes=NO_CREDIT_NBYTES),
     "fifo, crossing": Way("crossing", crosses=True),
     "priority": Way("barrier", priority=True),
     "priority, crossing": Way("crossing", priority=True, crosses=True, is_quick=True),
@@ -93,4 +100,4 @@ def start(hall: Hall, name: str, setup: Setup) -> Group:
         return hall.gloo(trainer=options)
     return hall.bpsfast(trainer=options, n_helpers=setup.n_helpers, transport="tcp",
                         scheduling="priority" if way.priority else "fifo", partition_bytes=PARTITION_NBYTES,
-                        credit_bytes=CREDIT_NBYTES, **_PATIENT)
+                        credit_bytes=way.credit_nbytes, **_PATIENT)

@@ -43,6 +43,7 @@ PIECES = (
     Piece("push_pull_nodes", "push_pull", {"n_nodes": 2, "compare": "gloo", "sizes": "64K,1M,16M,64M"}),
     Piece("saturation", "saturation", {"curves": "size", "compare": "gloo"}),
     Piece("ddp", "ddp", lacking=_needs_torch),
+    Piece("model", "training", {"model": "resnet50", "backend": "bpsfast,gloo"}, lacking=_needs_torch),
     Piece("codecs", "codecs"),
     Piece("optimum", "optimum", {"sets": "equal", "workers": "4"}, lacking=netns.missing),
     Piece("schedule", "schedule", lacking=lambda: _needs_torch() or netns.missing()),

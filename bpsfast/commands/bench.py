@@ -211,6 +211,32 @@ def bench_ddp(**options: Any) -> None:
     ddp.run(options)
 
 
+@command.command("model")
+@click.argument("model", metavar="NAME")
+@click.option("--backend", metavar="NAME[,NAME]",
+              help="Who averages gradients: bpsfast, gloo, nccl, horovod.  [default: bpsfast]")
+@click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True,
+              help="Few layers, for CPUs; or the published parameters, for GPUs.")
+@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@click.option("--batch", type=_COUNT, help="Samples of a rank in a step.  [default: the model's own]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda for full models]")
+@click.option("--data", type=click.Path(), metavar="PATH",
+              help="A real set: an .npz file, or a folder of images for each class.  [default: synthetic]")
+@click.option("--steps", "n_steps", type=_COUNT, help="Steps of a turn.  [default: 10]")
+@bench_options.rounds("each backend", default=3)
+@bench_options.result(quick="Two steps, one turn.")
+@errors_in_words
+def bench_model(**options: Any) -> None:
+    """Train resnet50, vgg16, transformer, bert-large, gpt2 or ugatit: images/s or tokens/s of one rank and of all.
+
+    Exit code 1 if ranks end with different weights.
+    """
+    from ..bench import training
+
+    if not training.weights_agree(training.run(options)):
+        raise SystemExit(1)
+
+
 @command.command("device")
 @click.option("--device", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True,
               help="A GPU, or the machine itself as one: that shows that all of it runs, and claims nothing.")

@@ -39,9 +39,9 @@ def pcie_way(topology: Topology, size: int) -> Strategy:
     return choose(topology, TRAFFIC, [by_size(topology, size)], gpus)
 
 
-def nvlink_way(topology: Topology, roots: Sequence[int]) -> Strategy:
+def nvlink_way(topology: Topology, roots: Sequence[int], traffic: Traffic = TRAFFIC) -> Strategy:
     """Return BytePS's way with BYTEPS_REDUCE_ROOTS, or without: *roots* are then all GPUs."""
-    return choose(topology, TRAFFIC, [islands_of(topology, Kind.NVSWITCH)], [f"gpu{root}" for root in roots])
+    return choose(topology, traffic, [islands_of(topology, Kind.NVSWITCH)], [f"gpu{root}" for root in roots])
 
 
 class Bars(NamedTuple):

@@ -1,0 +1,185 @@
+"""``make results``: every figure and plot that README, DESIGN and this folder's README show is measured anew.
+
+Each piece is a command that can also be given alone; all of them write into ``bench/results``. ``make results
+ARGS=--list`` shows files, times and needs. Pieces go one after the other, because they share two cores; what cannot run
+here, for want of root, a GPU, RDMA devices or a package, is named and left as it was. A piece that fails is reported,
+and the others go on.
+"""
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from bpsfast.bench import expr1
+from bpsfast.cluster import netns
+from bpsfast.commands import exits
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("bench/results")
+
+
+def _nothing() -> str | None:
+    return None
+
+
+def _package(*names: str) -> Callable[[], str | None]:
+    def lacking() -> str | None:
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+        return f"{', '.join(missing)} not installed" if missing else None
+
+    return lacking
+
+
+def _machines() -> str | None:
+    return netns.missing() or _package("torch")()
+
+
+def _guest() -> str | None:
+    return None if shutil.which("qemu-system-x86_64") else "no qemu-system-x86_64 (make guest installs it)"
+
+
+def _mpi() -> str | None:
+    return _package("torch", "mpi4py")() or (None if shutil.which("mpirun") else "no mpirun (make mpi installs it)")
+
+
+def _gpu() -> str | None:
+    return None if shutil.which("nvidia-smi") else "no GPU (no nvidia-smi)"
+
+
+class Piece(NamedTuple):
+    """One command: the files it writes into `RESULTS` (patterns), minutes on two cores, and why it cannot run here.
+
+    `command` begins with "bpsfast", "python" or "make": those of this environment.
+    """
+
+    name: str
+    command: str
+    files: tuple[str, ...]
+    minutes: float
+    lacking: Callable[[], str | None] = _nothing
+
+
+def _bench(command: str, file: str, minutes: float, lacking: Callable[[], str | None] = _nothing) -> Piece:
+    return Piece(file.partition(".")[0], f"bpsfast bench {command} --json {RESULTS / file}", (file,), minutes, lacking)
+
+
+def _in_guest(program: str, file: str, minutes: float) -> Piece:
+    """Return a piece whose *program*, a line of the guest's shell, writes ``$OUT/file`` there."""
+    command = f"python -m tests.guest run --out {RESULTS} --timeout 1800 -- sh -c {shlex.quote(program)}"
+    return Piece(file.partition(".")[0], command, (file,), minutes, _guest)
+
+
+#: In the order in which they run: what has least to do with the network first; expr2 and breakdown need expr3.
+PIECES = (
+    _bench("kernels", "kernels.json", 3),
+    _bench("codecs", "codecs.jsonl", 1),
+    _bench("post", "post.jsonl", 1),
+    _bench("push_pull --compare gloo,mpi", "push_pull_one_machine.jsonl", 3, _mpi),
+    _bench("push_pull --nodes 2 --compare gloo", "push_pull_two_nodes.jsonl", 3, _machines),
+    _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),
+    _bench("rows", "rows.jsonl", 1),
+    _bench("accuracy", "accuracy.jsonl", 4, _package("sklearn")),
+    _bench("neighbour", "neighbour.jsonl", 4),
+    _bench("compressed", "compressed.jsonl", 6, _machines),
+    _bench("autotune", "autotune.jsonl", 10, _machines),
+    _bench("schedule --rounds 2", "schedule.jsonl", 20, _machines),
+    Piece("expr3", "make expr3", ("expr3.json", "expr3.md", "expr3.png"), 3, _package("scipy", "matplotlib")),
+    Piece("expr2", "make expr2", ("expr2.json", "expr2.md", "expr2.png"), 1, _package("scipy", "matplotlib")),
+    Piece("expr1", "make expr1", (*(f"optimum_{name}.jsonl" for name in expr1.PIECES), "expr1.md", "expr1.png"), 90,
+          _machines),
+    Piece("breakdown", "make breakdown", ("breakdown.jsonl", "breakdown.md", "breakdown.png"), 15, _machines),
+    Piece("plots", "python -m bpsfast.bench.drawn", ("push_pull_one_machine.png", "schedule.png"), 1,
+          _package("matplotlib")),
+    _in_guest("on 0 bpsfast bench ladder --listen --devices rxe0 & on 1 bpsfast bench ladder 10.9.1.1 --devices rxe1 "
+              "--models vgg19/32,resnet50/8,inception-bn/4 --rounds 5 --json $OUT/ladder.jsonl && wait",
+              "ladder.jsonl", 5),
+    _in_guest("python -m bpsfast.bench.rdma_perf --json $OUT/rdma_perf.json", "rdma_perf.json", 10),
+    _in_guest("python -m bpsfast.bench.rdma_push_pull --json $OUT/rdma_push_pull.json", "rdma_push_pull.json", 10),
+    Piece("gpu", "make gpu", ("device_*.jsonl",), 8, _gpu),
+)
+
+
+class Outcome(NamedTuple):
+    """What came of a piece: "written", or why it was not; `written`: its files that are newer than its begin."""
+
+    piece: Piece
+    state: str
+    took_s: float = 0.0
+    written: tuple[str, ...] = ()
+
+    @property
+    def is_failed(self) -> bool:
+        """Tell whether it could run and did not do what it should."""
+        return self.state.startswith("FAILED")
+
+
+def regenerate(piece: Piece, folder: Path = ROOT) -> Outcome:
+    """Run one piece in *folder*, the project's; its output is this process's."""
+    lacking = piece.lacking()
+    if lacking is not None:
+        return Outcome(piece, f"not here: {lacking}")
+    began, unix_ns = time.monotonic(), time.time_ns()
+    ended = subprocess.run(shlex.split(piece.command), cwd=folder, env=_environ(), check=False).returncode
+    took_s = time.monotonic() - began
+    written = [path.name for pattern in piece.files for path in sorted((folder / RESULTS).glob(pattern))
+               if path.stat().st_mtime_ns >= unix_ns]
+    unwritten = [pattern for pattern in piece.files if not any(fnmatch(name, pattern) for name in written)]
+    if ended:
+        state = f"FAILED: it ended with {ended}; its output says why"
+    elif unwritten:
+        state = f"FAILED: it did not write {', '.join(unwritten)}"
+    else:
+        state = "written"
+    return Outcome(piece, state, took_s, tuple(written))
+
+
+def _environ() -> dict[str, str]:
+    """Return this environment, in which bpsfast and python are those that run this."""
+    return {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
+
+
+def listing(pieces: Sequence[Piece]) -> str:
+    """Return what each writes, how long it takes, and what it lacks here."""
+    lines, able = [], []
+    for piece in pieces:
+        lacking = piece.lacking()
+        if lacking is None:
+            able.append(piece.minutes)
+        lines += [f"{piece.name}: {piece.minutes:g} minutes" + (f"; not here: {lacking}" if lacking else ""),
+                  f"    {piece.command}", f"    -> {' '.join(piece.files)}"]
+    return "\n".join([*lines, f"{len(able)} of {len(pieces)} can run here, in {sum(able):g} minutes"])
+
+
+@click.command()
+@click.option("--only", multiple=True, type=click.Choice([piece.name for piece in PIECES]), help="These pieces.")
+@click.option("--list", "only_list", is_flag=True, help="Files, minutes and needs of each piece; nothing is measured.")
+@exits.errors_in_words
+def main(only: tuple[str, ...], only_list: bool) -> None:
+    """Measure all results anew, some hours. Exit code 1 if a piece failed that could run here."""
+    chosen = [piece for piece in PIECES if not only or piece.name in only]
+    if only_list:
+        click.echo(listing(chosen))
+        return
+    outcomes = []
+    for piece in chosen:
+        click.echo(f"== {piece.name}: {piece.command}")
+        outcomes.append(regenerate(piece))
+    click.echo("\n".join(f"{each.piece.name}: {each.state}" + (f" {' '.join(each.written)} in {each.took_s / 60:.1f} "
+                                                               "minutes" if each.written else "") for each in outcomes))
+    if any(each.is_failed for each in outcomes):
+        sys.exit(exits.FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Who averages the gradients: bpsfast, torch's DistributedDataParallel over gloo or NCCL, or Horovod."""
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bpsfast.orchestration.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Backend(Protocol):
+    """One rank's membership of the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+                    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Return both as ones that train with all ranks, from rank 0's weights."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def close(self) -> None:
+        """Leave the job."""
+
+
+class _Bpsfast:
+    def __init__(self) -> None:
+        import bpsfast.torch as bps
+
+        bps.init()
+        self._bps = bps
+        self.rank, self.size, self.local_rank = bps.rank(), bps.size(), bps.local_rank()
+
+    def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+                    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        self._bps.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, self._bps.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def barrier(self) -> None:
+        self._bps.barrier()
+
+    def close(self) -> None:
+        self._bps.shutdown()
+
+
+class _Ddp:
+    """The rendezvous is in the environment, as torchrun sets it. All is as it comes: buckets, buffers from rank 0."""
+
+    def __init__(self, backend: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or 0)
+        if backend == "nccl":
+            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
+        dist.init_process_group(backend)
+        self._dist = dist
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+                    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model), optimizer
+
+    def barrier(self) -> None:
+        self._dist.barrier()
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class _Horovod:
+    def __init__(self) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self._hvd: Any = hvd
+        self.rank, self.size, self.local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
+
+    def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+                    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    def barrier(self) -> None:
+        self._hvd.barrier()
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+
+#: Name -> how a rank joins.
+BACKENDS: Mapping[str, Callable[[], Backend]] = {
+    "bpsfast": _Bpsfast, "gloo": lambda: _Ddp("gloo"), "nccl": lambda: _Ddp("nccl"), "horovod": _Horovod}
+
+
+def check(name: str) -> None:
+    """Raise `ConfigError`, in one line, if backend *name* does not exist or cannot run here."""
+    if name not in BACKENDS:
+        raise ConfigError(f"backend {name!r} is none of {', '.join(BACKENDS)}")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("these models need torch: pip install torch")
+    import torch
+    import torch.distributed as dist
+
+    if name == "gloo" and not dist.is_gloo_available():
+        raise ConfigError("backend gloo: this torch is built without it")
+    if name == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigError("backend nccl: " + ("torch sees no GPU" if dist.is_nccl_available() else
+                                              "this torch is built without it"))
+    if name == "horovod" and importlib.util.find_spec("horovod") is None:
+        raise ConfigError("backend horovod: it is not installed (pip install horovod); bpsfast.hvd, which has its API, "
+                          "is measured as backend bpsfast")

@@ -1,0 +1,99 @@
+"""make results: each kept file has a piece that writes it, each piece's command is understood, what came of one."""
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bpsfast.bench import regeneration
+from bpsfast.bench.regeneration import PIECES, RESULTS, ROOT, Piece, regenerate
+from bpsfast.commands.bench import command as benches
+from tests.guest.__main__ import _parser as guest_parser
+
+TEXTS = ("README.md", "DESIGN.md", "bench/README.md")
+
+
+def test_each_kept_file_has_one_piece_that_writes_it() -> None:
+    for path in (ROOT / RESULTS).iterdir():
+        writers = [piece.name for piece in PIECES if any(fnmatch(path.name, pattern) for pattern in piece.files)]
+        assert len(writers) == 1, f"{path.name} is written by {writers or 'no piece of make results'}"
+
+
+def test_all_results_that_texts_name_are_written() -> None:
+    named = {name for text in TEXTS for name in re.findall(r"results/([\w*.<>]+\w)", (ROOT / text).read_text())}
+    assert len(named) > 10
+    for name in named:
+        pattern = re.sub("<.*?>", "*", name)
+        assert any(fnmatch(pattern, of) or fnmatch(of, f"{pattern}*") for piece in PIECES for of in piece.files), name
+
+
+@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.name)
+def test_commands_are_understood(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RESULTS.mkdir(parents=True)
+    words = shlex.split(piece.command)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif words[:2] == ["bpsfast", "bench"]:
+        bench = benches.get_command(None, words[2])  # type: ignore[arg-type]
+        assert bench is not None
+        found = bench.make_context(words[2], words[3:])
+        assert found.params["json_path"] == str(RESULTS / piece.files[0])
+    else:
+        assert words[:3] == ["python", "-m", "tests.guest"]
+        options = guest_parser().parse_args(words[3:])
+        assert options.out == str(RESULTS) and options.command[:3] == ["--", "sh", "-c"]
+        assert f"$OUT/{piece.files[0]}" in options.command[3]
+        subprocess.run(["sh", "-n", "-c", options.command[3]], check=True)
+
+
+def piece_that(does: str, lacking: str | None = None) -> Piece:
+    return Piece("some", f"python -c {shlex.quote(does)}", ("a.jsonl", "b_*.json"), 1, lambda: lacking)
+
+
+WRITES = "open('bench/results/a.jsonl', 'a').write('x'); open('bench/results/b_1.json', 'a').write('x')"
+
+
+@pytest.mark.parametrize(("piece", "state", "written"), [
+    (piece_that(WRITES), "written", ("a.jsonl", "b_1.json")),
+    (piece_that("open('bench/results/a.jsonl', 'a').write('x')"), "FAILED: it did not write b_*.json", ("a.jsonl",)),
+    (piece_that(f"{WRITES}; raise SystemExit(3)"), "FAILED: it ended with 3; its output says why",
+     ("a.jsonl", "b_1.json")),
+    (piece_that(WRITES, "no GPU"), "not here: no GPU", ()),
+])
+def test_a_piece_says_what_it_wrote_or_why_not(piece: Piece, state: str, written: tuple[str, ...],
+                                               tmp_path: Path) -> None:
+    (tmp_path / RESULTS).mkdir(parents=True)
+    for name in ("a.jsonl", "b_0.json"):  # of an earlier run
+        (tmp_path / RESULTS / name).touch()
+        os.utime(tmp_path / RESULTS / name, (1, 1))
+    found = regenerate(piece, tmp_path)
+    assert (found.state, found.written) == (state, written)
+    assert found.is_failed == state.startswith("FAILED")
+
+
+def test_the_list_says_files_minutes_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = (piece_that(WRITES), piece_that("0", "no GPU"))
+    assert regeneration.listing(pieces).splitlines()[-4:] == [
+        "some: 1 minutes; not here: no GPU", "    python -c 0", "    -> a.jsonl b_*.json",
+        "1 of 2 can run here, in 1 minutes"]
+    listed = CliRunner().invoke(regeneration.main, ["--list", "--only", "expr3"])
+    assert listed.exit_code == 0 and "    make expr3\n    -> expr3.json expr3.md expr3.png\n" in listed.output
+
+
+def test_a_failed_piece_is_the_exit_status_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(piece: Piece) -> regeneration.Outcome:
+        ran.append(piece.name)
+        return regeneration.Outcome(piece, "FAILED: it ended with 3" if piece.name == "expr3" else "written")
+
+    monkeypatch.setattr(regeneration, "regenerate", run)
+    done = CliRunner().invoke(regeneration.main, ["--only", "expr3", "--only", "expr2"])
+    assert done.exit_code == 1 and ran == ["expr3", "expr2"] and "expr3: FAILED: it ended with 3" in done.output
