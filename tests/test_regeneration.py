@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import regeneration
+from bpsfast.bench import drawn, regeneration
 from bpsfast.bench.regeneration import PIECES, RESULTS, ROOT, Piece, regenerate
 from bpsfast.commands.bench import command as benches
 from tests.guest.__main__ import _parser as guest_parser
@@ -45,6 +45,8 @@ def test_commands_are_understood(piece: Piece, tmp_path: Path, monkeypatch: pyte
         assert bench is not None
         found = bench.make_context(words[2], words[3:])
         assert found.params["json_path"] == str(RESULTS / piece.files[0])
+    elif words[-1] == drawn.__name__:
+        assert words[:2] == ["python", "-m"] and drawn.main.make_context("drawn", []).params["out"] == ROOT / RESULTS
     else:
         assert words[:3] == ["python", "-m", "tests.guest"]
         options = guest_parser().parse_args(words[3:])
