@@ -177,14 +177,15 @@ def _launched(words: list[str], *options: tuple[str, ...]) -> argparse.Namespace
 
 def _srun(words: list[str]) -> None:
     found = _launched(words, ("--nodes",), ("--ntasks",))
-    assert int(found.ntasks[0]) % int(found.nodes[0]) == 0
+    assert int(found.ntasks[0]) % int(found.nodes[0]) == 0, f"{found.ntasks} tasks on {found.nodes} nodes"
 
 
 def _mpirun(words: list[str]) -> None:
     found = _launched(words, ("-np",), ("--host",), ("-x",))
     _export(found.x or [])
     if found.host:
-        assert sum(int(host.partition(":")[2]) for host in found.host[0].split(",")) == int(found.np[0])
+        slots = sum(int(host.partition(":")[2]) for host in found.host[0].split(","))
+        assert slots == int(found.np[0]), f"{found.np} ranks on {slots} slots"
 
 
 def _kubectl(words: list[str]) -> None:
