@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..trainer.reduce_op import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
-from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
+from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import BroadcastGlobalVariablesHook, broadcast, broadcast_global_variables, broadcast_variables
 from .compression import Compression, Compressor
 from .ops import push_pull
@@ -37,6 +37,8 @@ __all__ = [
     "local_size",
     "push_pull",
     "rank",
+    "resume",
     "shutdown",
     "size",
+    "suspend",
 ]

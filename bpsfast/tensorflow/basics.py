@@ -1,10 +1,11 @@
-"""What BytePS calls its basics, for TensorFlow: join the job, leave it; who this process is."""
+"""What BytePS calls its basics, for TensorFlow: join the job, leave it, for a while, too; who this process is."""
 from __future__ import annotations
 
 from ..trainer import current as process
 from ..trainer.current import barrier, local_rank, local_size, rank, shutdown, size
+from ..trainer.suspension import resume, suspend
 
-__all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "size"]
+__all__ = ["barrier", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]
 
 
 def init(lazy: bool = True, **settings: object) -> None:
