@@ -254,9 +254,7 @@ def refused():
                    raised(push, tf.ones(3, tf.complex64)), raised(push, x, enable_async=True),
                    raised(tf.function(push, autograph=False), tf.ones(3, tf.uint32)),
                    raised(push, tf.IndexedSlices(x, tf.constant([0, 1, 2]))),
-                   raised(push, tf.ragged.constant([[1], []])),
-                   raised(bps.DistributedOptimizer, tf.compat.v1.train.GradientDescentOptimizer(1.0),
-                          backward_passes_per_step=2)]
+                   raised(push, tf.ragged.constant([[1], []]))]
     config = [raised(push, x, average=True, op=bps.Sum), raised(push, x, op=7),
               raised(push, x, compression=compression.onebit), raised(push, x, compression="onebit"),
               raised(reduced, [x, x], ["same", "same"], True), raised(reduced, [x], [], True), raised(tape, x),

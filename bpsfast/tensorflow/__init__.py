@@ -12,7 +12,14 @@ from __future__ import annotations
 from ..trainer.reduce_op import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
 from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
-from .broadcast import BroadcastGlobalVariablesHook, broadcast, broadcast_global_variables, broadcast_variables
+from .broadcast import (
+    BroadcastGlobalVariablesHook,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from .compression import Compression, Compressor
 from .ops import push_pull
 from .optimizer import DistributedOptimizer
@@ -30,6 +37,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
     "get_pushpull_speed",
     "init",

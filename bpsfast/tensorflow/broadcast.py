@@ -1,14 +1,14 @@
-"""Everybody starts from the same state: tensors and variables of one rank, given to all."""
+"""Everybody starts from the same state: tensors, variables and objects of one rank, given to all."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ..orchestration.errors import UnsupportedError
-from ..trainer import current as process
+from ..trainer import current as process, objects
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
 
@@ -63,6 +63,33 @@ def broadcast_global_variables(root_rank: int) -> Any:
         raise UnsupportedError("bps.broadcast_global_variables() does not support eager execution. Please use "
                                "`bps.broadcast_variables(<model/optimizer variables>)` instead.")
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None) -> Any:
+    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in one order.
+
+    It is pickled, as by `bpsfast.torch`, and sent at once, so *session*, of TensorFlow 1, is not needed. *name* is only
+    checked to agree.
+
+    Raises
+    ------
+    UnsupportedError
+        Inside `tf.function`, where it would be sent once for each trace.
+    ConfigError, MismatchError, StallError, PeerLostError
+        As `bpsfast.broadcast`.
+    """
+    if tf.inside_function():
+        raise UnsupportedError(f"broadcast_object of a {type(obj).__name__} inside tf.function, which would send it "
+                               "when it is traced and never again: call it outside")
+    return objects.broadcast_object(obj, root_rank, name)
+
+
+def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None) -> Callable[[Any], Any]:
+    """Return a function of one object: `broadcast_object` with these arguments."""
+    def broadcast_one(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name)
+
+    return broadcast_one
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
