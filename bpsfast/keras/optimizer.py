@@ -58,6 +58,14 @@ class Distributed(_Optimizer):
             _refuse_loss_scaling_around(self)
         super().__setattr__(name, value)
 
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Give *var_list* its final values, with use_ema their moving averages."""
+        super().finalize_variable_values(var_list)
+        averages = (getattr(each, "use_ema", False) for each in (self, getattr(self, "inner_optimizer", None)))
+        # On JAX Keras lets a variable and its average share one buffer, which the next fit would donate twice.
+        for variable in var_list if keras.backend.backend() == "jax" and any(averages) else ():
+            variable.assign(keras.ops.copy(variable.value))
+
     def _bpsfast_accumulates(self) -> bool:
         """Whether Keras accumulates gradients, and clips the mean of the passes by `_clip_gradients`."""
         is_keras_own = getattr(self._bpsfast_base, "apply", None) is keras.optimizers.Optimizer.apply
