@@ -118,7 +118,7 @@ def test_moving_averages_of_weights(four):
     mean = sum((rank + 1.0) ** 2 for rank in range(4)) / 4  # of x x, by which the gradient is 2 w
     first = 2.0 - 0.1 * 2 * 2.0 * mean  # the average begins as the weight after the first step
     second = 0.5 * first + 0.5 * (first - 0.1 * 2 * first * mean)
-    for found in four.run(ranks.averaged):
+    for found in four.run(ranks.averaged, timeout_s=300):
         assert found == pytest.approx([first, second] * 2, rel=1e-5)
 
 

@@ -38,17 +38,23 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
 
     Inside `tf.function`, too. Returns None, in a graph of TensorFlow 1 an operation. Raises as `broadcast`.
     """
-    found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
-             for variable in variables]
-    for place, variable in enumerate(found):
-        if not isinstance(variable, tf.Variable):
-            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, no tf.Variable: use broadcast")
+    found = resources(variables)
     names = [f"{scope}{place}" for place in range(len(found))]
     values = _given([variable.read_value() for variable in found], names, root_rank)
     assigned = [variable.assign(value, read_value=False) for variable, value in zip(found, values)]
     if tf.compat.v1.executing_eagerly_outside_functions():
         return None
     return tf.group(*assigned)
+
+
+def resources(variables: Iterable[Any]) -> list[Any]:
+    """Return TensorFlow's variables of *variables*, which may be Keras's; raises `UnsupportedError` for others."""
+    found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+             for variable in variables]
+    for place, variable in enumerate(found):
+        if not isinstance(variable, tf.Variable):
+            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, no tf.Variable: use broadcast")
+    return found
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
