@@ -21,6 +21,7 @@ from .broadcast import (
     broadcast_variables,
 )
 from .compression import Compression, Compressor
+from .cross_barrier import CrossBarrier
 from .ops import push_pull
 from .optimizer import DistributedOptimizer
 from .tape import DistributedGradientTape
@@ -30,6 +31,7 @@ __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
     "Compressor",
+    "CrossBarrier",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "ReduceOp",
