@@ -13,6 +13,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install bpsfast
 
 import bpsfast.hvd.tensorflow as hvd  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
+
 BOTH = (lambda f: f, lambda f: tf.function(f, autograph=False))
 
 
@@ -166,19 +168,19 @@ def keras_names():
 
 
 def test_operations_by_definition(ranks):
-    assert all(ranks.run(operations, timeout_s=200.0))
+    assert all(ranks.run(operations, timeout_s=350.0))
 
 
 def test_gradients(ranks):
-    assert all(ranks.run(gradients, timeout_s=200.0))
+    assert all(ranks.run(gradients, timeout_s=350.0))
 
 
 def test_process_sets(ranks):
-    assert all(ranks.run(sets, timeout_s=200.0))
+    assert all(ranks.run(sets, timeout_s=350.0))
 
 
 def test_bad_input_is_refused_with_a_reason(ranks):
-    for unsupported, adasum, config, after in ranks.run(refused, timeout_s=200.0):
+    for unsupported, adasum, config, after in ranks.run(refused, timeout_s=350.0):
         assert {kind for kind, _ in unsupported} == {"UnsupportedError"}, unsupported
         assert adasum[0] == "AdasumError" and {kind for kind, _ in config} == {"ConfigError"}, config
         assert after == [1, 1, 1]
@@ -187,4 +189,4 @@ def test_bad_input_is_refused_with_a_reason(ranks):
 def test_keras_by_horovods_other_name(ranks):
     pytest.importorskip("keras")
     mean = sum(range(ranks.size)) / ranks.size
-    assert ranks.run(keras_names, timeout_s=200.0) == [5 - mean] * ranks.size
+    assert ranks.run(keras_names, timeout_s=350.0) == [5 - mean] * ranks.size

@@ -11,7 +11,10 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install bpsfast[tensorflow]")
 
 import bpsfast.tensorflow as bps  # noqa: E402
+from bpsfast.tensorflow.exchange import reduced  # noqa: E402
 from bpsfast.tensorflow.passes import Passes  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
 
 SHAPES = [(1,), (2, 2)]
 v1 = tf.compat.v1
@@ -88,12 +91,12 @@ def fitted():
 
 
 def test_a_strategy_reduces_over_all_ranks(ranks):
-    assert len(set(map(tuple, ranks.run(strategies, timeout_s=200.0)))) == 1
+    assert len(set(map(tuple, ranks.run(strategies, timeout_s=350.0)))) == 1
 
 
 def test_training_in_a_strategy_is_that_of_a_distributed_optimizer(ranks):
     pytest.importorskip("keras")
-    assert len(set(ranks.run(fitted, timeout_s=200.0))) == 1
+    assert len(set(ranks.run(fitted, timeout_s=350.0))) == 1
 
 
 def passes_of_a_graph():
@@ -150,7 +153,7 @@ def passes_of_keras():
 
 def test_passes_are_added_up_before_they_are_sent(ranks):
     pytest.importorskip("keras")
-    for rank, graph in enumerate(ranks.run(passes_of_a_graph, timeout_s=200.0)):
+    for rank, graph in enumerate(ranks.run(passes_of_a_graph, timeout_s=350.0)):
         size = ranks.size
         mean = sum(range(size)) / size
         sums = [5.0, 5 - (2 * mean + 1), 5 - (2 * mean + 1), 5 - (4 * mean + 6)]
@@ -158,8 +161,8 @@ def test_passes_are_added_up_before_they_are_sent(ranks):
         assert graph == [[each] * 2 for each in (*sums, *halves)], rank
     wanted = graph
     assert all(found == wanted[:4] for inside in (False, True)
-               for found in ranks.run(passes_eagerly, inside, timeout_s=200.0))
-    assert all(found == wanted for found in ranks.run(passes_of_keras, timeout_s=200.0))
+               for found in ranks.run(passes_eagerly, inside, timeout_s=350.0))
+    assert all(found == wanted for found in ranks.run(passes_of_keras, timeout_s=350.0))
 
 
 def objects():
@@ -171,6 +174,86 @@ def objects():
 
 def test_objects(ranks):
     assert all(found == [0] for found in ranks.run(objects))
+
+
+def crossing():
+    """Steps by CrossBarrier beside steps by a tape: the same weights, bit for bit, eagerly and inside tf.function."""
+    x = tf.random.stateless_normal([8, 6], [bps.rank(), 1])
+    digests = []
+    for inside in (False, True):
+        weights = []
+        for crosses in (False, True):
+            layers = [tf.Variable(tf.random.stateless_normal([6, 6], [k, 2])) for k in range(3)]
+            table, unused = tf.Variable(tf.ones([4, 6])), tf.Variable([1.0])
+            variables = [table, *layers, unused]
+            momenta = {id(each): tf.Variable(tf.zeros_like(each)) for each in variables}
+
+            def update(variable, gradient, momenta=momenta):
+                momentum = momenta[id(variable)]
+                momentum.assign(0.9 * momentum + gradient)
+                variable.assign_sub(0.1 * momentum)
+
+            crossing = bps.CrossBarrier(variables, update) if crosses else None
+
+            def step(x, variables=variables, crossing=crossing, update=update, inside=inside):
+                with tf.GradientTape() as tape:
+                    table, *layers, _ = [crossing.read(each) if crossing else each.value() for each in variables]
+                    hidden = x + tf.gather(table, [bps.rank(), 3, 3, 0, 1, 2, 3, 0])
+                    for layer in layers:
+                        hidden = tf.tanh(hidden @ layer)
+                    loss = tf.reduce_sum(hidden ** 2)
+                gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
+                if crossing is None:
+                    mean = reduced([tf.convert_to_tensor(each) for each in gradients],
+                                   [f"{inside} {k}" for k in range(len(variables))], True)
+                    for variable, gradient in zip(variables, mean):
+                        update(variable, gradient)
+
+            run = tf.function(step, autograph=False) if inside else step
+            for k in range(5):
+                run(x)
+                if crossing and k in (2, 4):  # in the midst, too
+                    crossing.settle()
+            weights.append(b"".join(each.numpy().tobytes() for each in (*variables, *momenta.values())))
+        assert weights[0] == weights[1]
+        digests.append(weights[0])
+    return digests[0]
+
+
+def test_crossing_the_barrier_has_the_same_weights(ranks):
+    assert len(set(ranks.run(crossing, timeout_s=350.0))) == 1
+
+
+def crossed_wrongly():
+    a, b = tf.Variable([1.0]), tf.Variable([2.0])
+
+    def update(variable, gradient):
+        variable.assign_sub(gradient)
+
+    make = bps.CrossBarrier
+    found = [raised(make, [], update), raised(make, [a, a], update), raised(make, [tf.ones(1)], update),
+             raised(make, [tf.Variable("text")], update), raised(make, [a], update, op=5)]
+    crossing = make([a, b], update)
+
+    def step(*reads):
+        with tf.GradientTape() as tape:
+            loss = sum(crossing.read(each) for each in reads)
+        tape.gradient(loss, [a, b])
+
+    found += [raised(crossing.read, tf.Variable([1.0])), raised(step, a, a)]
+    crossing.settle()
+    crossing = make([a, b], update)
+    step(a, b)
+    found += [raised(step, a), raised(tf.function(crossing.settle, autograph=False))]
+    crossing.settle()
+    return [kind for kind, _ in found], [float(each[0]) for each in (a, b)]
+
+
+def test_what_a_crossing_refuses(ranks):
+    for kinds, (a, b) in ranks.run(crossed_wrongly, timeout_s=350.0):
+        assert kinds == ["ConfigError", "ConfigError", "UnsupportedError", "UnsupportedError", "ConfigError",
+                         "ConfigError", "BusyError", "BusyError", "UnsupportedError"], kinds
+        assert (a, b) == (0.0, 1.0)
 
 
 def refused():
@@ -200,7 +283,7 @@ def refused():
 
 def test_bad_input_is_refused_before_anything_is_sent(ranks):
     pytest.importorskip("keras")
-    for unsupported, mismatch, config, after in ranks.run(refused, timeout_s=200.0):
+    for unsupported, mismatch, config, after in ranks.run(refused, timeout_s=350.0):
         assert {kind for kind, _ in unsupported} == {"UnsupportedError"}, unsupported
         assert {kind for kind, _ in mismatch} == {"MismatchError"}, mismatch
         assert {kind for kind, _ in config} == {"ConfigError"}, config
