@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install bpsfast[tensorflow]")
 
 import bpsfast.tensorflow as bps  # noqa: E402
+from bpsfast.launch.daemons import clean_environment  # noqa: E402
 from bpsfast.tensorflow.exchange import reduced  # noqa: E402
 from bpsfast.tensorflow.passes import Passes  # noqa: E402
 
@@ -279,6 +282,28 @@ def refused():
               raised(distributed, optimizer, backward_passes_per_step=1.5),
               raised(distributed, built, backward_passes_per_step=2)]
     return unsupported, mismatch, config, bps.push_pull(tf.ones(2)).numpy().tolist()
+
+
+_SUSPENDED = """
+import tensorflow as tf, bpsfast.tensorflow as bps
+bps.init()
+rank, size = bps.rank(), bps.size()
+total = tf.function(lambda x: bps.push_pull(x, op=bps.Sum, name="total"), autograph=False)
+for _ in range(2):
+    assert total(tf.constant([1.0, rank])).numpy().tolist() == [2.0, 1.0]
+    bps.suspend()
+    bps.resume(size, 0, rank)
+print("resumed", flush=True)
+bps.shutdown()
+"""
+
+
+def test_a_traced_function_goes_on_after_suspend_and_resume():
+    command = [sys.executable, "-m", "bpsfast", "run", "-n", "2", "--elastic", "--", sys.executable, "-c", _SUSPENDED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False,
+                          env={**clean_environment(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("resumed") == 2
 
 
 def test_bad_input_is_refused_before_anything_is_sent(ranks):
