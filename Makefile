@@ -69,10 +69,11 @@ test-ecosystem: $(stamp)
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
 
 # What is tested with other frameworks than torch, which take some hundred MB to install.
-keras_tests := tests/test_keras.py tests/test_keras_arguments.py
+framework_tests := tests/test_jax_*.py tests/test_tensorflow*.py tests/test_hvd_tensorflow.py tests/test_keras*.py \
+  tests/test_bench_frameworks.py tests/test_api.py
 test-frameworks: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,keras,tensorflow,test]
-	$(bin)/pytest -q --durations=10 tests/test_jax_*.py tests/test_tensorflow*.py tests/test_bench_frameworks.py $(keras_tests)
+	$(bin)/pytest -q --durations=10 --numprocesses=2 --dist=loadfile $(framework_tests) $(PYTEST)
 
 # MXNet 1.9.1 is retired and needs NumPy below 1.24: an environment of its own.
 mxnet := $(VENV)/mxnet

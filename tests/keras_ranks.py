@@ -297,6 +297,17 @@ def alone():
     return weight_of(model)
 
 
+def averaged():
+    """fit, twice, with moving averages of weights, which are the weights after each fit."""
+    found = []
+    for wrap in (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer):
+        model = line(bps.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))))
+        for _ in range(2):
+            fit(model, [bps.rank() + 1.0])
+            found.append(weight_of(model))
+    return found
+
+
 def missing():
     """One rank has metrics that the other has not: it is named, within the time."""
     callbacks = [bps.callbacks.MetricAverageCallback()]

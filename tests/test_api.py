@@ -4,6 +4,7 @@ A change that is meant is written by ``pytest tests/test_api.py --write-golden``
 """
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
 import re
@@ -40,6 +41,8 @@ def described(module):
         thing = getattr(module, name)
         if inspect.ismodule(thing):
             yield f"{name}: module"
+        elif inspect.isclass(thing) and issubclass(thing, enum.Enum):  # whose call each Python describes otherwise
+            yield f"class {name}(Enum): {', '.join(each.name for each in thing)}"
         elif inspect.isclass(thing):
             yield f"class {name}" + ("(Exception)" if issubclass(thing, Exception) else called(thing))
             for member in sorted(vars(thing)):

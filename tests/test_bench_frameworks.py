@@ -1,13 +1,12 @@
 """bench frameworks: its table, and one small run. No test asserts a time."""
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
 
 from bpsfast.bench import frameworks
-from bpsfast.bench.frameworks.rank import FRAMEWORKS, WORKLOADS
+from bpsfast.bench.frameworks.rank import FRAMEWORKS, WORKLOADS, lacking
 from bpsfast.orchestration.errors import ConfigError
 
 
@@ -31,6 +30,20 @@ def test_a_small_run(tmp_path, capsys):
     assert [json.loads(line) for line in path.read_text().splitlines()] == records
     found = {(record["workload"], record["row"]) for record in records[1:]}
     assert {(workload, "numpy") for workload in WORKLOADS} <= found
-    if importlib.util.find_spec(FRAMEWORKS["jax_rows"]):
+    if lacking(FRAMEWORKS["jax_rows"]) is None:
         assert {(workload, "jax jit") for workload in WORKLOADS} <= found
     assert "overhead" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_is_installed_in_part_has_no_row_and_one_line(tmp_path, monkeypatch, capfd):
+    for name in ("jax", "tensorflow"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "__init__.py").write_text(f"import {name}lib_that_is_not_there\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    records = frameworks.run({"quick": True, "n_ranks": 1})
+    assert {record["row"].partition(",")[0] for record in records[1:]} == {"numpy"}
+    out = capfd.readouterr().out
+    for name in ("jax", "tensorflow"):
+        assert out.count(f"no rows of {name}: No module named '{name}lib_that_is_not_there'") == 1

@@ -10,7 +10,7 @@ import pytest
 from tests import keras_ranks as ranks  # isort: skip
 from tests.jobs import Job
 
-BACKENDS = {"torch": ["torch"], "jax": ["jax", "optax"], "tensorflow": ["tensorflow"]}
+BACKENDS = {"torch": ["torch"], "jax": ["jax", "jaxlib", "optax"], "tensorflow": ["tensorflow"]}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # beside other tests the imports take a minute
 
@@ -112,6 +112,14 @@ def test_callbacks(four):
     same([each[2] for each in outcomes])
     same([tuple(each[1]) for each in outcomes])
     assert len(losses) == 3
+
+
+def test_moving_averages_of_weights(four):
+    mean = sum((rank + 1.0) ** 2 for rank in range(4)) / 4  # of x x, by which the gradient is 2 w
+    first = 2.0 - 0.1 * 2 * 2.0 * mean  # the average begins as the weight after the first step
+    second = 0.5 * first + 0.5 * (first - 0.1 * 2 * first * mean)
+    for found in four.run(ranks.averaged, timeout_s=300):
+        assert found == pytest.approx([first, second] * 2, rel=1e-5)
 
 
 def test_momentum_is_corrected(four):

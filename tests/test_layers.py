@@ -31,7 +31,7 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
     Layer("bpsfast/device", _CORE, frozenset({"cupy"})),
     Layer("bpsfast/hvd/keras", _CORE | {"keras"}),
-    Layer("bpsfast/hvd/tensorflow.py", _CORE | {"tensorflow"}),
+    Layer("bpsfast/hvd/tensorflow", _CORE | {"tensorflow"}),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
     Layer("bpsfast/jax", _CORE | {"jax", "optax"}),
     Layer("bpsfast/keras/jax_exchange.py", _CORE | {"jax"}),

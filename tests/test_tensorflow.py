@@ -13,7 +13,9 @@ import bpsfast.tensorflow as bps  # noqa: E402
 from bpsfast import compression  # noqa: E402
 from bpsfast.tensorflow.exchange import reduced  # noqa: E402
 
-SHAPES = [(1,), (2,), (2, 1), (2, 2)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
+
+SHAPES = [(1,), (2, 2)]
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
@@ -84,7 +86,11 @@ def sums():
 
 @pytest.mark.parametrize("ranks", SHAPES, ids=str)
 def test_sums_of_all_dtypes_by_definition(job, ranks):
-    assert all(job(ranks=ranks, transport="tcp" if len(ranks) > 1 else "auto").run(sums, timeout_s=200.0))
+    assert all(job(ranks=ranks, transport="tcp" if len(ranks) > 1 else "auto").run(sums, timeout_s=350.0))
+
+
+def test_sums_of_three(three_started):
+    assert all(three_started.run(sums, timeout_s=350.0))
 
 
 def rows_of(rank):
@@ -106,7 +112,7 @@ def sparse():
 
 
 def test_sparse(three_started):
-    assert all(three_started.run(sparse, timeout_s=200.0))
+    assert all(three_started.run(sparse, timeout_s=350.0))
 
 
 def gradients():
@@ -141,7 +147,7 @@ def gradients():
 
 
 def test_tape_and_gradients_through_push_pull(three_started):
-    assert all(three_started.run(gradients, timeout_s=200.0))
+    assert all(three_started.run(gradients, timeout_s=350.0))
 
 
 def compressed():
@@ -162,7 +168,7 @@ def compressed():
 
 
 def test_compression(three_started):
-    first, *others = three_started.run(compressed, timeout_s=200.0)
+    first, *others = three_started.run(compressed, timeout_s=350.0)
     assert all(other == first for other in others)
 
 
@@ -189,7 +195,7 @@ def broadcasts():
 
 
 def test_broadcasts(three_started):
-    for rank, (refused, (root, shape), after) in enumerate(three_started.run(broadcasts, timeout_s=200.0)):
+    for rank, (refused, (root, shape), after) in enumerate(three_started.run(broadcasts, timeout_s=350.0)):
         assert {kind for kind, _ in refused} == {"UnsupportedError"}, refused
         assert root[0] == "ConfigError" and shape[0] == ("MismatchError" if rank == 1 else "") and after == 2
 
@@ -214,7 +220,7 @@ def horovod():
 
 
 def test_horovods_names_without_torch(three_started):
-    assert three_started.run(horovod, timeout_s=200.0) == [False] * 3
+    assert three_started.run(horovod, timeout_s=350.0) == [False] * 3
 
 
 def session_of_one():
@@ -238,7 +244,7 @@ def session_of_one():
 def test_optimizers(shared_job):
     pytest.importorskip("keras")
     job = shared_job(ranks=(2, 1), transport="tcp")
-    assert all(job.run(keras_backend) and job.run(session_of_one, timeout_s=200.0))
+    assert all(job.run(keras_backend) and job.run(session_of_one, timeout_s=350.0))
 
 
 def keras_backend():
@@ -254,9 +260,7 @@ def refused():
                    raised(push, tf.ones(3, tf.complex64)), raised(push, x, enable_async=True),
                    raised(tf.function(push, autograph=False), tf.ones(3, tf.uint32)),
                    raised(push, tf.IndexedSlices(x, tf.constant([0, 1, 2]))),
-                   raised(push, tf.ragged.constant([[1], []])),
-                   raised(bps.DistributedOptimizer, tf.compat.v1.train.GradientDescentOptimizer(1.0),
-                          backward_passes_per_step=2)]
+                   raised(push, tf.ragged.constant([[1], []]))]
     config = [raised(push, x, average=True, op=bps.Sum), raised(push, x, op=7),
               raised(push, x, compression=compression.onebit), raised(push, x, compression="onebit"),
               raised(reduced, [x, x], ["same", "same"], True), raised(reduced, [x], [], True), raised(tape, x),
@@ -268,7 +272,7 @@ def refused():
 
 
 def test_bad_input_is_refused_before_anything_is_sent(three_started):
-    for unsupported, config, mismatch, after in three_started.run(refused, timeout_s=200.0):
+    for unsupported, config, mismatch, after in three_started.run(refused, timeout_s=350.0):
         assert {kind for kind, _ in unsupported} == {"UnsupportedError"}, unsupported
         assert {kind for kind, _ in config} == {"ConfigError"}, config
         assert mismatch[0][0] == "MismatchError" and mismatch[1][0] == "InvalidArgumentError"
@@ -281,6 +285,6 @@ def without_init():
 
 def test_before_init(job):
     alone = job(ranks=(1,), attach=False)
-    (found,) = alone.run(without_init, timeout_s=200.0)
+    (found,) = alone.run(without_init, timeout_s=350.0)
     assert all(kind == "ClosedError" and "init" in text for kind, text in found)
     alone.kill()

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,21 @@ def rows(arrays: list[np.ndarray[Any, Any]]) -> dict[str, Callable[[], list[Any]
     """Return what sums *arrays*, by the rows' names; of what is installed."""
     found: dict[str, Callable[[list[np.ndarray[Any, Any]]], Callable[[], list[Any]]]] = {}
     for module, needed in FRAMEWORKS.items():
-        if util.find_spec(needed) is not None:
+        if lacking(needed) is None:
             found |= import_module(f"bpsfast.bench.frameworks.{module}").ROWS
     return {name: make(arrays) for name, make in found.items()}
+
+
+def lacking(framework: str) -> str | None:
+    """Return why *framework* cannot be imported, in one line: it is not installed, or a part of it is not, or broken.
+
+    None: it can.
+    """
+    try:
+        import_module(framework)
+    except ImportError as exc:
+        return " ".join(str(exc).split()) or type(exc).__name__
+    return None
 
 
 def measure(workload: str, n_rounds: int) -> list[dict[str, Any]]:
@@ -54,6 +66,10 @@ def measure(workload: str, n_rounds: int) -> list[dict[str, Any]]:
 def main(path: str, n_rounds: int) -> None:
     """Measure everything; write the records to *path* on rank 0."""
     bpsfast.init()
+    for needed in FRAMEWORKS.values():
+        reason = lacking(needed)
+        if reason is not None and bpsfast.rank() == 0:
+            print(f"no rows of {needed}: {reason}", flush=True)
     records = [record for workload in WORKLOADS for record in measure(workload, n_rounds)]
     if bpsfast.rank() == 0:
         Path(path).write_text(json.dumps(records))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import ConfigError
-from ..torch.broadcast import dump, load_state, take_tensors
+from ..torch.broadcast import load_state, take_tensors
 from ..torch.kept import own_state
+from ..trainer.objects import dump
 from . import runtime
 from .allgather_ops import grouped_allgather
 from .broadcast_ops import broadcast_bytes, broadcast_group_

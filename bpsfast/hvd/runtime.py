@@ -14,7 +14,6 @@ from ..orchestration.negotiation import Kind, Request, Response
 from ..trainer import current as process
 from ..trainer.session import Session
 from .errors import NotInitializedError, internal
-from .execution import Executor
 from .meeting import meet
 from .service import Operation, Service
 from .timeline import Timeline
@@ -56,6 +55,8 @@ class Runtime:
             raise
 
     def _meet(self, number: int, ranks: tuple[int, ...]) -> None:
+        from .execution import Executor  # and with it PyTorch
+
         settings = self.session.settings
         group = self._groups[number] = groups.make(self.session, ranks)
         title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only

@@ -58,6 +58,14 @@ class Distributed(_Optimizer):
             _refuse_loss_scaling_around(self)
         super().__setattr__(name, value)
 
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Give *var_list* its final values, with use_ema their moving averages."""
+        super().finalize_variable_values(var_list)
+        averages = (getattr(each, "use_ema", False) for each in (self, getattr(self, "inner_optimizer", None)))
+        # On JAX Keras lets a variable and its average share one buffer, which the next fit would donate twice.
+        for variable in var_list if keras.backend.backend() == "jax" and any(averages) else ():
+            variable.assign(keras.ops.copy(variable.value))
+
     def _bpsfast_accumulates(self) -> bool:
         """Whether Keras accumulates gradients, and clips the mean of the passes by `_clip_gradients`."""
         is_keras_own = getattr(self._bpsfast_base, "apply", None) is keras.optimizers.Optimizer.apply
@@ -115,9 +123,15 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     return distribute(optimizer, Reduction(name, average, *parted(compression)))
 
 
-def distribute(optimizer: Any, reduction: Reduction) -> Any:
-    """Let *optimizer* reduce its gradients as *reduction* says before it applies them; return it. Raises as
-    `DistributedOptimizer`.
+def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
+    """Let *optimizer* reduce its gradients as *reduction* says before it applies them; return it.
+
+    With several passes it averages those of *n_passes* backward passes first: what *reduction* gets is a mean.
+
+    Raises
+    ------
+    ConfigError
+        As `DistributedOptimizer`, and for several passes if *optimizer* is built, or accumulates by itself.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(f"{optimizer!r} is no optimizer of Keras {keras.__version__}: give an object, such as "
@@ -128,11 +142,16 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
                           "reduced twice")
     if is_distributed(inner):
         raise _wrong_order(inner)
+    if n_passes > 1 and (getattr(optimizer, "built", False) or getattr(optimizer, "gradient_accumulation_steps", None)):
+        raise ConfigError(f"backward_passes_per_step={n_passes} for an optimizer that is built, or accumulates by "
+                          f"itself: make it with gradient_accumulation_steps={n_passes}")
     base = type(optimizer)
     kind = type(base.__name__, (Distributed, base), {
         "__module__": base.__module__, "__doc__": base.__doc__, "_bpsfast_reduction": reduction,
         "_bpsfast_base": base})
     object.__setattr__(optimizer, "__class__", kind)
+    if n_passes > 1:
+        optimizer.gradient_accumulation_steps = n_passes
     return optimizer
 
 

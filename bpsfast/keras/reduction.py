@@ -61,6 +61,9 @@ class Reduction:
             _check(paths[place], dense[place], variables[place])
         places = [place for place in places if 0 not in dense[place].shape]
         if session.size == 1 or not places:
+            factor = self.prescale * self.postscale
+            for place in places if factor != 1.0 else ():
+                gradients[place] = _scaled(dense[place], factor)
             return gradients
         small, contexts = [], []
         for place in places:

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 from ..trainer.reduce_op import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
-from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
-from .broadcast import BroadcastGlobalVariablesHook, broadcast, broadcast_global_variables, broadcast_variables
+from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
+from .broadcast import (
+    BroadcastGlobalVariablesHook,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from .compression import Compression, Compressor
+from .cross_barrier import CrossBarrier
 from .ops import push_pull
 from .optimizer import DistributedOptimizer
 from .tape import DistributedGradientTape
@@ -23,6 +31,7 @@ __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
     "Compressor",
+    "CrossBarrier",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "ReduceOp",
@@ -30,6 +39,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
     "get_pushpull_speed",
     "init",
@@ -37,6 +48,8 @@ __all__ = [
     "local_size",
     "push_pull",
     "rank",
+    "resume",
     "shutdown",
     "size",
+    "suspend",
 ]

@@ -1,12 +1,18 @@
-"""What BytePS calls its basics, for TensorFlow: join the job, leave it; who this process is."""
+"""What BytePS calls its basics, for TensorFlow: join the job, leave it, for a while, too; who this process is."""
 from __future__ import annotations
 
-from ..trainer import current as process
+from ..trainer import current as process, suspension
 from ..trainer.current import barrier, local_rank, local_size, rank, shutdown, size
+from ..trainer.suspension import resume
 
-__all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "size"]
+__all__ = ["barrier", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]
 
 
 def init(lazy: bool = True, **settings: object) -> None:
     """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
     process.init(**settings)
+
+
+def suspend() -> None:
+    """Leave the job until `resume`, which declares the same names in the same order; raises as `suspension.suspend`."""
+    suspension.suspend(shutdown)

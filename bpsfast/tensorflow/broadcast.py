@@ -1,14 +1,14 @@
-"""Everybody starts from the same state: tensors and variables of one rank, given to all."""
+"""Everybody starts from the same state: tensors, variables and objects of one rank, given to all."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ..orchestration.errors import UnsupportedError
-from ..trainer import current as process
+from ..trainer import current as process, objects
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
 
@@ -38,17 +38,23 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
 
     Inside `tf.function`, too. Returns None, in a graph of TensorFlow 1 an operation. Raises as `broadcast`.
     """
-    found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
-             for variable in variables]
-    for place, variable in enumerate(found):
-        if not isinstance(variable, tf.Variable):
-            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, no tf.Variable: use broadcast")
+    found = resources(variables)
     names = [f"{scope}{place}" for place in range(len(found))]
     values = _given([variable.read_value() for variable in found], names, root_rank)
     assigned = [variable.assign(value, read_value=False) for variable, value in zip(found, values)]
     if tf.compat.v1.executing_eagerly_outside_functions():
         return None
     return tf.group(*assigned)
+
+
+def resources(variables: Iterable[Any]) -> list[Any]:
+    """Return TensorFlow's variables of *variables*, which may be Keras's; raises `UnsupportedError` for others."""
+    found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+             for variable in variables]
+    for place, variable in enumerate(found):
+        if not isinstance(variable, tf.Variable):
+            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, no tf.Variable: use broadcast")
+    return found
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -63,6 +69,33 @@ def broadcast_global_variables(root_rank: int) -> Any:
         raise UnsupportedError("bps.broadcast_global_variables() does not support eager execution. Please use "
                                "`bps.broadcast_variables(<model/optimizer variables>)` instead.")
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None) -> Any:
+    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in one order.
+
+    It is pickled, as by `bpsfast.torch`, and sent at once, so *session*, of TensorFlow 1, is not needed. *name* is only
+    checked to agree.
+
+    Raises
+    ------
+    UnsupportedError
+        Inside `tf.function`, where it would be sent once for each trace.
+    ConfigError, MismatchError, StallError, PeerLostError
+        As `bpsfast.broadcast`.
+    """
+    if tf.inside_function():
+        raise UnsupportedError(f"broadcast_object of a {type(obj).__name__} inside tf.function, which would send it "
+                               "when it is traced and never again: call it outside")
+    return objects.broadcast_object(obj, root_rank, name)
+
+
+def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None) -> Callable[[Any], Any]:
+    """Return a function of one object: `broadcast_object` with these arguments."""
+    def broadcast_one(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name)
+
+    return broadcast_one
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]

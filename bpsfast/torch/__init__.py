@@ -7,10 +7,11 @@
 """
 from __future__ import annotations
 
+from ..trainer.objects import broadcast_object
 from ..trainer.stats import get_pushpull_speed
 from .async_optimizer import AsyncOptimizer
 from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression, Compressor
 from .ops import (
     byteps_torch_set_num_grads,

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,8 +9,9 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import current as process
-from ..trainer.broadcaster import broadcast_bytes, check_root
+from ..trainer.broadcaster import check_root
 from ..trainer.manifest import Manifest, difference
+from ..trainer.objects import broadcast_object
 from .kept import load_own_state, own_state
 from .ops import REACHED
 
@@ -48,18 +47,6 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
             raise UnsupportedError(f"{prefix}{name} is a {type(tensor).__name__}, not a tensor: use broadcast_object")
         tensors.append((prefix + name, tensor))
     _broadcast_tensors(tensors, root_rank)
-
-
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere).
-
-    It is pickled, by cloudpickle if that is installed. Only members of the job, who know its key, can send one.
-    """
-    session = process.current()
-    check_root(session, root_rank)
-    is_root = session.rank == root_rank
-    data = broadcast_bytes(dump(obj) if is_root else None, root_rank, f"object {name or ''}")
-    return obj if is_root else pickle.loads(data)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
@@ -103,15 +90,6 @@ def load_state(optimizer: torch.optim.Optimizer, skeleton: Any, tensors: list[to
     except ValueError as exc:
         raise MismatchError(f"the optimizer of rank {rank} has other parameter groups than that of rank {root_rank}: "
                             f"{exc}") from exc
-
-
-def dump(obj: Any) -> bytes:
-    """Return *obj* pickled, by cloudpickle if that is installed."""
-    if importlib.util.find_spec("cloudpickle") is None:
-        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    import cloudpickle
-
-    return cloudpickle.dumps(obj)
 
 
 def broadcast_buffers(named: list[tuple[str, torch.Tensor]], root_rank: int, title: str) -> None:

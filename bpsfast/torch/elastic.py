@@ -17,7 +17,8 @@ from ..elastic.running import WorkersJoined, run
 from ..elastic.state import ObjectState, State
 from ..trainer import current as process
 from ..trainer.broadcaster import broadcast_bytes
-from .broadcast import broadcast_optimizer_state, broadcast_parameters, dump
+from ..trainer.objects import dump
+from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .cross_barrier import settle_everything
 from .elastic_sampler import ElasticSampler
 from .kept import load_own_state, own_state

@@ -25,8 +25,9 @@ import torch
 from ..elastic.member import enlisted
 from ..orchestration.errors import BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
 from ..trainer import current as process
+from ..trainer.objects import broadcast_object
 from ..trainer.session import Session
-from .broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
+from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum

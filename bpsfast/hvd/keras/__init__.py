@@ -110,15 +110,9 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     n = backward_passes_per_step
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"backward_passes_per_step={n!r}: at least one pass makes a step")
-    if n > 1 and (getattr(optimizer, "built", False) or getattr(optimizer, "gradient_accumulation_steps", None)):
-        raise ConfigError(f"backward_passes_per_step={n} for an optimizer that is built, or accumulates by itself: "
-                          f"make it with gradient_accumulation_steps={n}")
     reduction = Reduction(name, mean, *parted(compression), prescale=1 / gradient_predivide_factor,
                           postscale=gradient_predivide_factor * (1 if average_aggregated_gradients else n))
-    found = distribute(optimizer, reduction)
-    if n > 1:
-        found.gradient_accumulation_steps = n
-    return found
+    return distribute(optimizer, reduction, n)
 
 
 def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,

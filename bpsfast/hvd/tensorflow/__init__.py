@@ -1,0 +1,62 @@
+"""Horovod's API for TensorFlow 2 (0.28): `bpsfast.tensorflow` by other names, and the operations that ranks negotiate.
+
+    import bpsfast.hvd.tensorflow as hvd                        # instead of: import horovod.tensorflow as hvd
+
+Ranks make their operations in one order. allgather, alltoall, reducescatter, process sets, Min, Max and Product are
+`bpsfast.hvd.torch`'s, and need PyTorch; nothing else here does.
+"""
+from __future__ import annotations
+
+from ...tensorflow.basics import local_rank, local_size, rank, size
+from ...tensorflow.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
+from ...tensorflow.compression import Compression
+from ...tensorflow.optimizer import DistributedOptimizer
+from ...tensorflow.tape import DistributedGradientTape
+from ..errors import HorovodInternalError
+from ..process_sets import ProcessSet, global_process_set, remove_process_set
+from ..reduce_op import Adasum, Average, Max, Min, Product, Sum
+from .basics import add_process_set, barrier, init, is_initialized, join, shutdown
+from .broadcasts import broadcast, broadcast_, broadcast_object, broadcast_object_fn, broadcast_variables
+from .gathering import allgather, allgather_object, alltoall, grouped_allgather
+from .reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,71 @@
+"""Join the job and leave it; process sets; waiting for each other."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from ...orchestration.errors import UnsupportedError
+from ...tensorflow import basics
+from ...trainer import current as process
+from .. import process_sets as sets
+from ..process_sets import ProcessSet, global_process_set
+from .negotiated import begun, is_global
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job, as `bpsfast.init`; *process_sets* are added at once, on all ranks alike ("dynamic" says nothing).
+
+    Raises
+    ------
+    UnsupportedError
+        If *comm* is given: ranks are what the launcher says. For *process_sets* without PyTorch.
+    ConfigError
+        If a set is a duplicate.
+    """
+    if comm:
+        raise UnsupportedError(f"init(comm={comm!r}): ranks are those that the launcher has started; a part of them is "
+                               "a process set")
+    basics.init()
+    if process_sets is None or (isinstance(process_sets, str) and process_sets.lower() == "dynamic"):
+        return
+    begun("a process set")
+    sets.begin_sets(process_sets)
+
+
+def shutdown() -> None:
+    """Leave the job (`bpsfast.shutdown`)."""
+    runtime = sys.modules.get("bpsfast.hvd.runtime")
+    if runtime is not None:
+        runtime.end()
+    basics.shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether this process is in a job."""
+    return process.session() is not None
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Make a set of some ranks, to which operations can then be limited, and return it. All ranks of the job call it.
+
+    Raises as `bpsfast.hvd.torch.add_process_set`, and UnsupportedError without PyTorch.
+    """
+    begun("a process set")
+    return sets.add_process_set(process_set)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of *process_set* are here."""
+    if is_global(process_set):
+        process.barrier()
+    else:
+        begun("barrier of a process set").barrier(process_set)
+
+
+def join(device: int = -1) -> NoReturn:
+    """Raise `UnsupportedError`: there is no join for TensorFlow."""
+    raise UnsupportedError("join: gradients and allreduces of TensorFlow are made in the order of each rank's program, "
+                           "without negotiation, so nobody knows what to contribute for a rank that has ended. Give "
+                           "all ranks the same number of steps (tf.data: repeat() and steps_per_epoch), or use "
+                           "bpsfast.hvd.torch, which has join")

@@ -1,0 +1,192 @@
+"""bpsfast.hvd.tensorflow: what ranks negotiate, on TensorFlow's tensors, eagerly and inside tf.function."""
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install bpsfast[tensorflow]")
+pytest.importorskip("torch", reason="torch is not installed: pip install bpsfast[torch]")
+
+import bpsfast.hvd.tensorflow as hvd  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
+
+BOTH = (lambda f: f, lambda f: tf.function(f, autograph=False))
+
+
+@pytest.fixture(scope="module", params=[(1,), (2, 1)], ids=["one", "three"])
+def ranks(request, shared_job):
+    return shared_job(ranks=request.param, transport="tcp" if len(request.param) > 1 else "auto")
+
+
+def raised(function, *arguments, **keywords):
+    """Return the name of the class and the text of what *function* raises."""
+    try:
+        function(*arguments, **keywords)
+    except Exception as exc:
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+def exact(found, wanted):
+    """Whether *found* is *wanted*, bit for bit."""
+    found, wanted = found.numpy(), np.asarray(wanted)
+    return found.shape == wanted.shape and found.astype(wanted.dtype).tobytes() == wanted.tobytes()
+
+
+def operations():
+    rank, size = hvd.rank(), hvd.size()
+    everyone = range(size)
+    mine = tf.fill([rank + 1, 2], float(rank))
+    all_rows = np.concatenate([np.full((r + 1, 2), r, np.float32) for r in everyone])
+    to_each = tf.reshape(tf.range(size * 2), [size, 2]) + 100 * rank
+    whole = tf.ones([size + 1, 2]) * (rank + 1)
+    total = sum(r + 1 for r in everyone)
+    for function in BOTH:
+        for dtype in ("float32", "bfloat16", "bool", "int64"):
+            assert exact(function(lambda dtype=dtype: hvd.allgather(tf.cast(mine, dtype)))(),
+                         tf.cast(all_rows, dtype).numpy())
+        first, second = function(lambda: hvd.grouped_allgather([mine, tf.constant([rank])]))()
+        assert exact(first, all_rows) and second.numpy().tolist() == list(everyone)
+        even = function(lambda: hvd.alltoall(to_each))()
+        assert even.numpy().tolist() == [[2 * rank + 100 * r, 2 * rank + 1 + 100 * r] for r in everyone]
+        output, came = function(lambda: hvd.alltoall(tf.fill([size * 2], rank), [2] + [1] * (size - 1)))()
+        assert came.numpy().tolist() == [2 if rank == 0 else 1] * size and came.dtype == tf.int32
+        assert output.numpy().tolist() == [r for r in everyone for _ in range(2 if rank == 0 else 1)]
+        part = function(lambda: hvd.reducescatter(whole, op=hvd.Sum))()
+        assert exact(part, np.full((2 if rank == 0 else 1, 2), total, np.float32))
+        halves = function(lambda: hvd.grouped_reducescatter([whole, whole], compression=hvd.Compression.fp16))()
+        assert all(np.allclose(each, total / size, rtol=1e-3) for each in halves)
+        for op, wanted in ((hvd.Min, 1), (hvd.Max, size), (hvd.Product, int(np.prod(range(1, size + 1))))):
+            assert exact(function(lambda op=op: hvd.allreduce(tf.constant(rank + 1), op=op))(), np.int32(wanted))
+        sums = function(lambda: hvd.grouped_allreduce([whole, tf.constant(rank)], op=hvd.Sum))()
+        assert exact(sums[0], np.full((size + 1, 2), total, np.float32)) and int(sums[1]) == sum(everyone)
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in everyone]
+    assert hvd.broadcast_object("mine" if rank == 0 else None) == "mine"
+    (variable,) = hvd.broadcast_([tf.Variable(rank)], size - 1)
+    hvd.barrier()
+    return int(variable) == size - 1
+
+
+def gradients():
+    """Each gradient by its definition, on this rank."""
+    rank, size = hvd.rank(), hvd.size()
+    mean = sum(r + 1 for r in range(size)) / size
+    for function in BOTH:
+        @function
+        def of_gather():
+            x = tf.ones([rank + 1, 2])
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(hvd.allgather(x)) * (rank + 1.0)
+            return tape.gradient(loss, x)
+
+        @function
+        def of_scatter(op):
+            x = tf.ones([size, 2])
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(hvd.reducescatter(x, op=op)) * (rank + 1.0)
+            return tape.gradient(loss, x)
+
+        @function
+        def of_exchange(splits):
+            x = tf.ones([size + 2, 1])
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(hvd.alltoall(x, splits)[0]) * (rank + 1.0)
+            return tape.gradient(loss, x)
+
+        assert np.allclose(of_gather(), mean)
+        rows = np.repeat([[r + 1.0] for r in range(size)], 2, 1)
+        assert np.allclose(of_scatter(hvd.Average), rows) and np.allclose(of_scatter(hvd.Sum), rows * size)
+        assert of_exchange(tf.ones(size, tf.int32)).numpy().ravel().tolist() == [*(r + 1 for r in range(size)), 0, 0]
+    return True
+
+
+def sets():
+    """A set of the last ranks, which the others have no part in."""
+    rank, size = hvd.rank(), hvd.size()
+    if size == 1:
+        return raised(hvd.add_process_set, [0])[0] == "ConfigError"  # that is the set of all ranks
+    chosen = list(range(size // 2, size))
+    few = hvd.add_process_set(chosen)
+    assert few.size() == len(chosen) and few.included() == (rank in chosen)
+    if rank in chosen:
+        x = tf.constant([1.0, 2.0]) * rank
+        wanted = np.array([1, 2]) * sum(chosen) / len(chosen)
+        for function in BOTH:
+            assert np.allclose(function(lambda: hvd.allreduce(x, process_set=few))(), wanted)
+            assert hvd.allgather(tf.constant([rank]), process_set=few).numpy().tolist() == chosen
+            assert int(function(lambda: hvd.broadcast(tf.constant(rank), chosen[-1], process_set=few))()) == chosen[-1]
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum, process_set=few)) * (rank + 1.0)
+        assert np.allclose(tape.gradient(y, x), sum(r + 1 for r in chosen))
+        assert hvd.broadcast_object(rank, chosen[0], process_set=few) == chosen[0]
+        variable = tf.Variable(float(rank))
+        hvd.broadcast_variables([variable], chosen[-1], few)
+        assert variable.numpy() == chosen[-1]
+        hvd.barrier(few)
+    outside = raised(hvd.allreduce, tf.constant(1.0), process_set=few)[0] if rank not in chosen else "ConfigError"
+    return hvd.remove_process_set(few) and outside == "ConfigError"
+
+
+def refused():
+    from bpsfast import compression
+
+    x = tf.ones(3)
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
+    unsupported = [raised(hvd.join), raised(hvd.allgather, "text"), raised(hvd.allgather, tf.constant(["text"])),
+                   raised(hvd.alltoall, rows), raised(hvd.reducescatter, x, op=hvd.Max),
+                   raised(hvd.reducescatter, x, compression=compression.onebit()),
+                   raised(hvd.allreduce, rows, op=hvd.Min), raised(hvd.init, comm=[0]),
+                   raised(hvd.allreduce, tf.constant(1), prescale_factor=2.0),
+                   raised(tf.function(lambda: hvd.allgather_object(1), autograph=False))]
+    adasum = raised(hvd.allreduce, x, op=hvd.Adasum)
+    config = [raised(hvd.allreduce, x, average=True, op=hvd.Sum), raised(hvd.allreduce, x, op=9),
+              raised(hvd.alltoall, x, [9] * hvd.size()), raised(hvd.add_process_set, [99])]
+    return unsupported, adasum, config, hvd.allreduce(x).numpy().tolist()
+
+
+def keras_names():
+    import keras
+
+    import bpsfast.hvd.keras
+    import bpsfast.hvd.tensorflow.keras as other
+    from bpsfast.hvd.tensorflow.keras import callbacks
+
+    assert other is bpsfast.hvd.keras and callbacks is bpsfast.hvd.keras.callbacks
+    optimizer = other.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    weight = keras.Variable([5.0])
+    optimizer.apply([tf.constant([float(other.rank())])], [weight])
+    return float(weight.numpy()[0])
+
+
+def test_operations_by_definition(ranks):
+    assert all(ranks.run(operations, timeout_s=350.0))
+
+
+def test_gradients(ranks):
+    assert all(ranks.run(gradients, timeout_s=350.0))
+
+
+def test_process_sets(ranks):
+    assert all(ranks.run(sets, timeout_s=350.0))
+
+
+def test_bad_input_is_refused_with_a_reason(ranks):
+    for unsupported, adasum, config, after in ranks.run(refused, timeout_s=350.0):
+        assert {kind for kind, _ in unsupported} == {"UnsupportedError"}, unsupported
+        assert adasum[0] == "AdasumError" and {kind for kind, _ in config} == {"ConfigError"}, config
+        assert after == [1, 1, 1]
+
+
+def test_keras_by_horovods_other_name(ranks):
+    pytest.importorskip("keras")
+    mean = sum(range(ranks.size)) / ranks.size
+    assert ranks.run(keras_names, timeout_s=350.0) == [5 - mean] * ranks.size
