@@ -20,9 +20,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, of: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
         """Return what *x* finds in *of* (in itself without); *causal*: each place sees only those before it."""
         source = x if of is None else of
-        parts = [(part(where).unflatten(-1, (self._n_heads, -1)).transpose(1, 2))
-                 for part, where in ((self.query, x), (self.key, source), (self.value, source))]
-        found = functional.scaled_dot_product_attention(*parts, is_causal=causal)
+        query, key, value = (part(where).unflatten(-1, (self._n_heads, -1)).transpose(1, 2)
+                             for part, where in ((self.query, x), (self.key, source), (self.value, source)))
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
         return self.output(found.transpose(1, 2).flatten(-2))
 
 

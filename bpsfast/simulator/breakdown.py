@@ -20,6 +20,7 @@ from .ring import Ring
 from .simulation import Options, simulate
 
 N, K = 32, 16
+MODELS = tuple(each.model for each in paper.JOBS)
 _ALL_ROOTS, _BEST_ROOTS = tuple(range(paper.GPUS)), (2, 3)
 #: More than any model: whatever is there is sent at once.
 _NO_CREDIT_NBYTES = 1 << 40
@@ -72,7 +73,7 @@ def insides(constants: Constants) -> dict[tuple[int, ...], Inside]:
             for roots in (_ALL_ROOTS, _BEST_ROOTS)}
 
 
-def bars(constants: Constants, models: Sequence[str] = tuple(job.model for job in paper.JOBS)) -> list[Bar]:
+def bars(constants: Constants, models: Sequence[str] = MODELS) -> list[Bar]:
     """Return all bars of *models*, which are some of `paper.JOBS`'."""
     found: list[Bar] = []
     ways = insides(constants)
