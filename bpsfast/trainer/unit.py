@@ -389,7 +389,8 @@ class Unit:
             return empty
         if len(self._runs) == 1:
             run = self._runs[0]
-            return np.frombuffer(run.segment, np.uint8, self.nbytes, run.offsets[parity])  # type: ignore[call-overload]
+            segment: Any = run.segment  # a buffer, which Python 3.10's types cannot say
+            return np.frombuffer(segment, np.uint8, self.nbytes, run.offsets[parity])
         window = Window([(run.segment.fileno(), run.offsets[parity], run.end - run.begin) for run in self._runs
                          if isinstance(run.segment, Segment)])
         return np.frombuffer(window, np.uint8, self.nbytes)  # type: ignore[call-overload]
