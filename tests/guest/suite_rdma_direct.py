@@ -19,6 +19,8 @@ from tests.guest.direct_ranks import (
 from tests.guest.suite_rdma_job import PATIENCE, compiled, packets, running, steady  # noqa: F401
 from tests.guest.verbs_end import until
 
+pytestmark = pytest.mark.thorough  # in the emulated machine each of these takes some ten minutes
+
 DIRECT = {"timeout_s": 240, "transport": "rdma", "host_device": True, "gpu_direct": True, "partition_bytes": 1 << 17}
 
 
@@ -42,7 +44,6 @@ def test_sums_are_right_and_only_what_is_summed_elsewhere_goes_straight():
 _OF_ISLANDS = "from bpsfast import kernels; kernels.address('int64', 'band'), kernels.address('uint8')"
 
 
-@pytest.mark.thorough  # the emulated machine compiles kernels for minutes before
 @pytest.mark.timeout(1200)
 def test_the_root_of_an_island_sends_the_sum_of_its_machine():
     subprocess.run([sys.executable, "-c", _OF_ISLANDS], check=True, timeout=500)  # as `compiled`
