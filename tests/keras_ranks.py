@@ -21,6 +21,7 @@ import bpsfast.keras as bps  # noqa: E402
 from bpsfast import compression, reference  # noqa: E402
 from bpsfast.keras.optimizer import is_distributed  # noqa: E402
 from bpsfast.trainer import current as process  # noqa: E402
+from tests.raised import raised  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -31,15 +32,6 @@ def numpy(tensor):
 
 def digest(variables):
     return hashlib.sha256(b"".join(numpy(v).tobytes() for v in variables)).hexdigest()
-
-
-def raised(function, *arguments, **keywords):
-    """Return the name of the class and the text of what *function* raises."""
-    try:
-        function(*arguments, **keywords)
-    except Exception as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
 
 
 def line(optimizer, weight=2.0, **options):

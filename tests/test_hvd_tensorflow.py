@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip 
 pytest.importorskip("torch", reason="torch is not installed: pip install bpsfast[torch]")
 
 import bpsfast.hvd.tensorflow as hvd  # noqa: E402
+from tests.raised import raised  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
 
@@ -21,15 +22,6 @@ BOTH = (lambda f: f, lambda f: tf.function(f, autograph=False))
 @pytest.fixture(scope="module", params=[(1,), (2, 1)], ids=["one", "three"])
 def ranks(request, shared_job):
     return shared_job(ranks=request.param, transport="tcp" if len(request.param) > 1 else "auto")
-
-
-def raised(function, *arguments, **keywords):
-    """Return the name of the class and the text of what *function* raises."""
-    try:
-        function(*arguments, **keywords)
-    except Exception as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
 
 
 def exact(found, wanted):

@@ -16,7 +16,7 @@ from bpsfast import settings
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.perf import control as lines, plan as plans, report
 from bpsfast.perf.visit import Visit
-from tests import json_schemas as schemas
+from tests import measurement_schemas as schemas
 
 KEY = b"k" * 32
 

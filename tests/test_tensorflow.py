@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip 
 import bpsfast.tensorflow as bps  # noqa: E402
 from bpsfast import compression  # noqa: E402
 from bpsfast.tensorflow.exchange import reduced  # noqa: E402
+from tests.raised import raised  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
 
@@ -44,15 +45,6 @@ def same(found, wanted):
     """Whether two tensors are the same, bit for bit."""
     found, wanted = np.asarray(found.numpy()), np.asarray(wanted)
     return (found.dtype, found.shape) == (wanted.dtype, wanted.shape) and found.tobytes() == wanted.tobytes()
-
-
-def raised(function, *arguments, **keywords):
-    """Return the name of the class and the text of what *function* raises."""
-    try:
-        function(*arguments, **keywords)
-    except Exception as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
 
 
 def sums():

@@ -16,6 +16,7 @@ import bpsfast.tensorflow as bps  # noqa: E402
 from bpsfast.launch.daemons import clean_environment  # noqa: E402
 from bpsfast.tensorflow.exchange import reduced  # noqa: E402
 from bpsfast.tensorflow.passes import Passes  # noqa: E402
+from tests.raised import raised  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
 
@@ -26,15 +27,6 @@ v1 = tf.compat.v1
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def ranks(request, shared_job):
     return shared_job(ranks=request.param, transport="tcp" if len(request.param) > 1 else "auto")
-
-
-def raised(function, *arguments, **keywords):
-    """Return the name of the class and the text of what *function* raises."""
-    try:
-        function(*arguments, **keywords)
-    except Exception as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
 
 
 def strategies():

@@ -15,7 +15,7 @@ from bpsfast import profile
 from bpsfast.cli import cli
 from bpsfast.commands import tune
 from bpsfast.tune.search import Outcome
-from tests import json_schemas as schemas
+from tests import measurement_schemas as schemas
 
 without_devices = pytest.mark.skipif(
     os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),

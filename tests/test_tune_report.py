@@ -13,7 +13,7 @@ from bpsfast.tune.comparison import compare
 from bpsfast.tune.field import Way
 from bpsfast.tune.search import Knob, Outcome, Step
 from bpsfast.tune.trial import INCAST, LATENCY, ONE_WAY, TWO_WAY
-from tests import json_schemas as schemas
+from tests import measurement_schemas as schemas
 from tests.test_knobs import rail, side
 
 LOADS = (ONE_WAY, TWO_WAY, INCAST, LATENCY)
