@@ -236,8 +236,9 @@ def crossed_wrongly():
         tape.gradient(loss, [a, b])
 
     found += [raised(crossing.read, tf.Variable([1.0])), raised(step, a, a)]
+    crossing.settle()  # what has been read belongs to no step
+    assert [float(crossing.read(each)[0]) for each in (a, b)] == [1.0, 2.0]  # an evaluation, after which, too
     crossing.settle()
-    crossing = make([a, b], update)
     step(a, b)
     found += [raised(step, a), raised(tf.function(crossing.settle, autograph=False))]
     crossing.settle()

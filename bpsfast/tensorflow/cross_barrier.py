@@ -104,7 +104,10 @@ class CrossBarrier:
         return used(variable.value())
 
     def settle(self) -> None:
-        """Wait for all sums that are under way, and apply them: after the last step, outside of `tf.function`."""
+        """Wait for all sums that are under way, and apply them: after the last step, outside of `tf.function`.
+
+        And after a forward pass without gradients, such as an evaluation by `read`: the next step reads anew.
+        """
         if tf.inside_function():
             raise UnsupportedError("CrossBarrier.settle() inside tf.function: call it outside, after the last step")
         for variable, title in zip(self.variables, self._kinds):
@@ -112,6 +115,7 @@ class CrossBarrier:
                 self._settle(variable, title)
         if self._sent:
             self._close()
+        self._read.clear()
 
     def _settle(self, variable: Any, title: str) -> None:
         kind = self._kinds[title]
