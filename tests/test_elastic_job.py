@@ -141,7 +141,7 @@ def test_a_worker_without_a_key_says_who_starts_workers():
 
 @pytest.mark.parametrize(("program", "out"), [
     ("import bpsfast; bpsfast.init(); print('trains')", ""),
-    ("import bpsfast, bpsfast.torch as bps\nbps.basics._suspended = []\n"
+    ("import bpsfast, bpsfast.torch as bps\nfrom bpsfast.trainer import suspension\nsuspension._suspended = []\n"
      "from bpsfast.elastic.member import enlist\nfrom bpsfast.settings import load\nenlist(load({}))\n"
      "bps.resume(1, 0, 0); print('trains')", ""),
     ("import bpsfast, bpsfast.elastic as e\ntry: bpsfast.init()\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -25,6 +26,7 @@ from bpsfast.node.reading import Collector, Member, Reading
 from bpsfast.orchestration.errors import StallError
 from bpsfast.top import screen
 from bpsfast.top.sample import NodeSample, RankSample, Sample
+from bpsfast.top.scrape import NotOursError, scrape
 from bpsfast.top.watch import Place, Watch
 from tests.terminal import on_terminal
 
@@ -206,6 +208,14 @@ def test_another_program_s_answer_is_no_job(stranger: int) -> None:
     done = invoke(f"127.0.0.1:{stranger}", "--once", "--json")
     assert done.exit_code == 1
     assert msgspec.json.decode(done.stdout)["error"]["class"] == "PeerLostError"
+
+
+def test_its_connection_is_closed_while_its_error_is_kept(stranger: int) -> None:
+    """Its answer tells no length, so nothing but we can end it here."""
+    with pytest.raises(NotOursError) as caught:
+        scrape("127.0.0.1", stranger, 10.0)
+    held = [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == stranger]
+    assert caught.value and not held
 
 
 SAMPLE = Sample(

@@ -80,8 +80,8 @@ def scrape(host: str, port: int, timeout_s: float) -> Scrape:
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", "/metrics", headers={"Connection": "close"})
-        answer = connection.getresponse()
-        text = answer.read(_MOST_NBYTES)
+        with connection.getresponse() as answer:  # who tells no length keeps the descriptor else
+            text = answer.read(_MOST_NBYTES)
     except http.client.HTTPException as exc:
         raise NotOursError(f"{host}:{port} speaks no HTTP: {type(exc).__name__}") from exc
     finally:
