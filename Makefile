@@ -27,11 +27,11 @@ test: $(stamp) sshd mpi
 
 # The whole matrices, and what takes minutes: some hours on two cores.
 test-thorough: THOROUGH := --thorough
-test-thorough: test
+test-thorough: test test-guest
 
-# Those, in an emulated machine that has two.
+# Those, in an emulated machine that has two: a sixth, drawn by the commit.
 test-guest: $(stamp) guest
-	$(bin)/pytest -q --durations=10 tests/guest
+	$(bin)/pytest -q --durations=10 tests/guest $(THOROUGH) $(PYTEST)
 
 # What needs a GPU, and with `make gpu` then the bench, whose samples go into RESULTS: eight minutes. SITE=python3 fetches
 # nothing: that Python's PyTorch and CuPy serve, and WHEELS=DIR has what else it lacks. DEVICE=host rehearses without a GPU.

@@ -3,7 +3,8 @@
     pytestmark = pytest.mark.matrix     # of each test of three or more cases a sixth, drawn by the commit
     @pytest.mark.thorough               # nothing of it
 
-and a sixth of the other tests that are listed as costly (see `tests.costs`).
+and a sixth of the other tests that are listed as costly (see `tests.costs`) or run in the emulated machine, where all
+are.
 
 Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
 """
@@ -20,12 +21,14 @@ from tests.costs import function_of, read
 
 #: So many runs take all cases between them.
 N_PORTIONS = 6
+#: How files are called whose tests run in the emulated machine.
+EMULATED = "suite_"
 _FEW = 3
 
 
 def chosen(cases: Collection[str], portion: int) -> set[str]:
-    """Return every sixth of *cases* in an order that has nothing to do with how their axes vary; at least one."""
-    ordered = sorted(cases, key=lambda case: (zlib.crc32(case.encode()), case))
+    """Return every sixth of *cases*, at least one: of each file, in an order that does not follow the cases' axes."""
+    ordered = sorted(cases, key=lambda case: (case.partition("::")[0], zlib.crc32(case.encode()), case))
     return set(ordered[portion % min(N_PORTIONS, len(ordered))::N_PORTIONS])
 
 
@@ -77,7 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what this run does."""
     if _takes_all(config):
         return
+    emulated = {function_of(item.nodeid) for item in items if item.path.name.startswith(EMULATED)}
     out = left_out([(item.nodeid, item.get_closest_marker("thorough") is not None,
-                     item.get_closest_marker("matrix") is not None) for item in items], portion_of_commit(), read())
+                     item.get_closest_marker("matrix") is not None) for item in items],
+                   portion_of_commit(), read() | emulated)
     config.hook.pytest_deselected(items=[items[index] for index in sorted(out)])
     items[:] = [item for index, item in enumerate(items) if index not in out]

@@ -33,6 +33,12 @@ def test_no_portion_is_one_column():
         assert len({case[-2] for case in chosen(CASES, portion)}) > 1
 
 
+def test_each_portion_has_its_part_of_each_file():
+    cases = [f"{file}.py::test_{n}" for file in "abc" for n in range(2 * N_PORTIONS)]
+    for portion in PORTIONS:
+        assert [case[0] for case in sorted(chosen(cases, portion))] == list("aabbcc")
+
+
 def kept(names, portion):
     out = left_out(names, portion)
     return [name for index, (name, *_) in enumerate(names) if index not in out]
@@ -87,7 +93,8 @@ def test_what_is_named_is_run(tmp_path):
 from tests.portions import pytest_collection_modifyitems, pytest_report_header
 def pytest_addoption(parser): parser.addoption("--thorough", action="store_true")
 """)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    matrix\n    thorough\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npython_files = *.py\nmarkers =\n    matrix\n    thorough\n")
+    (tmp_path / "suite_emulated.py").write_text("".join(f"def test_{n}(): pass\n" for n in range(N_PORTIONS)))
     (tmp_path / "test_few.py").write_text("""
 import pytest
 @pytest.mark.matrix
@@ -96,6 +103,6 @@ def test(n): pass
 @pytest.mark.thorough
 def test_long(): pass
 """)
-    assert outcome(tmp_path) == "1 passed, 6 deselected"
-    assert outcome(tmp_path, "--thorough") == "7 passed"
+    assert outcome(tmp_path) == "2 passed, 11 deselected"
+    assert outcome(tmp_path, "--thorough") == "13 passed"
     assert outcome(tmp_path, "test_few.py::test", "test_few.py::test_long") == "7 passed"

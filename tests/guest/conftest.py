@@ -14,6 +14,7 @@ from bpsfast.pyx.verbs import VerbsMissing
 from bpsfast.verbs import PROVIDERS, provider
 from tests.guest.sender import ITEMS, Sender
 from tests.guest.suites import Suites
+from tests.portions import EMULATED
 
 _SLACK_S = 60.0  # the guest's own time limits come first
 _TIMEOUT_S = pytest.StashKey[float]()
@@ -63,7 +64,7 @@ class Outside:
 
 
 def _is_suite(item: pytest.Item) -> bool:
-    return item.path.name.startswith("suite_")
+    return item.path.name.startswith(EMULATED)
 
 
 @pytest.fixture(params=PROVIDERS)
