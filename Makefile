@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers docs bench expr1 expr2 expr3 breakdown results chaos soak lint wheels setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers docs bench expr1 expr2 expr3 breakdown results chaos soak lint coverage wheels setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -92,6 +92,12 @@ lint: $(stamp)
 	ln -s $(CURDIR)/bpsfast/* $(CURDIR)/orchestration $(CURDIR)/pyx $(view)/bpsfast/
 	MYPYPATH=$(view) $(bin)/mypy --no-incremental --config-file pyproject.toml -p bpsfast
 	$(bin)/mypy bench
+
+# Which lines the tests run, Python's and those of C and Cython, on this machine and in the emulated one: reports below
+# out/coverage. The compiled modules are built twice for it.
+coverage: $(stamp) sshd mpi guest
+	$(bin)/pip install --quiet --constraint constraints.txt --editable .[coverage,test]
+	$(bin)/python -m tests.covered --pytest="$(THOROUGH) $(PYTEST)"
 
 # An sdist and wheels for these interpreters, into dist/, each tried without a compiler: two minutes for each.
 PYTHONS ?= $(PYTHON)

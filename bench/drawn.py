@@ -2,12 +2,14 @@
 
 ``push_pull_one_machine.png``: how many times as long gloo and MPI take as ours, over size (of
 `push_pull_one_machine.jsonl`); ``schedule.png``: a step by each way of training beside what the simulator says (of
-`schedule.jsonl`). A file whose records are measured anew is drawn anew by the same command.
+`schedule.jsonl`); ``helpers.png``: step after step of a training that loses helpers, and of one that does not (of
+`helpers.jsonl`). A file whose records are measured anew is drawn anew by the same command.
 """
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ def steps(rows: Sequence[_Record]) -> dict[str, tuple[float, float]]:
                                    row["simulated"]["step_s"] / row["measured"]["alone_s"]) for row in rows}
 
 
+def seconds_and_steps(training: _Record) -> tuple[list[float], list[float]]:
+    """Return when each step of a training ended, in seconds since its first end, and how many milliseconds it took."""
+    at_s = training["at_s"]
+    return [end - at_s[0] for end in at_s[1:]], [1e3 * (end - begin) for begin, end in pairwise(at_s)]
+
+
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the plots.")
@@ -81,7 +89,18 @@ def main(out: Path) -> None:
         panel.invert_yaxis()
         panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
         plots.save(made, str(out / "schedule.png"))
-    click.echo(f"{out}/push_pull_one_machine.png, {out}/schedule.png")
+    with plots.figure(9.0, 4.0) as (made, (panel,)):
+        _, calm, disturbed = records(RESULTS / "helpers.jsonl")
+        panel.plot(*seconds_and_steps(calm), ".", markersize=3, color="tab:gray", label="4 helpers that stay")
+        panel.plot(*seconds_and_steps(disturbed), ".", markersize=4, label="4, then 2, then 4 helpers")
+        for said, name in (("two are killed", "lost_at_s"), ("two others are started", "started_at_s")):
+            panel.axvline(disturbed[name] - disturbed["at_s"][0], color="black", linewidth=1.0)
+            panel.annotate(said, (disturbed[name] - disturbed["at_s"][0], 1.0), xycoords=("data", "axes fraction"),
+                           xytext=(4, -12), textcoords="offset points", fontsize=8)
+        panel.set(xlabel="seconds since the first step", ylabel="milliseconds of a step", ylim=(0, None))
+        panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        plots.save(made, str(out / "helpers.png"))
+    click.echo(", ".join(f"{out}/{name}.png" for name in ("push_pull_one_machine", "schedule", "helpers")))
 
 
 if __name__ == "__main__":

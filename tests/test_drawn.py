@@ -19,6 +19,7 @@ def test_times_and_steps_are_those_of_the_records() -> None:
                                       "bpsfast, arrays of bpsfast.empty": {8: 0.5}}
     way = {"chosen": {"way": "fifo"}, "measured": {"median_s": 3.0, "alone_s": 2.0}, "simulated": {"step_s": 2.5}}
     assert drawn.steps([way]) == {"fifo": (1.5, 1.25)}
+    assert drawn.seconds_and_steps({"at_s": [5.0, 5.25, 6.0]}) == ([0.25, 1.0], [250.0, 750.0])
 
 
 def test_the_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_the_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pytest.skip(lacking)
     done = CliRunner().invoke(drawn.main, ["--out", str(tmp_path / "plots")])
     assert done.exit_code == 0, done.output
-    for name in ("push_pull_one_machine.png", "schedule.png"):
+    for name in ("push_pull_one_machine.png", "schedule.png", "helpers.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(drawn, "RESULTS", tmp_path)
     done = CliRunner().invoke(drawn.main, ["--out", str(tmp_path / "plots")])

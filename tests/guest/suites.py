@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from tests.guest import kernel
 from tests.guest.machine import GuestDiedError, Job, Machine
 from tests.guest.sender import ITEMS
 
+#: Names the folder that gets what coverage.py and gcov count in the guest; its ``coveragerc`` lies beside it.
+COVERAGE = "BPSTEST_COVERAGE"
+_COUNTED = 'mkdir -p "$OUT/python"; COVERAGE_FILE="$OUT/python/data" GCOV_PREFIX="$OUT/native" exec "$@"'
+_COUNTED_END_S = 300.0
 START_TIMEOUT_S = 240.0  # for the boot, and for the inner pytest to import everything, on a busy machine
 _TAIL = 6000
 
@@ -66,6 +71,7 @@ class Suites:
                     report.longrepr = tuple(report.longrepr)  # JSON knows no tuples
                 found.append(report)
         except EOFError as exc:
+            self._keep_counts()
             self._job = None
             found.append(failed(item, str(exc)))
         except GuestDiedError as exc:
@@ -78,8 +84,16 @@ class Suites:
     def close(self) -> None:
         """End the guest. Idempotent."""
         if self._machine is not None:
+            if COVERAGE in os.environ and self._job is not None and self._machine.alive:
+                self._job.wait(_COUNTED_END_S)
+            self._keep_counts()
             self._machine.close()
         self._machine = self._job = None
+
+    def _keep_counts(self) -> None:
+        """Copy what was counted in the job, before its folder goes with the guest."""
+        if (counts := os.environ.get(COVERAGE)) is not None and self._job is not None:
+            shutil.copytree(self._job.out, Path(counts) / str(len(list(Path(counts).iterdir()))))
 
     def _start(self, left: Sequence[pytest.Item]) -> None:
         """Start the inner pytest for the tests in *left*, and wait until it collected them."""
@@ -87,10 +101,15 @@ class Suites:
         root = left[0].config.rootpath
         files = dict.fromkeys(str(item.path) for item in left)
         # of the plugins only those that the settings need: every one costs seconds in there
-        command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider",
-                   "--continue-on-collection-errors", *files]
+        command = ["-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--continue-on-collection-errors",
+                   *files]
+        if (counts := os.environ.get(COVERAGE)) is not None:
+            rcfile = Path(counts).parent / "coveragerc"
+            counted = ["sh", "-c", _COUNTED, "sh", sys.executable, "-m", "coverage", "run", f"--rcfile={rcfile}"]
+        else:
+            counted = [sys.executable]
         environ = {ITEMS: "\n".join(item.nodeid for item in left), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        self._job, self._read = self._machine.start(command, cwd=root, environ=environ), 0
+        self._job, self._read = self._machine.start([*counted, *command], cwd=root, environ=environ), 0
         self._uncollected = self._next(time.monotonic() + START_TIMEOUT_S)["uncollected"]
 
     def _next(self, deadline: float) -> dict[str, Any]:
