@@ -128,6 +128,35 @@ def sets():
     return hvd.remove_process_set(few) and outside == "ConfigError"
 
 
+def tapes():
+    """Each rank's gradient is r + 1; of `own`, which stays local, too."""
+    rank, size = hvd.rank(), hvd.size()
+    shared, rows, own = tf.Variable([1.0, 1.0]), tf.Variable(tf.ones([3, 2])), tf.Variable(2.0)
+    chosen = list(range(size // 2, size))
+    few = hvd.add_process_set(chosen) if size > 1 else hvd.global_process_set
+    found = []
+    for choice in ({}, {"gradient_predivide_factor": 4.0}, {"op": hvd.Sum, "scale_local_gradients": False},
+                   {"process_set": few}, {"process_set": few, "compression": hvd.Compression.fp16}):
+        for function in BOTH:
+            def step(choice=choice):
+                with hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2, **choice) as tape:
+                    tape.register_local_source(own)
+                    loss = tf.reduce_sum(shared + own) / 2 + tf.reduce_sum(tf.gather(rows, [rank % 3]))
+                    loss *= rank + 1.0
+                return [tf.convert_to_tensor(each) for each in tape.gradient(loss, [shared, rows, own])]
+
+            found.append([each.numpy() for each in function(step)()])
+    for place, (dense, sparse, local) in enumerate(found):
+        over = list(range(size)) if place < 6 else chosen if rank in chosen else [rank]
+        divisor = 1 if place in (4, 5) else len(over)
+        table = np.zeros([3, 2])
+        for other in over:
+            table[other % 3] += (other + 1) / divisor
+        assert np.allclose(dense, sum(other + 1 for other in over) / 2 / divisor), (place, dense)
+        assert np.allclose(sparse, table) and np.allclose(local, (rank + 1) / divisor), (place, sparse, local)
+    return size == 1 or hvd.remove_process_set(few)
+
+
 def refused():
     from bpsfast import compression
 
@@ -139,9 +168,17 @@ def refused():
                    raised(hvd.allreduce, rows, op=hvd.Min), raised(hvd.init, comm=[0]),
                    raised(hvd.allreduce, tf.constant(1), prescale_factor=2.0),
                    raised(tf.function(lambda: hvd.allgather_object(1), autograph=False))]
+    few = hvd.ProcessSet([0])
+    codec = compression.onebit()
+    unsupported += [raised(hvd.DistributedOptimizer, None, process_set=few),
+                    raised(hvd.DistributedOptimizer, None, gradient_predivide_factor=2.0),
+                    raised(hvd.DistributedGradientTape, tf.GradientTape(), compression=codec, process_set=few)]
     adasum = raised(hvd.allreduce, x, op=hvd.Adasum)
     config = [raised(hvd.allreduce, x, average=True, op=hvd.Sum), raised(hvd.allreduce, x, op=9),
-              raised(hvd.alltoall, x, [9] * hvd.size()), raised(hvd.add_process_set, [99])]
+              raised(hvd.alltoall, x, [9] * hvd.size()), raised(hvd.add_process_set, [99]),
+              raised(hvd.DistributedGradientTape, tf.GradientTape(), gradient_predivide_factor=0.0),
+              raised(hvd.DistributedGradientTape, tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0),
+              raised(hvd.DistributedOptimizer, None, op=hvd.Max)]
     return unsupported, adasum, config, hvd.allreduce(x).numpy().tolist()
 
 
@@ -169,6 +206,10 @@ def test_gradients(ranks):
 
 def test_process_sets(ranks):
     assert all(ranks.run(sets, timeout_s=350.0))
+
+
+def test_tapes_reduce_what_is_not_local_over_their_set(ranks):
+    assert all(ranks.run(tapes, timeout_s=350.0))
 
 
 def test_bad_input_is_refused_with_a_reason(ranks):

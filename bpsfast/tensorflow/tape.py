@@ -65,10 +65,12 @@ class DistributedGradientTape:
         flat = tf.nest.flatten(local)
         if self._sparse_as_dense:
             flat = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in flat]
-        names = names_of(tf.nest.flatten(sources), flat, self._scope)
-        sums = reduced(flat, names, self._average, compression=self._compression,
+        return tf.nest.pack_sequence_as(local, self._sums(tf.nest.flatten(sources), flat, learning_rate))
+
+    def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
+        names = names_of(sources, gradients, self._scope)
+        return reduced(gradients, names, self._average, compression=self._compression,
                        sparse_as_dense=self._sparse_as_dense, learning_rate=learning_rate)
-        return tf.nest.pack_sequence_as(local, sums)
 
 
 def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None = None) -> list[str]:

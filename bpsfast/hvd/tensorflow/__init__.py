@@ -10,8 +10,6 @@ from __future__ import annotations
 from ...tensorflow.basics import local_rank, local_size, rank, size
 from ...tensorflow.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
 from ...tensorflow.compression import Compression
-from ...tensorflow.optimizer import DistributedOptimizer
-from ...tensorflow.tape import DistributedGradientTape
 from ..errors import HorovodInternalError
 from ..process_sets import ProcessSet, global_process_set, remove_process_set
 from ..reduce_op import Adasum, Average, Max, Min, Product, Sum
@@ -19,6 +17,7 @@ from .basics import add_process_set, barrier, init, is_initialized, join, shutdo
 from .broadcasts import broadcast, broadcast_, broadcast_object, broadcast_object_fn, broadcast_variables
 from .gathering import allgather, allgather_object, alltoall, grouped_allgather
 from .reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
+from .training import DistributedGradientTape, DistributedOptimizer
 
 __all__ = [
     "Adasum",

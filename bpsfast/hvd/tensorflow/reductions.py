@@ -35,9 +35,9 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     """
     reduction = chosen(op, average)
     if is_global(process_set) and reduction in (Average, Sum):
-        before = _scaled(tensor, prescale_factor)
+        before = scaled(tensor, prescale_factor)
         total = push_pull(before, "", None, device_dense, device_sparse, compression, int(reduction == Sum), name=name)
-        return _scaled(total, postscale_factor)
+        return scaled(total, postscale_factor)
     return _negotiated([tensor], name, compression, reduction, prescale_factor, postscale_factor, process_set)[0]
 
 
@@ -53,11 +53,11 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     reduction = chosen(op, average)
     if not is_global(process_set) or reduction not in (Average, Sum):
         return _negotiated(tensors, name, compression, reduction, prescale_factor, postscale_factor, process_set)
-    scaled = [_scaled(tensor, prescale_factor) for tensor in tensors]
-    title = name or f"grouped_allreduce.{_digest(scaled, reduction)}"
-    sums = reduced(scaled, [f"{title}.{place}" for place in range(len(scaled))], reduction == Average,
+    ready = [scaled(tensor, prescale_factor) for tensor in tensors]
+    title = name or f"grouped_allreduce.{_digest(ready, reduction)}"
+    sums = reduced(ready, [f"{title}.{place}" for place in range(len(ready))], reduction == Average,
                    compression=compression, sparse_as_dense=False, has_shapes_behind=name is None)
-    return [_scaled(total, postscale_factor) for total in sums]
+    return [scaled(total, postscale_factor) for total in sums]
 
 
 def reducescatter(tensor: Any, device_dense: str = "", compression: CompressionLike = Compression.none,
@@ -93,7 +93,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "",
 
     def back(*gradients: Any) -> list[Any]:
         factor = prescale_factor * postscale_factor * (process_set.size() or 1 if reduction == Sum else 1)
-        return gathering.grouped_allgather([_scaled(each, factor) for each in gradients], process_set=process_set)
+        return gathering.grouped_allgather([scaled(each, factor) for each in gradients], process_set=process_set)
 
     results = differentiable(run, back, narrow)
     return [compressor.decompress(result, context) for result, (_, context) in zip(results, pairs)]
@@ -133,7 +133,8 @@ def _digest(tensors: Sequence[Any], op: ReduceOp) -> str:
     return hashlib.sha256(repr((kinds, op.name)).encode()).hexdigest()[:8]
 
 
-def _scaled(tensor: Any, factor: float) -> Any:
+def scaled(tensor: Any, factor: float) -> Any:
+    """Return *tensor*, dense or rows, times *factor*; raises `UnsupportedError` where it is not floating-point."""
     if factor == 1.0:
         return tensor
     values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)

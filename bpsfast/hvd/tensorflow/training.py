@@ -1,0 +1,113 @@
+"""DistributedGradientTape and DistributedOptimizer with all of Horovod's arguments."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ...orchestration.errors import ConfigError, UnsupportedError
+from ...tensorflow import optimizer as plain
+from ...tensorflow.compression import Compression, CompressionLike, parted
+from ...tensorflow.tape import DistributedGradientTape as _Tape
+from ..process_sets import ProcessSet, global_process_set
+from ..reduce_op import Average, Sum, chosen
+from .negotiated import is_global
+from .reductions import grouped_allreduce, scaled
+
+
+class DistributedGradientTape(_Tape):
+    """*gradtape*, whose `gradient` reduces over all ranks of *process_set*; everything else is the tape's.
+
+    Parameters
+    ----------
+    device_dense, device_sparse, compression, sparse_as_dense, op, scope
+        As of `bpsfast.tensorflow.DistributedGradientTape`. Over other sets than that of all ranks codecs are refused,
+        and sparse gradients travel as dense ones, in one order on all of its ranks.
+    gradient_predivide_factor
+        Gradients are divided by it before they are averaged, and multiplied by it afterwards.
+    num_groups, groups
+        Horovod's. Gradients travel by urgency, with the same values whatever the groups.
+    process_set
+        Ranks outside it have their own gradients back.
+    scale_local_gradients
+        Gradients of `register_local_source` are divided by the number of ranks, as averages are.
+
+    Raises
+    ------
+    ConfigError, UnsupportedError
+        If an argument is not possible.
+    """
+
+    def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
+                 compression: CompressionLike = Compression.none, sparse_as_dense: bool = False, op: int = Average,
+                 gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
+                 process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True, *,
+                 scope: str | None = None) -> None:
+        super().__init__(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, scope=scope)
+        self._reduction = chosen(op)
+        if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and self._reduction != Average):
+            raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, "
+                              "with op=Average")
+        if not is_global(process_set) and parted(compression)[1] is not None:
+            raise UnsupportedError(f"codecs compress what is summed over all ranks, not over {process_set}: give a "
+                                   "compressor, such as Compression.fp16")
+        self._factor, self._process_set = gradient_predivide_factor, process_set
+        self._scales_local, self._local = scale_local_gradients, set[int]()
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep *source*, a variable that this rank alone has, out of what travels."""
+        self._local.add(id(source))
+
+    def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
+        stay = [id(source) in self._local for source in sources]
+        travel = [None if stays else gradient for stays, gradient in zip(stay, gradients)]
+        travel = [gradient if gradient is None else scaled(gradient, 1 / self._factor) for gradient in travel]
+        found = [total if total is None else scaled(total, self._factor)
+                 for total in self._reduced(sources, travel, learning_rate)]
+        n_ranks = self._process_set.size() or 1
+        share = 1 / n_ranks if self._scales_local and self._process_set.included() else 1.0
+        return [scaled(gradient, share) if stays and gradient is not None else total
+                for stays, gradient, total in zip(stay, gradients, found)]
+
+    def _reduced(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
+        if is_global(self._process_set):
+            return super()._sums(sources, gradients, learning_rate)
+        if not self._process_set.included():
+            return gradients
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        dense = [tf.convert_to_tensor(gradients[place]) for place in places]
+        sums = grouped_allreduce(dense, compression=self._compression, op=self._reduction,
+                                 process_set=self._process_set, name=self._scope) if dense else []
+        for place, total in zip(places, sums):
+            gradients[place] = total
+        return gradients
+
+
+def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
+                         device_sparse: str = "", compression: CompressionLike = Compression.none,
+                         sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: int = Average,
+                         gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,
+                         num_groups: int = 0, groups: Any = None, process_set: ProcessSet = global_process_set,
+                         scale_local_gradients: bool = True) -> Any:
+    """Return *optimizer* for gradients that are averaged (summed) over all ranks first.
+
+    As `bpsfast.tensorflow.DistributedOptimizer`. *num_groups* and *groups* change no value: gradients travel by
+    urgency; *scale_local_gradients* is of variables that stay local, and an optimizer here has none.
+
+    Raises
+    ------
+    ConfigError
+        As there.
+    UnsupportedError
+        For a process set or a *gradient_predivide_factor*, which `DistributedGradientTape` takes.
+    """
+    if not is_global(process_set) or gradient_predivide_factor != 1.0:
+        raise UnsupportedError(f"DistributedOptimizer(gradient_predivide_factor={gradient_predivide_factor!r}, "
+                               f"process_set={process_set}): only DistributedGradientTape takes them; apply its "
+                               "gradients by the optimizer as it is")
+    if chosen(op) not in (Average, Sum):
+        raise ConfigError(f"op={op!r}: gradients are reduced by Average or Sum")
+    return plain.DistributedOptimizer(optimizer, name, use_locking, device_dense, device_sparse, compression,
+                                      sparse_as_dense, backward_passes_per_step, op,
+                                      average_aggregated_gradients=average_aggregated_gradients)
