@@ -135,8 +135,9 @@ def tapes():
     chosen = list(range(size // 2, size))
     few = hvd.add_process_set(chosen) if size > 1 else hvd.global_process_set
     found = []
-    for choice in ({}, {"gradient_predivide_factor": 4.0}, {"op": hvd.Sum, "scale_local_gradients": False},
-                   {"process_set": few}, {"process_set": few, "compression": hvd.Compression.fp16}):
+    for choice in ({}, {"gradient_predivide_factor": 4.0},
+                   {"op": hvd.Sum, "scale_local_gradients": False, "scope": "sum"},
+                   {"process_set": few}, {"process_set": few, "compression": hvd.Compression.fp16, "scope": "narrow"}):
         for function in BOTH:
             def step(choice=choice):
                 with hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2, **choice) as tape:

@@ -10,6 +10,7 @@ from ...orchestration.errors import ConfigError, UnsupportedError
 from ...tensorflow import optimizer as plain
 from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.tape import DistributedGradientTape as _Tape
+from ...trainer import current as process
 from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average, Sum, chosen
 from .negotiated import is_global
@@ -65,10 +66,14 @@ class DistributedGradientTape(_Tape):
         travel = [gradient if gradient is None else scaled(gradient, 1 / self._factor) for gradient in travel]
         found = [total if total is None else scaled(total, self._factor)
                  for total in self._reduced(sources, travel, learning_rate)]
-        n_ranks = self._process_set.size() or 1
-        share = 1 / n_ranks if self._scales_local and self._process_set.included() else 1.0
+        share = 1 / self._n_ranks() if self._scales_local else 1.0
         return [scaled(gradient, share) if stays and gradient is not None else total
                 for stays, gradient, total in zip(stay, gradients, found)]
+
+    def _n_ranks(self) -> int:
+        if is_global(self._process_set):
+            return process.current().size
+        return (self._process_set.size() or 1) if self._process_set.included() else 1
 
     def _reduced(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
         if is_global(self._process_set):
