@@ -17,7 +17,7 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests but those that need RDMA devices, two files at a time; of large matrices and of what takes long a sixth,
+# All tests but those that need RDMA devices, two files at a time; of large matrices and of what takes long a twelfth,
 # drawn by the commit. PYTEST adds arguments.
 PYTEST ?=
 test: $(stamp) sshd mpi

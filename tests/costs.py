@@ -1,7 +1,7 @@
 """Which tests take long: `costly.txt`, as a whole run of the suite has measured it.
 
     make test-thorough PYTEST="--junitxml=out/junit.xml"
-    python -m tests.costs out/junit.xml            # writes tests/costly.txt anew
+    python -m tests.costs out/junit.xml       # writes tests/costly.txt anew; of several reports the last one counts
 
 Of the tests that stand there a run takes a portion (see `tests.portions`); a test that does not is always run, so a new
 one is until the list is written again.
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 #: A test is listed if one of its cases takes so long on average, on two cores that run two at a time.
-COSTLY_S = 2.0
+COSTLY_S = 1.0
 _PATH = Path(__file__).with_name("costly.txt")
 
 
@@ -31,16 +31,21 @@ def read(path: Path = _PATH) -> frozenset[str]:
 
 
 def measured(reports: Iterable[Path]) -> dict[str, float]:
-    """Return for each test function of *reports*, in JUnit's format, how many seconds a case takes on average."""
-    seconds: dict[str, list[float]] = defaultdict(list)
+    """Return for each test function of *reports*, in JUnit's format, how many seconds a case takes on average.
+
+    Of functions that are in several reports the last one counts.
+    """
+    averages: dict[str, float] = {}
     for report in reports:
+        seconds: dict[str, list[float]] = defaultdict(list)
         for case in ET.parse(report).getroot().iter("testcase"):
             module, name = case.get("classname"), case.get("name")
             if not module or not name or case.find("skipped") is not None:
                 continue
             folder, file, *classes = module.split(".")
             seconds[function_of("::".join([f"{folder}/{file}.py", *classes, name]))].append(float(case.get("time", 0)))
-    return {name: sum(times) / len(times) for name, times in seconds.items()}
+        averages |= {name: sum(times) / len(times) for name, times in seconds.items()}
+    return averages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,16 +9,17 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_long[1-2]" time="9.0"/>
 <testcase classname="tests.test_a" name="test_long[a::b]" time="1.0"/>
 <testcase classname="tests.test_a.TestClass" name="test_as_long" time="{limit}"/>
-<testcase classname="tests.test_a" name="test_quick" time="1.9"/>
+<testcase classname="tests.test_a" name="test_quick" time="0.9"/>
 <testcase classname="tests.test_a" name="test_skipped" time="9"><skipped/></testcase>
 <testcase classname="" name="tests.test_broken" time="9"><error/></testcase>
 </testsuite></testsuites>"""
 
 
 def test_functions_whose_cases_take_long_on_average(tmp_path):
-    report, out = tmp_path / "junit.xml", tmp_path / "costly.txt"
+    older, report, out = tmp_path / "older.xml", tmp_path / "junit.xml", tmp_path / "costly.txt"
+    older.write_text("<testsuite><testcase classname='tests.test_a' name='test_quick' time='9'/></testsuite>")
     report.write_text(REPORT.format(limit=COSTLY_S))
-    assert main([str(report), "--out", str(out)]) == 0
+    assert main([str(older), str(report), "--out", str(out)]) == 0
     assert read(out) == {"tests/test_a.py::test_long", "tests/test_a.py::TestClass::test_as_long"}
 
 

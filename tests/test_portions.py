@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import given, strategies as st
 
-from tests.portions import N_PORTIONS, chosen, left_out
+from tests.portions import N_EMULATED, N_PORTIONS, chosen, left_out
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTIONS = range(N_PORTIONS)
@@ -65,7 +65,7 @@ def test_nothing_thorough_is_run():
 
 def test_of_what_takes_long_each_run_takes_some_and_all_runs_all():
     quick = [("a.py::quick", False, False)]
-    long_ones = [(f"{file}.py::long{case}", False, False) for file in "abcdef" for case in ("", "[0]", "[1]")]
+    long_ones = [(f"{file}.py::long{case}", False, False) for file in "abcdef" for case in ("", "[0]", "[1]", "[2]")]
     costly = {f"{file}.py::long" for file in "abcdef"}
     runs = []
     for portion in PORTIONS:
@@ -79,6 +79,14 @@ def test_a_matrix_is_not_thinned_twice():
     names = [(case, False, True) for case in CASES]
     for portion in PORTIONS:
         assert left_out(names, portion, {"a.py::test"}) == left_out(names, portion)
+
+
+def test_of_the_emulated_machine_each_run_takes_a_sixth():
+    names = [(f"suite_{file}.py::test_{n}", False, n > 3) for file in "ab" for n in range(N_EMULATED)]
+    functions = {name for name, *_ in names}
+    for portion in PORTIONS:
+        out = left_out([*names, ("suite_a.py::hours", True, False)], portion, (), {*functions, "suite_a.py::hours"})
+        assert len(out) == 1 + len(names) - 2 and len(names) in out
 
 
 def outcome(folder, *arguments):
@@ -103,6 +111,6 @@ def test(n): pass
 @pytest.mark.thorough
 def test_long(): pass
 """)
-    assert outcome(tmp_path) == "2 passed, 11 deselected"
-    assert outcome(tmp_path, "--thorough") == "13 passed"
+    assert outcome(tmp_path) == "3 passed, 16 deselected"
+    assert outcome(tmp_path, "--thorough") == "19 passed"
     assert outcome(tmp_path, "test_few.py::test", "test_few.py::test_long") == "7 passed"
