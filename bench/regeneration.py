@@ -89,6 +89,7 @@ PIECES = (
     _bench("push_pull --nodes 2 --compare gloo", "push_pull_two_nodes.jsonl", 3, _machines),
     _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),
     _bench("rows", "rows.jsonl", 1),
+    _bench("frameworks --rounds 40", "frameworks.jsonl", 1, _package("jax", "tensorflow")),
     _bench("accuracy", "accuracy.jsonl", 4, _package("sklearn")),
     _bench("neighbour", "neighbour.jsonl", 4),
     _bench("compressed", "compressed.jsonl", 6, _machines),
