@@ -54,10 +54,17 @@ class CardQueue(Generic[Item]):
     def add(self, peer: int, place: int) -> None:
         """Add a destination; *place*: whose turn it is when all have got the same, best not one for all cards."""
         self._peers[peer] = _Peer(peer, place, self._credit_nbytes)
-        self.plan({})
+        self._weigh({})
 
     def plan(self, shares: Mapping[int, int]) -> None:
-        """Say how many bytes each peer is sent in a step. None at all: they share alike."""
+        """Say how many bytes each peer is sent in a step. None at all: they share alike.
+
+        What was sent before is forgotten: shares of another plan are no measure of it.
+        """
+        self._forget_turns()
+        self._weigh(shares)
+
+    def _weigh(self, shares: Mapping[int, int]) -> None:
         for index, peer in self._peers.items():
             peer.share_nbytes = shares.get(index, 0)
         planned = [peer.share_nbytes for peer in self._peers.values() if peer.share_nbytes]
@@ -92,6 +99,8 @@ class CardQueue(Generic[Item]):
     def put(self, peer: int, item: Item, *, order: int, key: int, nbytes: int) -> None:
         """Queue *item* for *peer*; `WriteOrder` gives the *order*, ties go by *key*."""
         found = self._peers[peer]
+        if not self._waiting and not self._busy:
+            self._forget_turns()  # a card that has sent everything owes nobody
         if not found.queue.queued and not found.queue.in_flight:
             found.turn = max(found.turn, self._front - 1.0)  # who was idle for a step has no claim on the past
         found.queue.put(item, order=order, key=key, nbytes=nbytes)
@@ -124,6 +133,11 @@ class CardQueue(Generic[Item]):
             del self._waiting[chosen.index]
         return chosen.index, item
 
+    def _forget_turns(self) -> None:
+        self._front = 0.0
+        for peer in self._peers.values():
+            peer.turn = 0.0
+
     def release(self, peer: int, nbytes: int) -> None:
         """Give back the credit of one item of *nbytes*: its bytes have reached *peer*."""
         queue = self._peers[peer].queue
@@ -139,7 +153,7 @@ class CardQueue(Generic[Item]):
         """Forget *peer*, and all that waits for it or is under way to it."""
         for found in (self._peers, self._waiting, self._busy):
             found.pop(peer, None)
-        self.plan({index: each.share_nbytes for index, each in self._peers.items()})
+        self._weigh({index: each.share_nbytes for index, each in self._peers.items()})
 
     def is_held(self, peer: int) -> bool:
         """Whether nothing is sent to *peer*."""

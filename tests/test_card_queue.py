@@ -77,12 +77,36 @@ def test_equal_shares_need_no_limit_and_begin_where_they_are_told():
 
 def test_who_was_idle_claims_one_step_of_the_past_at_most():
     queue = card({1: 10 * PART, 2: 10 * PART})
-    put(queue, 1, 100)
+    put(queue, 1, 101)
     peers_of(queue, 100)
-    put(queue, 1, 30)
+    put(queue, 1, 29)
     put(queue, 2, 30)
     assert peers_of(queue, 12)[:9] == [2] * 9
     assert Counter(peers_of(queue, 20)) == {1: 10, 2: 10}
+
+
+def test_shares_of_another_plan_are_no_measure():
+    """As of a small tensor that is declared first, and goes to one peer alone."""
+    queue = card({1: 1})
+    queue.add(2, 1)
+    put(queue, 1, 3)
+    assert peers_of(queue, 3) == [1, 1, 1]
+    put(queue, 1, 1)
+    queue.plan({1: 3 * PART, 2: 3 * PART})
+    put(queue, 1, 5)
+    put(queue, 2, 6)
+    sent = peers_of(queue, 12)
+    assert all(Counter(sent[begin : begin + 2]) == {1: 1, 2: 1} for begin in range(0, 12, 2))
+
+
+def test_a_card_that_has_sent_everything_owes_nobody():
+    queue = card({1: 4 * PART, 2: 4 * PART})
+    put(queue, 1, 4)
+    assert peers_of(queue, 4) == [1] * 4
+    put(queue, 1, 4)
+    put(queue, 2, 4)
+    sent = peers_of(queue, 8)
+    assert all(Counter(sent[begin : begin + 2]) == {1: 1, 2: 1} for begin in range(0, 8, 2))
 
 
 def test_a_held_peer_gets_nothing_and_is_in_nobodys_way():
