@@ -198,7 +198,7 @@ def horovod():
     import bpsfast.hvd.tensorflow as hvd
 
     rank, size = hvd.rank(), hvd.size()
-    assert hvd.is_initialized() and hvd.DistributedGradientTape is bps.DistributedGradientTape
+    assert hvd.is_initialized() and issubclass(hvd.DistributedGradientTape, bps.DistributedGradientTape)
     x, mean = tf.constant([1.0, 2.0]) * rank, np.array([1.0, 2.0]) * sum(range(size)) / size
     assert np.allclose(hvd.allreduce(x), mean) and np.allclose(hvd.allreduce(x, op=hvd.Sum), mean * size)
     assert np.allclose(hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0), mean * 6)
