@@ -82,7 +82,7 @@ def test_payloads_arrive_whole_in_every_round(ends, owner):
                          ids=["of any length", "of one length"])
 @pytest.mark.parametrize("owner", [0, 1])
 def test_frames_arrive_whole_in_every_round(ends, owner, codec):
-    sizes = [4, 2_000, 400_000]  # the reading is plain Python: a minute for 8 kB in an emulated machine
+    sizes = [4, 8_000, 400_000]
     plan = declare(ends, sizes, [owner] * 3, codec=codec)
     for end in ends:
         end.commit(order_of(plan))
