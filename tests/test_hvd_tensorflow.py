@@ -155,7 +155,14 @@ def tapes():
             table[other % 3] += (other + 1) / divisor
         assert np.allclose(dense, sum(other + 1 for other in over) / 2 / divisor), (place, dense)
         assert np.allclose(sparse, table) and np.allclose(local, (rank + 1) / divisor), (place, sparse, local)
-    return size == 1 or hvd.remove_process_set(few)
+    if size == 1:
+        return True
+    with hvd.DistributedGradientTape(tf.GradientTape(), process_set=few) as tape:
+        loss = tf.reduce_sum(shared)
+    assert hvd.remove_process_set(few)
+    found = raised(tape.gradient, loss, [shared])
+    assert found[0] == "ConfigError", found
+    return True
 
 
 def refused():

@@ -34,7 +34,6 @@ from tests.test_transport import (  # noqa: F401  the contract's tests, collecte
 )
 from tests.two_nodes import KEY, End, connect, declare, order_of
 
-
 pytestmark = pytest.mark.timeout(400)  # who first needs a codec's kernels compiles them: here that takes two minutes
 
 

@@ -54,32 +54,30 @@ class DistributedGradientTape(_Tape):
             raise UnsupportedError(f"codecs compress what is summed over all ranks, not over {process_set}: give a "
                                    "compressor, such as Compression.fp16")
         self._factor, self._process_set = gradient_predivide_factor, process_set
-        self._scales_local, self._local = scale_local_gradients, set[int]()
+        self._scales_local = scale_local_gradients
+        self._local: dict[int, Any] = {}  # by identity, and kept: no later source is to have the id of one that is gone
 
     def register_local_source(self, source: Any) -> None:
-        """Keep *source*, a variable that this rank alone has, out of what travels."""
-        self._local.add(id(source))
+        """Keep *source*, of which each rank has its own, out of what travels; on all ranks that take part."""
+        self._local[id(source)] = source
 
     def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
+        counts = self._process_set.process_set_id is not None  # what was removed is refused by the operation
+        if not is_global(self._process_set) and counts and not self._process_set.included():
+            return gradients
         stay = [id(source) in self._local for source in sources]
         travel = [None if stays else gradient for stays, gradient in zip(stay, gradients)]
         travel = [gradient if gradient is None else scaled(gradient, 1 / self._factor) for gradient in travel]
         found = [total if total is None else scaled(total, self._factor)
                  for total in self._reduced(sources, travel, learning_rate)]
-        share = 1 / self._n_ranks() if self._scales_local else 1.0
+        n_ranks = process.current().size if is_global(self._process_set) else self._process_set.size()
+        share = 1 / (n_ranks or 1) if self._scales_local else 1.0
         return [scaled(gradient, share) if stays and gradient is not None else total
                 for stays, gradient, total in zip(stay, gradients, found)]
-
-    def _n_ranks(self) -> int:
-        if is_global(self._process_set):
-            return process.current().size
-        return (self._process_set.size() or 1) if self._process_set.included() else 1
 
     def _reduced(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
         if is_global(self._process_set):
             return super()._sums(sources, gradients, learning_rate)
-        if not self._process_set.included():
-            return gradients
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         dense = [tf.convert_to_tensor(gradients[place]) for place in places]
         sums = grouped_allreduce(dense, compression=self._compression, op=self._reduction,
