@@ -2,9 +2,14 @@
 
 Every byte of the gradient is read or written a known number of times (streams); with B the bandwidth that the same
 number of processes reach when they stream through shared segments, the time is streams x bytes / B. Stores past the
-caches do not read what they overwrite, so a store is one stream.
+caches do not read what they overwrite, so a store is one stream. B is that of copies which go through as much memory
+as the push_pull does: what fits into a cache is faster, and where that ends is not a matter of a gradient's size alone.
 """
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
 
 from bpsfast.settings import Settings
 from bpsfast.trainer.unit import window_parts
@@ -19,10 +24,23 @@ def streams(variant: str, n_local: int, nbytes: int) -> int:
         return n_local + 1  # every input read, the result written
     if variant == "in place":  # the least an all-reduce of private memory can do: every buffer read, and written
         return 2 * n_local
-    n_parts = -(-nbytes // Settings().partition_bytes)
-    streamed = n_parts >= 2 * window_parts(n_local)  # through a window that stays in the cache
-    copied_in, copied_out = n_local if streamed else 3 * n_local, 2 * n_local
+    copied_in, copied_out = n_local if _is_streamed(n_local, nbytes) else 3 * n_local, 2 * n_local
     return copied_in + 1 + copied_out
+
+
+def touched_nbytes(variant: str, n_local: int, nbytes: int) -> int:
+    """Return how many different bytes of memory a push_pull goes through, in all *n_local* ranks together."""
+    if variant == "numpy":
+        return (n_local + 1) * nbytes
+    if variant == "in place":
+        return n_local * nbytes
+    staged = window_parts(n_local) * Settings().partition_bytes if _is_streamed(n_local, nbytes) else nbytes
+    return (n_local + 1) * nbytes + n_local * staged
+
+
+def _is_streamed(n_local: int, nbytes: int) -> bool:
+    """Tell whether private tensors go in through a window that stays in the cache (`Unit.stream`)."""
+    return -(-nbytes // Settings().partition_bytes) >= 2 * window_parts(n_local)
 
 
 def bandwidth(nbytes: int, copy_s: float) -> float:
@@ -30,6 +48,14 @@ def bandwidth(nbytes: int, copy_s: float) -> float:
     return COPY_STREAMS * nbytes / copy_s
 
 
-def predicted_s(variant: str, n_local: int, nbytes: int, bandwidth_bytes: float) -> float:
-    """Return the modelled time of one push_pull."""
-    return streams(variant, n_local, nbytes) * nbytes / bandwidth_bytes
+def predicted_s(variant: str, n_local: int, nbytes: int, copies_s: Mapping[int, float]) -> float:
+    """Return the modelled time of one push_pull; *copies_s* are times of the ``memory`` operation by its bytes.
+
+    Between two of these, the bandwidth is that of the line between them, both axes being logarithms; beyond the last,
+    that of the last.
+    """
+    sizes = sorted(copies_s)
+    bandwidths = [bandwidth(size, copies_s[size]) for size in sizes]
+    touched = touched_nbytes(variant, n_local, nbytes)
+    found = np.exp(np.interp(np.log(touched), np.log([COPY_STREAMS * size for size in sizes]), np.log(bandwidths)))
+    return streams(variant, n_local, nbytes) * nbytes / float(found)

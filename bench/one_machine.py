@@ -58,11 +58,10 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
 
 
 def _model_s(plan: Plan, rows: Sequence[Row], row: Row) -> float | None:
-    memory = find(rows, "memory", row.nbytes)
-    if memory is None:
+    copies_s = {each.nbytes: each.median_s for each in rows if each.variant == "memory"}
+    if row.nbytes not in copies_s:
         return None
-    bandwidth = memory_model.bandwidth(row.nbytes, memory.median_s)
-    return memory_model.predicted_s(row.variant, plan.n_ranks, row.nbytes, bandwidth)
+    return memory_model.predicted_s(row.variant, plan.n_ranks, row.nbytes, copies_s)
 
 
 def _ratios(plan: Plan, rows: Sequence[Row]) -> str:

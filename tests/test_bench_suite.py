@@ -36,6 +36,20 @@ def test_a_cliff_is_a_next_size_slower_than_allowed_per_byte():
     assert [step.quantity for step in cliffs.cliffs(cliffs.curves(only_cpu))] == ["CPU"]
 
 
+def test_a_cliff_of_the_possible_is_not_ours():
+    def at(bound, median_s):
+        return [record(1000, 1.0, bound=1e4), record(2000, median_s, bound=bound)]
+
+    [goodput, p99, cpu] = cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=4.0)))  # both half as good per byte
+    assert goodput.share == goodput.possible == 0.5 and not (goodput.is_ours or p99.is_ours or cpu.is_ours)
+    assert str(goodput).endswith("is 0.50 times as good at 2000 B as at 1000 B, the possible 0.50 times")
+    assert all(step.is_ours for step in cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=5.1))))
+    [step, *_] = cliffs.cliffs(cliffs.curves(at(bound=4e4, median_s=2.6)))  # what is possible rises
+    assert step.possible == 1 and step.is_ours and str(step).endswith("as at 1000 B")
+    assert found(*at(bound=5e3, median_s=4.0))["cliffs"] == verdicts.Verdict(
+        "cliffs", "none in 1 curves (goodput, p99, CPU per byte); where the possible falls, too: 3", True)
+
+
 def test_others_and_rows_without_sums_are_no_curves_of_ours():
     rows = [record(nbytes, 1.0, operation, contestant) for nbytes in (8, 16) for operation, contestant in
             (("numpy", "bpsfast"), ("memory", "bpsfast"), ("numpy, sums off", "bpsfast"), ("gloo", "gloo"))]

@@ -1,4 +1,8 @@
-"""Curves over sizes have no cliff: no size where the next larger one is slower than 0.8 times per byte."""
+"""Curves over sizes have no cliff: no size where the next larger one is slower than 0.8 times per byte.
+
+Where the possible (memory's speed, raw sockets') falls from one size to the next, as where a cache ends, a curve that
+falls with it is as good as before: what counts is then how much nearer it was.
+"""
 from __future__ import annotations
 
 import itertools
@@ -13,26 +17,36 @@ _NOT_OURS = ("memory", "numpy, sums off")
 
 
 class Point(NamedTuple):
-    """One size of a curve: seconds, the 99th percentile's, and CPU seconds of an operation."""
+    """One size of a curve: seconds, the 99th percentile's, and CPU seconds of an operation; the best possible time."""
 
     nbytes: int
     median_s: float
     p99_s: float
     cpu_s: float
+    bound_s: float | None = None
 
 
 class Cliff(NamedTuple):
-    """From one size to the next *quantity* per byte gets worse: *share* is what is left of it, 1 being as good."""
+    """From one size to the next *quantity* per byte gets worse: *share* is what is left of it, 1 being as good.
+
+    *possible* is what is left of the possible, at most 1.
+    """
 
     curve: str
     quantity: str
     from_nbytes: int
     to_nbytes: int
     share: float
+    possible: float = 1.0
+
+    @property
+    def is_ours(self) -> bool:
+        """Tell whether it is worse than the possible's."""
+        return self.share < LEAST_SHARE * self.possible
 
     def __str__(self) -> str:
         return (f"{self.curve}: {self.quantity} per byte is {self.share:.2f} times as good at {self.to_nbytes} B as at "
-                f"{self.from_nbytes} B")
+                f"{self.from_nbytes} B" + (f", the possible {self.possible:.2f} times" if self.possible < 1 else ""))
 
 
 def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str, list[Point]]:
@@ -46,19 +60,27 @@ def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str,
         if ours and (chosen.get("contestant") != _OURS or name in _NOT_OURS):
             continue
         nodes = f", {chosen['n_nodes']} nodes" if chosen.get("n_nodes", 1) > 1 else ""
-        point = Point(chosen["nbytes"], measured["median_s"], measured["p99_s"], statistics.median(measured["cpu_s"]))
+        bound = measured.get("bound")
+        point = Point(chosen["nbytes"], measured["median_s"], measured["p99_s"], statistics.median(measured["cpu_s"]),
+                      chosen["nbytes"] / bound if bound else None)
         found.setdefault(f"{record['section']}: {name}{nodes}", {})[point.nbytes] = point
     return {name: [points[nbytes] for nbytes in sorted(points)] for name, points in found.items() if len(points) > 1}
 
 
 def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
-    """Return every step to the next size after which goodput, latency or CPU per byte is worse than allowed."""
+    """Return every step to the next size after which goodput, latency or CPU per byte is worse than allowed.
+
+    Those that the possible does not explain are `Cliff.is_ours`.
+    """
     steps = []
     for name, points in found.items():
         for before, after in itertools.pairwise(points):
             grown = after.nbytes / before.nbytes
+            possible = 1.0
+            if before.bound_s and after.bound_s:
+                possible = min(1.0, before.bound_s * grown / after.bound_s)
             for quantity, field in (("goodput", "median_s"), ("p99", "p99_s"), ("CPU", "cpu_s")):
                 small, large = getattr(before, field), getattr(after, field)
                 if large > 0 and small * grown / large < LEAST_SHARE:
-                    steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, small * grown / large))
+                    steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, small * grown / large, possible))
     return steps

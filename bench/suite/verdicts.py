@@ -110,8 +110,10 @@ def _cliffs(outcomes: Sequence[Outcome]) -> list[Verdict]:
     steps = cliffs.cliffs(curves)
     if not curves:
         return []
-    if not steps:
-        return [Verdict("cliffs", f"none in {len(curves)} curves (goodput, p99, CPU per byte)", True)]
-    steep = sorted(steps, key=lambda step: step.share)
-    more = f"; {len(steps) - _MOST_CLIFFS} more" if len(steps) > _MOST_CLIFFS else ""
-    return [Verdict("cliffs", "; ".join(map(str, steep[:_MOST_CLIFFS])) + more, False)]
+    ours = sorted((step for step in steps if step.is_ours), key=lambda step: step.share / step.possible)
+    falls = len(steps) - len(ours)
+    also = f"; where the possible falls, too: {falls}" if falls else ""
+    if not ours:
+        return [Verdict("cliffs", f"none in {len(curves)} curves (goodput, p99, CPU per byte){also}", True)]
+    more = f"; {len(ours) - _MOST_CLIFFS} more" if len(ours) > _MOST_CLIFFS else ""
+    return [Verdict("cliffs", "; ".join(map(str, ours[:_MOST_CLIFFS])) + more + also, False)]
