@@ -43,10 +43,9 @@ def read(path: Path) -> ResultFile:
     ConfigError
         If it is no result file of a bench of ours, or has no raw samples in seconds.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        manifest, *records = _documents(text)
-    except ValueError as exc:
+        manifest, *records = _documents(path.read_text(encoding="utf-8"))
+    except ValueError as exc:  # no text at all is one, too
         raise ConfigError(f"{path} is no result file: {exc}; `bpsfast bench NAME --json FILE` writes one") from None
     bench = manifest.get("bench")
     if not isinstance(bench, str):
@@ -54,6 +53,10 @@ def read(path: Path) -> ResultFile:
                           f"{', '.join(sorted(manifest)) or 'nothing'}, and `bench` is looked for")
     series: dict[str, Series] = {}
     for name, found in _series(records):
+        impossible = [sample for sample in found.samples_s if not sample > 0]
+        if impossible:
+            raise ConfigError(f"{path}: row {name!r} has a sample of {impossible[0]:g} s: a time is above 0, and a ratio "
+                              "to this one says nothing; `bpsfast bench NAME --json FILE` measures anew")
         unique, n = name, 2
         while unique in series:  # rows that differ in nothing that was chosen: told apart by their order
             unique, n = f"{name} #{n}", n + 1
@@ -74,10 +77,16 @@ def _documents(text: str) -> list[dict[str, Any]]:
         if not isinstance(whole, dict):
             raise ValueError(f"it holds a {type(whole).__name__}, not objects")
         rows = whole.pop("rows", [])
+        if not isinstance(rows, list):
+            raise ValueError(f"its rows are a {type(rows).__name__}, not a list")
         found = [whole, *({"section": "", "chosen": {name: row.get(name) for name in _KERNELS}, "measured": row}
                           for row in rows if isinstance(row, dict))]
     if not found or not all(isinstance(each, dict) for each in found):
         raise ValueError("its lines are not objects, or it has none")
+    for each in found:
+        for part in ("machine", "options", "chosen", "measured"):
+            if not isinstance(each.get(part, {}), dict):
+                raise ValueError(f"{part} is a {type(each[part]).__name__}, not an object")
     return found
 
 
@@ -86,7 +95,7 @@ def _series(records: list[dict[str, Any]]) -> Iterator[tuple[str, Series]]:
         samples, chosen = record.get("measured", {}).get("samples_s"), record.get("chosen", {})
         if isinstance(samples, list) and samples and all(isinstance(each, int | float) for each in samples):
             n = chosen.get("n_per_round")  # in the ladder's, a list by turn
-            yield name_of(record), Series(tuple(map(float, samples)), n if isinstance(n, int) else 1)
+            yield name_of(record), Series(tuple(map(float, samples)), n if isinstance(n, int) and n > 0 else 1)
 
 
 def name_of(record: Mapping[str, Any]) -> str:

@@ -96,12 +96,22 @@ def test_other_benches_and_machines_are_refused_unless_told(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "x", "[1]", "1\n2", '{"a": 1}',
-                                  '{"bench": "x"}\n{"measured": {"samples_s": []}}'])
+                                  '{"bench": "x"}\n{"measured": {"samples_s": []}}', "\xff\xfe",
+                                  '{"bench": "x", "machine": null}\n{"measured": {"samples_s": [1]}}',
+                                  '{"bench": "x"}\n{"chosen": null, "measured": {"samples_s": [1]}}',
+                                  '{"bench": "x"}\n{"measured": [1]}', '{"bench": "kernels", "rows": 1}',
+                                  '{"bench": "x"}\n{"measured": {"samples_s": [1, 0, 1]}}',
+                                  '{"bench": "x"}\n{"measured": {"samples_s": [1, NaN, 1]}}'])
 def test_what_is_no_result_file_is_refused(tmp_path, text):
     path = tmp_path / "x"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=str(path)):
         result_file.read(path)
+
+
+def test_turns_of_no_known_length_are_drawn_by_the_sample(tmp_path):
+    path = write(tmp_path / "a", {4: 1.0}, n_per_round=0)
+    assert run(path, path).exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["kernels.json", "ladder.jsonl", "rows.jsonl"])
