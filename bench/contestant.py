@@ -65,7 +65,8 @@ class Timer:
 
     def measure(self, variant: str, nbytes: int, n_warmup: int, n: int) -> dict[str, Any]:
         """Return seconds of *n* operations one after another, and how many elements were wrong the first time."""
-        operation, n_wrong = self._prepared(variant, nbytes)
+        self.prepare(variant, nbytes)
+        operation, n_wrong = self._operations[variant, nbytes]
         operation.fill(False)
         self._contestant.barrier()
         for _ in range(n_warmup):
@@ -79,15 +80,15 @@ class Timer:
             before = now
         return {"samples_s": samples_s, "n_wrong": n_wrong}
 
-    def _prepared(self, variant: str, nbytes: int) -> tuple[Operation, int]:
-        known = self._operations.get((variant, nbytes))
-        if known is None:
-            operation = self._contestant.operation(variant, nbytes)
-            operation.fill(True)
-            self._contestant.barrier()
-            operation.run()
-            known = self._operations[variant, nbytes] = operation, operation.n_wrong()
-        return known
+    def prepare(self, variant: str, nbytes: int) -> None:
+        """Make an operation and check its results, the first time that it is named."""
+        if (variant, nbytes) in self._operations:
+            return
+        operation = self._contestant.operation(variant, nbytes)
+        operation.fill(True)
+        self._contestant.barrier()
+        operation.run()
+        self._operations[variant, nbytes] = operation, operation.n_wrong()
 
 
 def main(arguments: list[str]) -> int:
@@ -106,7 +107,7 @@ def main(arguments: list[str]) -> int:
             except (EOFError, ConnectionResetError):
                 break
             try:
-                target = timer.measure if name == "measure" else getattr(contestant, name)
+                target = getattr(timer if name in ("prepare", "measure") else contestant, name)
                 answer = (True, target(*positional))
             except Exception:
                 answer = (False, traceback.format_exc())

@@ -111,6 +111,10 @@ class Group:
             answers.append(answer)
         return answers
 
+    def prepare(self, variant: str, nbytes: int) -> None:
+        """Let all processes make *variant* on *nbytes* bytes and check its sums; `measure` does it if nobody has."""
+        self.ask("prepare", variant, nbytes, timeout_s=START_TIMEOUT_S)
+
     def measure(self, variant: str, nbytes: int, n_warmup: int, n: int) -> Turn:
         """Let all processes do *variant* on *nbytes* bytes *n* times."""
         before_s = self.cpu_s()

@@ -55,8 +55,8 @@ def read(path: Path) -> ResultFile:
     for name, found in _series(records):
         impossible = [sample for sample in found.samples_s if not sample > 0]
         if impossible:
-            raise ConfigError(f"{path}: row {name!r} has a sample of {impossible[0]:g} s: a time is above 0, and a ratio "
-                              "to this one says nothing; `bpsfast bench NAME --json FILE` measures anew")
+            raise ConfigError(f"{path}: row {name!r} has a sample of {impossible[0]:g} s: a time is above 0, and a "
+                              "ratio to this one says nothing; `bpsfast bench NAME --json FILE` measures anew")
         unique, n = name, 2
         while unique in series:  # rows that differ in nothing that was chosen: told apart by their order
             unique, n = f"{name} #{n}", n + 1

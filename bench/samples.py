@@ -67,6 +67,8 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
         for row in rows:
             row.n_per_round = batch(row.nbytes) if n is None else n
             row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
+            if not row.samples_s:  # its arrays and its check are no operation of a turn
+                row.group.prepare(row.variant, row.nbytes)
             if around is not None:
                 around(row, True)
             turn = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)

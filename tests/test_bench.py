@@ -8,7 +8,7 @@ import pytest
 
 from bpsfast.bench import memory_model, pattern, push_pull, samples, size_list, steady_state, table, two_nodes
 from bpsfast.bench.contestant import Operation, Timer
-from bpsfast.bench.group import Group
+from bpsfast.bench.group import Group, Turn
 from bpsfast.bench.plan import Plan
 from bpsfast.orchestration.errors import ConfigError
 
@@ -124,6 +124,26 @@ def test_a_timer_checks_once_and_times_every_operation():
     assert calls == [True, "barrier", "run", False, "barrier", "run", "run", "run"]
     timer.measure("x", 4, 0, 1)
     assert calls[8:] == [False, "barrier", "run"]
+    timer.prepare("y", 4)
+    timer.measure("y", 4, 0, 1)
+    assert calls[11:] == [True, "barrier", "run", False, "barrier", "run"]
+
+
+def test_what_a_check_takes_is_in_no_turn():
+    """Turns of the largest arrays have two operations: a check would be most of the CPU time of the first one."""
+    calls = []
+
+    class Noted(NamedGroup):
+        def prepare(self, variant, nbytes):
+            calls.append("prepare")
+
+        def measure(self, variant, nbytes, n_warmup, n):
+            calls.append("measure")
+            return Turn(samples_s=[1.0] * n, n_wrong=0, cpu_busy=0.5, cpu_s=1.0)
+
+    samples.take_turns([samples.Row(Noted("bpsfast"), "numpy", 4)], 2, n=1,
+                       around=lambda row, begins: calls.append(begins))
+    assert calls == ["prepare", *[True, "measure", False] * 2]
 
 
 def test_python_time_is_per_partition():

@@ -61,8 +61,6 @@ class Ground:
         groups = self._lasting | own
         rows = [Row(groups[name], "gloo" if name == "gloo" else cell.load, cell.nbytes, label=name)
                 for name in cell.contestants]
-        for row in rows:
-            row.group.measure(row.variant, row.nbytes, 0, 1)  # it checks its sums once, which costs a step
         sent: dict[str, list[list[float]]] = {row.label: [] for row in rows}
         before: list[int] = []
 

@@ -39,7 +39,7 @@ class Point:
         if begins:
             self._before = counters, cpu_s
             return
-        n = self.row.n_per_round + self.row.n_warmup + (not self.row.cpu_s)  # one more, whose sums are checked
+        n = self.row.n_per_round + self.row.n_warmup
         sent, received = (sum(value - self._before[0].get(name, 0) for name, value in counters.items()
                               if name.startswith("wire_") and name.endswith(end)) / n
                           for end in ("_bytes_sent", "_bytes_received"))
