@@ -63,7 +63,18 @@ def test_verdicts_of_one_machine():
     assert good["wrong results"].is_good and good["cliffs"].is_good
     bad = found(record(1 << 20, 1.0, efficiency=0.3, n_wrong=2), record(1 << 21, 9.0, efficiency=0.3))
     assert not any(bad[name].is_good for name in ("push_pull, one machine", "wrong results", "cliffs"))
-    assert "2 in 2 rows" in bad["wrong results"].answer and "goodput per byte is 0.22" in bad["cliffs"].answer
+    assert "2 in 2 rows" in bad["wrong results"].answer
+    assert "numpy: goodput is 0.22 times as good at" in bad["cliffs"].answer
+    assert "numpy: p99 per byte is 0.22" in bad["cliffs"].answer
+
+
+def test_rows_that_nobody_checked_are_not_called_right():
+    unchecked = [record(8, 1.0, "memory"), record(8, 1.0, "numpy, sums off", n_wrong=8),
+                 record(8, 1.0, "raw 2 small", "raw")]
+    verdict = found(*unchecked)["wrong results"]
+    assert verdict.is_good is None and verdict.answer == "no row was checked"
+    assert found(*unchecked, record(8, 1.0))["wrong results"].answer == "0 in 1 rows that were checked"
+    assert found(record(8, 1.0, losses_alike=False), name="ddp")["wrong results"].is_good is False
 
 
 @pytest.mark.parametrize(("section", "busy", "efficiency", "word", "is_good"), [

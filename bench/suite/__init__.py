@@ -53,7 +53,7 @@ def run(options: Mapping[str, Any]) -> bool:
     (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(page.page(title, here, found, outcomes), encoding="utf-8")
     print(f"\nwritten: {folder / 'report.html'}, {folder / 'report.json'}, and each bench's result file")
-    return found[0].is_good is True and not any(outcome.is_failed for outcome in outcomes)
+    return found[0].is_good is not False and not any(outcome.is_failed for outcome in outcomes)
 
 
 def _chosen(only: str | None) -> list[pieces.Piece]:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 LEAST_SHARE = 0.8
 _OURS = "bpsfast"
-#: Rows of ours that are no exchange, or one without sums.
-_NOT_OURS = ("memory", "numpy, sums off")
+#: Rows of ours that are no exchange, or one without sums: nothing of them is checked.
+NO_SUMS = ("memory", "numpy, sums off")
 
 
 class Point(NamedTuple):
@@ -45,7 +45,8 @@ class Cliff(NamedTuple):
         return self.share < LEAST_SHARE * self.possible
 
     def __str__(self) -> str:
-        return (f"{self.curve}: {self.quantity} per byte is {self.share:.2f} times as good at {self.to_nbytes} B as at "
+        what = self.quantity if self.quantity == "goodput" else f"{self.quantity} per byte"
+        return (f"{self.curve}: {what} is {self.share:.2f} times as good at {self.to_nbytes} B as at "
                 f"{self.from_nbytes} B" + (f", the possible {self.possible:.2f} times" if self.possible < 1 else ""))
 
 
@@ -57,7 +58,7 @@ def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str,
         name = chosen.get("operation") or chosen.get("contestant")
         if not {"median_s", "p99_s", "cpu_s"} <= measured.keys() or "nbytes" not in chosen:
             continue
-        if ours and (chosen.get("contestant") != _OURS or name in _NOT_OURS):
+        if ours and (chosen.get("contestant") != _OURS or name in NO_SUMS):
             continue
         nodes = f", {chosen['n_nodes']} nodes" if chosen.get("n_nodes", 1) > 1 else ""
         bound = measured.get("bound")
