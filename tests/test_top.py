@@ -242,6 +242,18 @@ def test_a_screen_is_as_wide_and_as_high_as_the_terminal(width: int) -> None:
     assert "the 11 latest of 16 ranks" in "\n".join(shown) and "helper 2 (cpu01) is there" in shown[-1]
 
 
+@pytest.mark.parametrize(("width", "n_ranks"), [(80, 4), (120, 8)])
+def test_remarks_of_former_samples_find_room_on_the_screen(width: int, n_ranks: int) -> None:
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    later = msgspec.structs.replace(SAMPLE, remarks=())
+    remarks = [f"node {i} (gpu{i:02}.cluster.example.org) is there, but tells no numbers where it was asked"
+               for i in range(4)]
+    console = rich.Console(width=width, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(screen.picture(later, width, 24, remarks))
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) == 24 and shown[-1].endswith("asked") and f"the {n_ranks} latest of 16 ranks" in "\n".join(shown)
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (("--once", "-n", "2"), "--once is --samples 1"), (("--json", "--plain"), "choose one"),
     (("--interval", "0.01"), "0.2"), (("host:port",), "expected host:port"),

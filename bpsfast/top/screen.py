@@ -1,6 +1,7 @@
 """Tables of a sample, as wide as there is room: plain columns in a log, rich's on a terminal, with the same cells."""
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 #: From so many columns on there is room for all of them.
 _WIDE = 110
-#: Lines of the screen that are no ranks: heads and remarks.
+#: Lines of the screen that are no nodes, ranks and remarks: heads, and what is empty between them.
 _N_OTHER = 9
 _UP = "up"
 
@@ -72,7 +73,7 @@ def tables(sample: Sample, width: int, n_lines: int | None = None) -> tuple[Tabl
     found = [_table("", _NODES, sample.nodes, width, lambda node: node.state != _UP)]
     ranks: Sequence[RankSample] = sample.ranks
     title = ""
-    room = len(ranks) if n_lines is None else max(1, n_lines - _N_OTHER - len(sample.nodes) - len(sample.remarks))
+    room = len(ranks) if n_lines is None else max(1, n_lines - _N_OTHER - len(sample.nodes))
     if len(ranks) > room:
         ranks = sorted(ranks, key=lambda rank: -(rank.lag_s or 0.0))[:room]
         title = f"the {room} latest of {len(sample.ranks)} ranks"
@@ -125,9 +126,10 @@ def picture(sample: Sample, width: int, n_lines: int, remarks: Sequence[str]) ->
     from rich.table import Table as RichTable
     from rich.text import Text
 
+    below = [line for remark in remarks for line in textwrap.wrap(remark, width)]
     parts: list[Any] = [Text(line, style="bold" if number == 0 else "yellow" if line.startswith("late:") else "")
                         for number, line in enumerate(head(sample))]
-    for table in tables(sample, width, n_lines):
+    for table in tables(sample, width, n_lines - len(below)):
         shown = RichTable(box=None, pad_edge=False, header_style="bold", title=table.title or None,
                           title_justify="left", padding=(0, 2, 0, 0))
         for number, name in enumerate(table.heads):
@@ -135,7 +137,7 @@ def picture(sample: Sample, width: int, n_lines: int, remarks: Sequence[str]) ->
         for number, row in enumerate(table.rows):
             shown.add_row(*row, style="yellow" if number in table.marked else "")
         parts += [Text(), shown]
-    return Group(*parts, *([Text(), *map(Text, remarks)] if remarks else []))
+    return Group(*parts, *([Text(), *map(Text, below)] if below else []))
 
 
 def _table(title: str, columns: tuple[_Column, ...], rows: Sequence[NodeSample | RankSample], width: int,
