@@ -6,6 +6,7 @@ import importlib.util
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from bpsfast.orchestration.errors import ConfigError
@@ -18,11 +19,19 @@ def missing() -> str | None:
     return None
 
 
-def check() -> None:
-    """Raise `ConfigError` if nothing can be drawn: to be asked before minutes of measuring."""
+def check(path: str | None = None) -> None:
+    """Raise `ConfigError` if nothing can be drawn, or not into *path*: to be asked before minutes of measuring."""
     lacking = missing()
     if lacking is not None:
         raise ConfigError(lacking)
+    if path is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in known:
+        raise ConfigError(f"--plot {path}: its ending says in which format it is drawn: expected one of "
+                          f"{', '.join(known)}")
 
 
 @contextmanager

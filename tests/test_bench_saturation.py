@@ -15,6 +15,13 @@ def test_impossible_options_are_refused(options):
         saturation.run(options)
 
 
+@pytest.mark.parametrize("name", ["x.doc", "x"])
+def test_a_plot_of_no_known_kind_is_refused_before_measuring(name):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    with pytest.raises(ConfigError, match=f"--plot {name}: .*png"):
+        saturation.run({"curves": "size", "sizes": "4K", "plot_path": name})
+
+
 @pytest.mark.slow
 def test_a_curve_says_what_went_over_the_wire_and_who_burnt_what(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

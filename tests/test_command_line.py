@@ -112,6 +112,22 @@ def test_bad_arguments_are_exit_code_2_without_a_traceback(arguments: tuple[str,
     assert isinstance(done.exception, SystemExit) and "Traceback" not in done.output and done.output.strip()
 
 
+def test_a_bench_that_is_refused_leaves_no_result_file(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.jsonl", tmp_path / "new.jsonl"
+    kept.write_text("of a former run\n")
+    for path in (kept, new):
+        done = invoke("bench", "push_pull", "--sizes", "x", "--json", str(path))
+        assert done.exit_code == 2 and "no size" in done.output
+    assert list(tmp_path.iterdir()) == [kept] and kept.read_text() == "of a former run\n"
+
+
+@pytest.mark.parametrize("arguments", [("push_pull", "--json"), ("ladder", "--json"), ("saturation", "--plot")])
+def test_a_result_file_that_cannot_be_written_is_refused_before_measuring(arguments: tuple[str, ...],
+                                                                          tmp_path: Path) -> None:
+    done = invoke("bench", *arguments, str(tmp_path / "none" / "x.png"))
+    assert done.exit_code == 2 and "cannot be written: No such file or directory" in done.output
+
+
 @pytest.mark.parametrize(("arguments", "schema"), [
     (("version",), schemas.Version), (("env",), list[Effective]), (("info",), inventory.Inventory),
     (("info", "--effective"), list[Effective]), (("explain", "RD05"), list[schemas.Explanation]),

@@ -50,7 +50,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ConfigError(f"--compare {given['compare']}: between nodes it is gloo that is compared with")
     sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
     if "plot_path" in given:
-        plots.check()
+        plots.check(given["plot_path"])
     gloo = given.get("compare") == "gloo"
     lacking = peers.missing("gloo") if gloo else None
     if lacking is not None:

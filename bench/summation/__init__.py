@@ -48,7 +48,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ConfigError(f"bench summation sums gradients of 2 to {_MOST_WORKERS} workers, got {n_workers}")
     rates = rates_of(given.get("lines") or LINES)
     if "plot_path" in given:
-        plots.check()
+        plots.check(given["plot_path"])
     began = time.time()
     rows = measure(n_workers, SUM_DTYPES, given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS),
                    _QUICK_CALLS if quick else _CALLS, cold_nbytes(quick))

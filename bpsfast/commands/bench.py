@@ -363,8 +363,7 @@ def bench_helpers(**options: Any) -> None:
 @click.option("--devices", metavar="A[,B]", help="RDMA device of this end; with both ends here, of the service, too.")
 @click.option("--models", metavar="NAME[/N],...", help="vgg19, resnet50, inception-bn; /N: 1/N of every tensor.")
 @bench_options.rounds("each rung", default=5)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write raw samples here.")
-@click.option("--quick", is_flag=True, help="One round, small fractions of the lists.")
+@bench_options.result(quick="One round, small fractions of the lists.")
 @errors_in_words
 def bench_ladder(**options: Any) -> None:
     """What each thing costs that RDMA can be made to do wrong, and whether tcp were better.

@@ -1,6 +1,7 @@
 """The options that benches share."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,10 +40,14 @@ def load() -> Callable[[Callable], Callable]:
 
 
 def _result_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """Refuse a result file that cannot be written, before minutes of measuring."""
+    """Refuse a result file that cannot be written, before minutes of measuring; a new one is not left there empty."""
     if value is not None:
+        path = Path(value)
         try:
-            Path(value).open("a").close()
+            is_new = not os.path.lexists(path)
+            path.open("a").close()
+            if is_new:
+                path.unlink()
         except OSError as exc:
             raise click.BadParameter(f"{value} cannot be written: {exc.strerror}", context, option) from None
     return value
