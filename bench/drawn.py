@@ -20,6 +20,9 @@ from bpsfast.commands import exits
 from bpsfast.orchestration.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
+#: Which bench a file is of, where that is not its name.
+_BENCHES = {"push_pull_one_machine": "push_pull --compare gloo,mpi"}
+_CONTESTANTS = ("torch", "numpy", "gloo", "mpi")
 _Record = Mapping[str, Any]
 
 
@@ -32,18 +35,28 @@ def records(path: Path) -> list[_Record]:
         If there is none at *path*.
     """
     if not path.exists():
-        bench = path.stem.partition("_one")[0]
-        raise ConfigError(f"{path} is missing: `bpsfast bench {bench} --json {path}` writes it")
+        raise ConfigError(f"{path} is missing: `bpsfast bench {_BENCHES.get(path.stem, path.stem)} --json {path}` "
+                          "writes it")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
 
 def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
-    """Return for each other way to sum, by bytes: its median time in times of ours, which copies in and out too."""
+    """Return for each other way to sum, by bytes: its median time in times of ours, which copies in and out too.
+
+    Raises
+    ------
+    ConfigError
+        If one of them was not measured.
+    """
     medians: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["section"] == "by size":
             chosen = row["chosen"]
             medians.setdefault(chosen["operation"], {})[chosen["nbytes"]] = row["measured"]["median_s"]
+    lacking = [name for name in _CONTESTANTS if name not in medians]
+    if lacking:
+        raise ConfigError(f"the run of push_pull has no rows of {', '.join(lacking)}: `bpsfast bench "
+                          f"{_BENCHES['push_pull_one_machine']}` measures all that is drawn")
     ours = medians.pop("torch")
     fastest = {nbytes: min(of[nbytes] for name, of in medians.items() if name.startswith("mpi") and nbytes in of)
                for nbytes in ours}

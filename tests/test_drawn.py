@@ -31,4 +31,16 @@ def test_the_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(drawn, "RESULTS", tmp_path)
     done = CliRunner().invoke(drawn.main, ["--out", str(tmp_path / "plots")])
-    assert done.exit_code == 2 and "bpsfast bench push_pull --json" in done.output
+    assert done.exit_code == 2 and "bpsfast bench push_pull --compare gloo,mpi --json" in done.output
+
+
+def test_results_without_the_others_are_refused_with_the_command_that_has_them(tmp_path: Path,
+                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    if (lacking := plots.missing()) is not None:
+        pytest.skip(lacking)
+    kept = (drawn.RESULTS / "push_pull_one_machine.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "push_pull_one_machine.jsonl").write_text("".join(
+        line for line in kept if '"operation": "mpi' not in line))
+    monkeypatch.setattr(drawn, "RESULTS", tmp_path)
+    done = CliRunner().invoke(drawn.main, ["--out", str(tmp_path / "plots")])
+    assert done.exit_code == 2 and "has no rows of mpi" in done.output and "--compare gloo,mpi" in done.output
