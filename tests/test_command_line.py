@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast import inventory
+from bpsfast.bench.drawn import RESULTS
 from bpsfast.cli import cli
 from bpsfast.commands import exits
 from bpsfast.commands.effective import Effective
@@ -23,6 +24,7 @@ from bpsfast.report import contents
 from bpsfast.topology.graph import Topology
 from tests import json_schemas as schemas, measurement_schemas
 from tests.sysfs_trees.machine import Machine
+from tests.terminal import on_terminal
 from tests.trace_records import job as recorded_job
 
 _GROUPS = ("bench", "perf", "trace", "tune")
@@ -110,6 +112,19 @@ def test_bad_arguments_are_exit_code_2_without_a_traceback(arguments: tuple[str,
     done = invoke(*arguments)
     assert done.exit_code == 2, done.output
     assert isinstance(done.exception, SystemExit) and "Traceback" not in done.output and done.output.strip()
+
+
+@pytest.mark.parametrize("arguments", [
+    ("info",), ("explain", "12"), ("explain", "RD18"), ("topo", "--strategy"),
+    ("plan", "--workers", "8", "--helpers", "4", "--model", "vgg16", "--compression", "topk:k=0.01"),
+    ("compare", str(RESULTS / "ddp.jsonl"), str(RESULTS / "ddp.jsonl"))])
+def test_sentences_and_names_end_where_the_terminal_does(arguments: tuple[str, ...]) -> None:
+    if "--strategy" in arguments:
+        pytest.importorskip("scipy", reason="scipy is not installed")
+    code, shown = on_terminal(arguments, width=80)
+    lines = click.unstyle(shown).splitlines()
+    assert code == 0 and len(lines) > 3
+    assert not [line for line in lines if len(line) > 80]
 
 
 def test_a_bench_that_is_refused_leaves_no_result_file(tmp_path: Path) -> None:

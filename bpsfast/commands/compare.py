@@ -62,7 +62,7 @@ def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:
     for name, row in zip(_without_common([row.name for row in found.rows]), found.rows):
         cells.append([_shortened(name), _time(row.before_s), _time(row.after_s), f"{row.ratio:.3f}",
                       f"{row.low:.3f}", f"{row.high:.3f}", click.style(row.verdict, fg=_COLORS.get(row.verdict))])
-    lines = [output.columns(cells, right=range(1, 6)), ""]
+    lines = [output.table(cells, right=range(1, 6)), ""]
     verdicts = [row.verdict for row in found.rows]
     lines.append(", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts)))
     for names, file in ((found.only_before, "A"), (found.only_after, "B")):

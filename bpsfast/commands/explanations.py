@@ -14,7 +14,7 @@ from ..orchestration import errors
 from ..orchestration.errors import BpsError, ConfigError
 from ..verbs import completions
 from ..verbs.completions import Completion
-from . import exits
+from . import exits, output
 
 _CLASSES = {name: value for name, value in vars(errors).items()
             if inspect.isclass(value) and issubclass(value, BpsError)}
@@ -31,7 +31,8 @@ class Explanation:
     lines: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return "\n".join([self.head, *(f"  {label + ':':<9} {words}" for label, words in self.lines)])
+        return "\n".join([self.head, *(line for label, words in self.lines
+                                       for line in output.hanging(f"  {label + ':':<9} ", words))])
 
 
 def explain(text: str) -> list[Explanation]:

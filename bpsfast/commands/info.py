@@ -63,7 +63,8 @@ def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
 def text(here: Inventory) -> str:
     """Return what people read."""
     machine, limits = here.machine, here.limits
-    lines = [f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel {machine.kernel}"]
+    lines = output.hanging("", f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel "
+                               f"{machine.kernel}")
     lines += _pairs([("from", here.folder), ("python", here.interpreter), *_machine_rows(machine)])
     whole = [part for part in here.modules if part.works]
     lines += ["", f"Compiled modules: {len(whole)} of {len(here.modules)} load"]

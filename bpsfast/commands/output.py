@@ -90,6 +90,12 @@ def hanging(head: str, words: str) -> list[str]:
     return [f"{head}{first}".rstrip(), *(" " * indent + line for line in more)]
 
 
+def fitting(lines: Sequence[str]) -> list[str]:
+    """Return *lines*; on a terminal what is wider than that goes on below."""
+    width = terminal_width()
+    return [part for line in lines for part in (hanging("", line) if width and len(line) > width else [line])]
+
+
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Return left-justified columns, those in *right* right-justified; the first row is the head."""
     widths = [max(len(click.unstyle(row[i])) for row in rows) for i in range(len(rows[0]))]

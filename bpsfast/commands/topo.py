@@ -83,7 +83,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         from ..topology.advice import advise
 
         advice = advise(topology, service, settings.load(overrides(assignments)))
-        output.show(chosen, lambda: "\n".join(advice.lines()), advice.as_dict())
+        output.show(chosen, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
     else:
         output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
 

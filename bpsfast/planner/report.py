@@ -26,7 +26,7 @@ def text(plan: Plan) -> str:
         compute = plan.compute
         what = f" ({compute.batch} {compute.unit}, {compute.hardware})" if compute.hardware else ""
         lines.append(f"forward {_ms(compute.forward_s)}, backward {_ms(compute.backward_s)}{what}")
-    lines += ["", output.columns(rows(plan), right=range(1, len(_HEAD))), ""]
+    lines += ["", *output.columns(rows(plan), right=range(1, len(_HEAD))).splitlines(), ""]
     if plan.bottleneck is not None:
         worst = plan.bottleneck
         lines.append(f"bottleneck: the {worst.what} of {worst.machine}, {_ms(worst.time_s)} (it owns "
@@ -37,7 +37,7 @@ def text(plan: Plan) -> str:
         lines.append(f"without {loss.machine}: communication {_ms(loss.placed_s)}; {loss.moved_nbytes / 1e6:.1f} MB of "
                      f"sums would have another owner, {loss.moved_nbytes / max(1, model.nbytes):.0%} of all")
     lines += _compression(plan)
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+    return "\n".join(output.fitting([*lines, *(f"warning: {warning}" for warning in plan.warnings)]))
 
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
