@@ -85,22 +85,20 @@ def _model(plan: Plan, rows: Sequence[Row]) -> str:
     "most vs. in place" is the most that our time can be better than that of an all-reduce in place which is as fast as
     memory allows: its streams by ours. A peer is below that only as far as it is slower than memory.
     """
-    lines = [["memory-stream model (B)", "GB/s of memory",
-              *(f"{operation} {head}" for operation in plan.operations
-                for head in ("streams", "most vs. in place", "model us", "us", "model/us"))]]
-    for nbytes in plan.sizes:
-        memory = find(rows, "memory", nbytes)
-        if memory is None:
-            continue
-        line = [str(nbytes), f"{memory_model.bandwidth(nbytes, memory.median_s) / 1e9:.1f}"]
-        for operation in plan.operations:
+    lines = [["memory-stream model", "bytes", "GB/s of memory", "streams", "most vs. in place", "model us", "us",
+              "model/us"]]
+    for operation in plan.operations:
+        for nbytes in plan.sizes:
+            memory = find(rows, "memory", nbytes)
+            if memory is None:
+                continue
             row = find(rows, operation, nbytes)
             assert row is not None
             model = _model_s(plan, rows, row) or 0.0
             streams, least = (memory_model.streams(name, plan.n_ranks, nbytes) for name in (operation, "in place"))
-            line += [str(streams), f"{least / streams:.2f}", f"{model * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
-                     f"{model / row.median_s:.2f}"]
-        lines.append(line)
+            lines.append([operation, str(nbytes), f"{memory_model.bandwidth(nbytes, memory.median_s) / 1e9:.1f}",
+                          str(streams), f"{least / streams:.2f}", f"{model * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
+                          f"{model / row.median_s:.2f}"])
     return table.plain(lines)
 
 
@@ -114,12 +112,12 @@ def _latency(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
 
 def _percentiles(title: str, rows: Sequence[Row]) -> str:
     names = [f"p{percent}" if percent < 100 else "max" for percent in table.PERCENTILES]
-    lines = [[title, *names, "p50 / ours", "p99 / p50", "CPU us"]]
+    lines = [["", *names, "p50 / ours", "p99 / p50", "CPU us"]]
     for row in rows:
         lines.append([row.name, *(f"{row.percentile_s(percent) * 1e6:.1f}" for percent in table.PERCENTILES),
                       f"{row.median_s / rows[0].median_s:.2f}", f"{row.percentile_s(99) / row.percentile_s(50):.2f}",
                       f"{row.median_cpu_s * 1e6:.0f}"])
-    return table.plain(lines)
+    return f"# {title}\n{table.plain(lines)}"
 
 
 def _beside_python(plan: Plan, ours: Group) -> list[dict[str, Any]]:

@@ -6,7 +6,17 @@ import json
 import numpy as np
 import pytest
 
-from bpsfast.bench import memory_model, pattern, push_pull, samples, size_list, steady_state, table, two_nodes
+from bpsfast.bench import (
+    memory_model,
+    one_machine,
+    pattern,
+    push_pull,
+    samples,
+    size_list,
+    steady_state,
+    table,
+    two_nodes,
+)
 from bpsfast.bench.contestant import Operation, Timer
 from bpsfast.bench.group import Group, Turn
 from bpsfast.bench.plan import Plan
@@ -144,6 +154,17 @@ def test_what_a_check_takes_is_in_no_turn():
     samples.take_turns([samples.Row(Noted("bpsfast"), "numpy", 4)], 2, n=1,
                        around=lambda row, begins: calls.append(begins))
     assert calls == ["prepare", *[True, "measure", False] * 2]
+
+
+def test_tables_of_one_machine_are_at_most_120_columns_wide():
+    rows = [samples.Row(NamedGroup("bpsfast"), name, 64 << 20, samples_s=[0.0123456, 0.1], cpu_s=[0.01])
+            for name in ("numpy", "torch", "memory")]
+    plan = Plan((4096, 64 << 20), 2, ("numpy", "torch"), (), quick=True)
+    model = one_machine._model(plan, rows).splitlines()
+    assert [line.split()[:2] for line in model[1:]] == [["numpy", "67108864"], ["torch", "67108864"]]
+    rows[0].label = "numpy, beside Python"
+    latency = one_machine._percentiles("a title that says of how many bytes, and what else the ranks do (us)", rows)
+    assert max(map(len, [*model, *latency.splitlines()])) <= 120
 
 
 def test_python_time_is_per_partition():

@@ -127,6 +127,12 @@ def test_sentences_and_names_end_where_the_terminal_does(arguments: tuple[str, .
     assert not [line for line in lines if len(line) > 80]
 
 
+@pytest.mark.parametrize("group", ["bench", "perf", "trace", "tune"])
+def test_no_command_s_sentence_is_cut(group: str) -> None:
+    shown = invoke(group, "--help").output
+    assert "..." not in shown.partition("Commands:")[2] and max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_bench_that_is_refused_leaves_no_result_file(tmp_path: Path) -> None:
     kept, new = tmp_path / "kept.jsonl", tmp_path / "new.jsonl"
     kept.write_text("of a former run\n")

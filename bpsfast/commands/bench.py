@@ -8,6 +8,7 @@ import click
 from . import bench_options, host_options
 from .assignments import overrides, set_option
 from .exits import errors_in_words
+from .whole_sentences import WholeSentences
 
 _COUNT = click.IntRange(1)
 
@@ -16,7 +17,7 @@ _COUNT = click.IntRange(1)
 _ALIASES = {"transport": "post", "allreduce": "ddp", "compress": "codecs", "placement": "optimum"}
 
 
-class _Benches(click.Group):
+class _Benches(WholeSentences):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, _ALIASES.get(cmd_name, cmd_name))
 

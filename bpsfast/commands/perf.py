@@ -11,6 +11,7 @@ import click
 from ..orchestration.errors import BpsError
 from . import exits, host_options, output
 from .assignments import overrides, set_option
+from .whole_sentences import WholeSentences
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
 
@@ -26,7 +27,7 @@ _EXAMPLES = """
 """
 
 
-@click.group()
+@click.group(cls=WholeSentences)
 def command() -> None:
     """Measure bandwidth or latency between two machines, with perftest's options and columns.
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from . import exits, output
+from .whole_sentences import WholeSentences
 
 if TYPE_CHECKING:
     from ..trace.merge import Job
 
 
-@click.group()
+@click.group(cls=WholeSentences)
 def command() -> None:
     """Merge the traces of a job's processes, or say where the time of its steps went.
 

@@ -14,11 +14,12 @@ import click
 
 from . import exits, output
 from .assignments import overrides, set_option
+from .whole_sentences import WholeSentences
 
 _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
 
-class _Group(click.Group):
+class _Group(WholeSentences):
     """What stands behind ``--`` is a job to be tuned, not a command of ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
