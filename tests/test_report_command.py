@@ -89,6 +89,19 @@ def test_what_cannot_be_had_is_named_and_the_rest_is_there(quick: None, monkeypa
     assert "timed out" in told["left_out"][0]["reason"] and "kernel.txt" in {each["name"] for each in told["files"]}
 
 
+def test_a_line_that_a_log_s_end_begins_in_is_left_out(tmp_path: Path, quick: None) -> None:
+    """What is left of it may be the end of a secret, which nothing would know again."""
+    end = "line\n" * ((contents.MOST_LOG_NBYTES - len(KEY) // 2) // 5)
+    path = tmp_path / "long.log"
+    path.write_text(f"first\nkey {KEY}\n{end}")
+    assert invoke(str(path), "-o", str(tmp_path / "r.tar.gz"), "--lines", "1000000", BPSFAST_JOB_KEY=KEY).exit_code == 0
+    with tarfile.open(tmp_path / "r.tar.gz") as archive:
+        shown = archive.extractfile("bpsfast-report/logs/01-long.log").read().decode()  # type: ignore[union-attr]
+    assert shown == end
+    path.write_text(f"first\nkey {KEY}\n")
+    assert contents.last_lines(path, 5) == path.read_text()
+
+
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     (("no.log",), 2, "no.log"), (("--lines", "0"), 2, "--lines"), (("-o", "there"), 2, "there is such a file"),
     (("-o", "no/x.tar.gz"), 2, "there is no such folder"), (("-o", "/sys/kernel/x.tar.gz"), 3, "x.tar.gz")])

@@ -142,10 +142,12 @@ def kernel(root: Path) -> str:
 
 
 def last_lines(path: Path, n_lines: int) -> str:
-    """Return the end of a file."""
+    """Return the end of a file, from the beginning of a line on."""
     with path.open("rb") as file:
-        nbytes = file.seek(0, os.SEEK_END)
-        file.seek(max(0, nbytes - MOST_LOG_NBYTES))
+        begin = file.seek(0, os.SEEK_END) - MOST_LOG_NBYTES
+        file.seek(max(0, begin - 1))
+        if begin > 0:
+            file.readline()  # half a secret is found by nobody who looks for it
         lines = file.read().decode("utf-8", "replace").splitlines(keepends=True)
     return "".join(lines[-n_lines:])
 
