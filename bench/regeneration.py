@@ -45,6 +45,10 @@ def _machines() -> str | None:
     return netns.missing() or _package("torch")()
 
 
+def _machines_and_plots() -> str | None:
+    return _machines() or _package("scipy", "matplotlib")()
+
+
 def _guest() -> str | None:
     return None if shutil.which("qemu-system-x86_64") else "no qemu-system-x86_64 (make guest installs it)"
 
@@ -99,8 +103,9 @@ PIECES = (
     Piece("expr3", "make expr3", ("expr3.json", "expr3.md", "expr3.png"), 3, _package("scipy", "matplotlib")),
     Piece("expr2", "make expr2", ("expr2.json", "expr2.md", "expr2.png"), 1, _package("scipy", "matplotlib")),
     Piece("expr1", "make expr1", (*(f"optimum_{name}.jsonl" for name in expr1.PIECES), "expr1.md", "expr1.png"), 90,
-          _machines),
-    Piece("breakdown", "make breakdown", ("breakdown.jsonl", "breakdown.md", "breakdown.png"), 15, _machines),
+          _machines_and_plots),
+    Piece("breakdown", "make breakdown", ("breakdown.jsonl", "breakdown.md", "breakdown.png"), 15,
+          _machines_and_plots),
     Piece("plots", "python -m bpsfast.bench.drawn", ("push_pull_one_machine.png", "schedule.png", "helpers.png"), 1,
           _package("matplotlib")),
     _in_guest("on 0 bpsfast bench ladder --listen --devices rxe0 & on 1 bpsfast bench ladder 10.9.1.1 --devices rxe1 "

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from bpsfast.bench import drawn, regeneration
 from bpsfast.bench.regeneration import PIECES, RESULTS, ROOT, Piece, regenerate
+from bpsfast.cluster import netns
 from bpsfast.commands.bench import command as benches
 from tests.guest.__main__ import _parser as guest_parser
 
@@ -53,6 +54,14 @@ def test_commands_are_understood(piece: Piece, tmp_path: Path, monkeypatch: pyte
         assert options.out == str(RESULTS) and options.command[:3] == ["--", "sh", "-c"]
         assert f"$OUT/{piece.files[0]}" in options.command[3]
         subprocess.run(["sh", "-n", "-c", options.command[3]], check=True)
+
+
+def test_what_draws_says_beforehand_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netns, "missing", lambda: None)
+    monkeypatch.setattr(regeneration.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
+    for piece in PIECES:
+        draws = any(name.endswith(".png") for name in piece.files)
+        assert not draws or piece.lacking() == "matplotlib not installed", piece.name
 
 
 def piece_that(does: str, lacking: str | None = None) -> Piece:
