@@ -1,8 +1,8 @@
 """Two runs of one bench beside each other: by which factor the second is slower, and how sure that is.
 
 The factor is that of the medians, with a bootstrap confidence interval. Samples of one turn are alike, so whole turns
-are drawn where there are enough of them, and samples elsewhere. What a neighbour's load did to one run and not to the
-other no interval can know.
+are drawn, and fewer than three of them show nothing, however many samples each has; single samples are drawn where
+turns are not known. What a neighbour's load did to one run and not to the other no interval can know.
 """
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _row(name: str, before: Series, after: Series, confidence: float, threshold:
          rng: np.random.Generator) -> Row:
     first, second = (float(np.median(series.samples_s)) for series in (before, after))
     ratio = second / first
-    if min(len(before.samples_s), len(after.samples_s)) < _FEWEST:
+    if min(len(_turns(before)), len(_turns(after))) < _FEWEST:
         return Row(name, first, second, ratio, 0.0, float("inf"), UNCLEAR)
     ratios = _medians(after, rng) / _medians(before, rng)
     tail = (1 - confidence) / 2
@@ -115,13 +115,16 @@ def verdict(low: float, high: float, threshold: float) -> str:
 
 def _medians(series: Series, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """Return the medians of `_DRAWS` runs drawn from this one."""
-    samples = np.array(series.samples_s)
-    n_turns = len(samples) // series.n_per_round
-    whole = n_turns >= _FEWEST and n_turns * series.n_per_round == len(samples)
-    turns = samples.reshape(n_turns, -1) if whole else samples.reshape(-1, 1)
+    turns = _turns(series)
     found = np.empty(_DRAWS)
-    at_once = max(1, _MOST_NUMBERS // len(samples))
+    at_once = max(1, _MOST_NUMBERS // turns.size)
     for at in range(0, _DRAWS, at_once):
         drawn = turns[rng.integers(0, len(turns), (min(at_once, _DRAWS - at), len(turns)))]
         found[at : at + len(drawn)] = np.median(drawn.reshape(len(drawn), -1), axis=1)
     return found
+
+
+def _turns(series: Series) -> np.ndarray[Any, Any]:
+    """Return what is drawn: a line for each turn, or for each sample where turns of that length do not come out."""
+    samples = np.array(series.samples_s)
+    return samples.reshape(-1, 1 if len(samples) % series.n_per_round else series.n_per_round)

@@ -74,6 +74,10 @@ def test_an_interval_covers_the_truth_as_often_as_it_says():
 def test_few_samples_show_nothing():
     [row] = regression.compare({"x": Series((1.0, 1.0), 1)}, {"x": Series((5.0, 5.0), 1)}).rows
     assert row.verdict == "unclear" and row.ratio == 5.0
+    turns = {n: Series(tuple(np.linspace(1.0, 1.1, 50)) * n, 50) for n in (1, 2, 3)}
+    longer = {n: Series(tuple(5 * value for value in each.samples_s), 50) for n, each in turns.items()}
+    verdicts = [regression.compare({"x": turns[n]}, {"x": longer[n]}).rows[0].verdict for n in turns]
+    assert verdicts == ["unclear", "unclear", "slower"], "samples of one turn are alike, whatever that was"
 
 
 @pytest.mark.parametrize(("low", "high", "want"), [(1.1, 1.2, "slower"), (0.8, 0.9, "faster"), (0.96, 1.04, "the same"),

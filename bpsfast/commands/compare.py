@@ -40,7 +40,8 @@ def command(before_path: Path, after_path: Path, confidence: float, threshold: f
     bpsfast compare before.jsonl after.jsonl --fail-on-slower
 
     The ratio is B's median time by A's; the interval comes from drawing turns anew (bootstrap). "unclear": the interval
-    holds both a change and none. Two runs differ also by what else the machine did meanwhile.
+    holds both a change and none, or a run has fewer than three turns, as with --quick it may. Two runs differ also by
+    what else the machine did meanwhile.
     """
     from ..bench import regression, result_file
 
