@@ -7,11 +7,11 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import plots, suite
-from bpsfast.bench.suite import cliffs, page, verdicts
+from bpsfast.bench import codecs, plots, suite
+from bpsfast.bench.suite import cliffs, page, pieces, verdicts
 from bpsfast.bench.suite.pieces import Outcome, Piece
 from bpsfast.cli import cli
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 
 def record(nbytes, median_s, operation="numpy", contestant="bpsfast", section="by size", **measured):
@@ -126,6 +126,20 @@ def test_one_report_of_what_ran_could_not_and_failed(tmp_path, capsys, monkeypat
     shown = capsys.readouterr().out
     assert "== codecs" in shown and max(map(len, shown.split("bpsfast bench suite")[1].splitlines()[:-1])) <= 80
     assert suite.run({"folder": str(tmp_path / "out"), "quick": True, "only": "codecs"})
+
+
+def test_of_a_rank_s_traceback_the_last_line_is_told_and_the_whole_is_kept(tmp_path, capsys, monkeypatch):
+    def failing(options):
+        print("a table")
+        raise PeerLostError("bpsfast failed in measure('numpy', 4):\nTraceback (most recent call last):\n"
+                            "  File \"x\"\nMemoryError: no room")
+
+    monkeypatch.setattr(codecs, "run", failing)
+    outcome = pieces.run(Piece("codecs", "codecs"), True, tmp_path)
+    assert outcome.is_failed
+    assert outcome.state == "PeerLostError: bpsfast failed in measure('numpy', 4): MemoryError: no room"
+    for text in (outcome.text, capsys.readouterr().out):
+        assert text.startswith("a table\n") and '  File "x"\n' in text
 
 
 def test_curves_are_drawn_into_the_page(monkeypatch):

@@ -79,7 +79,10 @@ def run(piece: Piece, quick: bool, folder: Path) -> Outcome:
             else:
                 outcome.records = module.run({**piece.options, "quick": quick, "json_path": path})[1:]
     except (BpsError, OSError) as exc:
-        outcome.state, outcome.is_failed = f"{type(exc).__name__}: {exc}".splitlines()[0], True
+        first, *more = f"{type(exc).__name__}: {exc}".splitlines()
+        outcome.state, outcome.is_failed = " ".join([first, *more[-1:]]), True
+        if more:  # a rank's traceback, whose last line says what it was
+            print("\n".join([first, *more]), file=tee)
     outcome.took_s, outcome.text = time.monotonic() - began, tee.getvalue()
     return outcome
 
