@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.bench import frameworks
 from bpsfast.bench.frameworks.rank import FRAMEWORKS, WORKLOADS, lacking
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 
 def test_the_table_says_what_is_above_the_target():
@@ -21,6 +21,12 @@ def test_the_table_says_what_is_above_the_target():
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="needs a rank"):
         frameworks.run({"n_ranks": 0})
+
+
+def test_a_job_that_fails_is_an_error_in_words(monkeypatch):
+    monkeypatch.setenv("BPSFAST_TRANSPORT", "nope")
+    with pytest.raises(PeerLostError, match=r"job of 2 ranks .* ended with exit code 2"):
+        frameworks.run({"quick": True})
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 
 from bpsfast.bench import table
 from bpsfast.launch.owner import folder_prefix
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 BASELINE = "numpy"
 #: The overhead that a framework's row may have.
@@ -36,6 +36,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     ------
     ConfigError
         If an option makes no sense.
+    PeerLostError
+        If the job fails.
     """
     given = {name: value for name, value in options.items() if value is not None}
     n_ranks = given.get("n_ranks", 2)
@@ -46,8 +48,12 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as folder:
         path = Path(folder, "records")
         environ = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "bpsfast", "run", "-n", str(n_ranks), "--", sys.executable, "-m",
-                        "bpsfast.bench.frameworks.rank", str(path), str(n_rounds)], env=environ, check=True)
+        code = subprocess.run([sys.executable, "-m", "bpsfast", "run", "-n", str(n_ranks), "--", sys.executable, "-m",
+                               "bpsfast.bench.frameworks.rank", str(path), str(n_rounds)], env=environ,
+                              check=False).returncode
+        if code:
+            raise PeerLostError(f"the job of {n_ranks} ranks that bench frameworks measures ended with exit code "
+                                f"{code}: its output above says why")
         records = json.loads(path.read_text())
     print(text(records), flush=True)
     return table.finish("frameworks", given, began, records)
