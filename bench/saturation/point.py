@@ -16,7 +16,8 @@ class Point:
     """One job and one size. `value` is what the curve grows; all else is of the last turn, per operation.
 
     `wire`: bytes that node 0 sent and received. `cpu_s`: CPU seconds by role (rank, node, scheduler), of all processes
-    of it. `memory_nbytes`: what node 0's segments and its process and rank 0's take; 0 for a peer.
+    of it. `memory_nbytes`: what node 0's segments and its process and rank 0's take, with the arrays of all
+    points that share the job; 0 for a peer.
     """
 
     def __init__(self, group: Group, value: int, nbytes: int, n_ranks: int, n_nodes: int) -> None:
