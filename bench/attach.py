@@ -16,6 +16,10 @@ from bpsfast.top.scrape import NotOursError, Scrape, check, scrape
 
 _SECONDS = 10.0
 _TIMEOUT_S = 10.0
+#: Options that may be given, and how those are typed of the others that are not typed as they are called.
+_READ = ("attach", "seconds", "json_path", "quick", "dtype")
+_NAMES = {"n_ranks": "--num-ranks", "n_nodes": "--nodes", "hosts_text": "-H", "assigned": "-x",
+          "ssh_options": "--ssh-option"}
 
 
 def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep) -> list[dict[str, Any]]:
@@ -37,9 +41,10 @@ def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep)
         No node answers there.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    others = given.keys() & {"n_ranks", "n_nodes", "compare", "sizes"}
+    others = [name for name, value in options.items() if value and name not in _READ]
     if others:
-        raise ConfigError(f"--attach only reads what a job does by itself: leave out {', '.join(sorted(others))}")
+        shown = sorted(_NAMES.get(name, f"--{name.replace('_', '-')}") for name in others)
+        raise ConfigError(f"--attach only reads what a job does by itself: leave out {', '.join(shown)}")
     addresses = [address.strip() for address in given["attach"].split(",") if address.strip()]
     if not addresses:
         raise ConfigError("--attach '': expected HOST:PORT of the nodes' metrics_port")

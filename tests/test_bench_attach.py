@@ -86,5 +86,9 @@ def test_refusals_say_what_to_do():
     for options in ({"attach": "x"}, {"attach": " ,"}, {"attach": "a:1", "n_ranks": 2}):
         with pytest.raises(ConfigError):
             attach.run(options)
+    for given in (["-n", "2"], ["--nodes", "2"], ["-H", "far"], ["-x", "A=1"], ["--ssh-port", "22"], ["--sizes", "4K"]):
+        done = CliRunner().invoke(cli, ["bench", "push_pull", "--attach", "127.0.0.1:1", *given])
+        name = "--num-ranks" if given[0] == "-n" else given[0]
+        assert done.exit_code == 2 and f"leave out {name}\n" in done.output
     done = CliRunner().invoke(cli, ["bench", "push_pull", "--seconds", "1"])
     assert done.exit_code == 2 and "--attach" in done.output
