@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
@@ -87,6 +88,16 @@ def test_what_cannot_be_had_is_named_and_the_rest_is_there(quick: None, monkeypa
     told = json.loads(invoke("--dry-run", "--json").stdout)
     assert [each["name"] for each in told["left_out"]] == NAMES[:6]
     assert "timed out" in told["left_out"][0]["reason"] and "kernel.txt" in {each["name"] for each in told["files"]}
+
+
+def test_an_archive_that_finds_no_room_is_not_left_there_in_part(tmp_path: Path, quick: None) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        done = invoke("-o", str(tmp_path / "r.tar.gz"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.exit_code == 3 and "File too large" in done.output and not list(tmp_path.iterdir())
 
 
 def test_a_line_that_a_log_s_end_begins_in_is_left_out(tmp_path: Path, quick: None) -> None:

@@ -72,6 +72,8 @@ def write(path: Path, files: Sequence[File]) -> int:
     ------
     ConfigError
         There is such a file, or none can be made.
+    OSError
+        The system lets it not be made, or has no room for it; then nothing is left of it.
     """
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(
@@ -81,10 +83,15 @@ def write(path: Path, files: Sequence[File]) -> int:
             entry.size, entry.mode = len(file.content), 0o600
             archive.addfile(entry, io.BytesIO(file.content))
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-            out.write(packed.getvalue())
+        out = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError as exc:
         raise ConfigError(f"{path}: there is such a file: name another one with -o, or remove it") from exc
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigError(f"{path}: there is no such folder") from exc
+    try:
+        with out:
+            out.write(packed.getvalue())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return len(packed.getvalue())
