@@ -5,8 +5,10 @@ import json
 
 import pytest
 
-from bpsfast.bench import saturation
+from bpsfast.bench import plots, saturation
+from bpsfast.bench.saturation.point import Point
 from bpsfast.orchestration.errors import ConfigError
+from tests.test_bench import NamedGroup
 
 
 @pytest.mark.parametrize("options", [{"curves": "x"}, {"compare": "mpi"}, {"sizes": "x"}])
@@ -20,6 +22,19 @@ def test_a_plot_of_no_known_kind_is_refused_before_measuring(name):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     with pytest.raises(ConfigError, match=f"--plot {name}: .*png"):
         saturation.run({"curves": "size", "sizes": "4K", "plot_path": name})
+
+
+@pytest.mark.parametrize(("curve", "label"), [("size", "size, bytes"), ("credit", "credit, bytes"), ("ranks", "ranks")])
+def test_a_plot_says_whose_lines_and_which_units(curve, label):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    points = []
+    for name in ("bpsfast", "gloo"):
+        points.append(Point(NamedGroup(name), 8, 8, 2, 2))
+        points[-1].row.samples_s, points[-1].row.cpu_s = [1.0], [1.0]
+    with plots.figure() as (_, [panel]):
+        saturation.draw(panel, curve, points)
+        assert [text.get_text() for text in panel.get_legend().get_texts()] == ["bpsfast", "gloo"]
+        assert panel.get_xlabel() == label
 
 
 @pytest.mark.slow

@@ -118,11 +118,14 @@ def draw(panel: Any, name: str, points: Sequence[Point]) -> None:
         mine = [point for point in points if point.row.group.name == contestant]
         if mine:
             values = [point.value for point in mine]
-            panel.plot(values, [point.goodput_bits / 1e9 for point in mine], f"o{line}", color="C0")
+            panel.plot(values, [point.goodput_bits / 1e9 for point in mine], f"o{line}", color="C0",
+                       label=contestant)
             right.plot(values, [point.row.median_cpu_s / point.row.nbytes * 1e9 for point in mine], f"s{line}",
                        color="C1")
-    panel.set(title=f"by {name}", xlabel=name)
+    counted = name in ("ranks", "nodes")
+    panel.set(title=f"by {name}", xlabel=name if counted else f"{name}, bytes")
+    panel.legend(fontsize=8)
     panel.set_ylabel("goodput, Gbit/s", color="C0")
     right.set_ylabel("CPU seconds per GB", color="C1")
-    if name not in ("ranks", "nodes"):
+    if not counted:
         panel.set_xscale("log")
