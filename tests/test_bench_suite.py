@@ -147,6 +147,8 @@ def test_curves_are_drawn_into_the_page(monkeypatch):
     machine = {"cpu": "X", "n_threads": 2, "n_usable": 2, "memory_nbytes": 2**30, "load_average": [0.1], "versions": {}}
     monkeypatch.setattr(plots, "missing", lambda: "no plot: none")
     assert "no plot: none" in page.page("t", machine, [], [outcome])
+    shown = page.page("t", machine, [], [Outcome("a", "not here: x"), Outcome("b", took_s=75.0)])
+    assert '<td class=""></td><td>not here: x' in shown and ">75\N{NO-BREAK SPACE}s</td><td>done" in shown
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     text = page.page("t", machine, verdicts.judge([outcome]), [outcome])

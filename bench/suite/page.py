@@ -26,7 +26,8 @@ def page(title: str, machine: Mapping[str, Any], found: Sequence[Verdict], outco
     lacking = plots.missing()
     lines += [f"<p>{html.escape(lacking)}</p>"] if lacking else _plots(outcomes)
     lines.append("<h2>Benches</h2>")
-    lines += _table(("bench", "", "state"), [(each.name, "", f"{each.took_s:.0f} s", each.state) for each in outcomes])
+    took = [f"{each.took_s:.0f}\N{NO-BREAK SPACE}s" if each.took_s else "" for each in outcomes]
+    lines += _table(("bench", "", "state"), [(each.name, "", s, each.state) for each, s in zip(outcomes, took)])
     for outcome in outcomes:
         if outcome.text:
             lines += [f"<details><summary>{html.escape(outcome.name)}</summary>",
