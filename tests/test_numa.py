@@ -30,9 +30,21 @@ def test_lists_of_cores_as_they_are_written(text: str) -> None:
 
 def test_nodes_with_cores_and_distances(recorded_machine: Callable[[str], Machine]) -> None:
     host = recorded_machine("mlx5_roce").host
-    assert {number: node.distances for number, node in host.numa.items()} == {0: (10, 21), 1: (21, 10)}
+    assert {number: node.distances for number, node in host.numa.items()} == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
     assert 47 in host.numa[0].cpus and 16 in host.numa[1].cpus
     assert host.own_numa == {0} and recorded_machine("infiniband").host.own_numa == {0, 1}
+
+
+def test_distances_are_of_the_nodes_that_there_are_not_of_their_positions(
+        recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("none").remove("sys/devices/system/node")
+    for number, cpus, distance in ((0, "0-3", "10 40 80"), (8, "4-7", "40 10 80"), (252, "", "80 80 10")):
+        machine.write(f"sys/devices/system/node/node{number}/cpulist", cpus)
+        machine.write(f"sys/devices/system/node/node{number}/distance", distance)
+    nodes = machine.host.numa
+    assert nodes[8].distances == {0: 40, 8: 10, 252: 80}
+    machine.remove("sys/devices/system/node/node8")
+    assert machine.host.numa[0].distances == {}, "nobody knows which of the three is of node 252"
 
 
 def test_a_kernel_without_nodes_has_none(recorded_machine: Callable[[str], Machine]) -> None:

@@ -51,7 +51,7 @@ def test_gpus_without_a_known_node(recorded_machine: Machines) -> None:
 
 def test_cores_of_a_kernel_without_numa(recorded_machine: Machines) -> None:
     machine = recorded_machine("none").remove("sys/devices/system").allow("0-1")
-    assert cores.read(machine.host.tree) == cores.Cores({0: (frozenset({0}), frozenset({1}))}, {0: ()})
+    assert cores.read(machine.host.tree) == cores.Cores({0: (frozenset({0}), frozenset({1}))}, {0: {}})
     threads = recorded_machine("infiniband").hyperthreads()
     assert cores.read(threads.host.tree).count == 32 and cores.read(threads.host.tree, whole=False).count == 64
 

@@ -103,8 +103,8 @@ def test_where_there_is_nothing_to_choose_nobody_is_pinned() -> None:
 
 
 def test_a_share_larger_than_a_node_is_of_neighbours() -> None:
-    clusters = Cores(sockets(4, 4, 4, 4).nodes, {0: (10, 32, 12, 32), 1: (32, 10, 32, 12), 2: (12, 32, 10, 32),
-                                                 3: (32, 12, 32, 10)})
+    rows = (10, 32, 12, 32), (32, 10, 32, 12), (12, 32, 10, 32), (32, 12, 32, 10)
+    clusters = Cores(sockets(4, 4, 4, 4).nodes, {number: dict(enumerate(row)) for number, row in enumerate(rows)})
     assert shares(clusters, 2) == [span(0, 3, 8, 11), span(4, 7, 12, 15)]
     assert [seat.home for seat in rank_seats(clusters, ranks(2, clusters.cpus), Wishes())] == [0, 1]
     assert shares(sockets(10, 10), 3) == [span(0, 5), span(10, 15), span(16, 19)], "as many as BytePS's launcher"

@@ -49,6 +49,16 @@ def test_devices_belong_to_their_node_or_the_nearest_with_cores(recorded_machine
         "socket0", "socket1", "socket1", "socket0", "socket0", "socket0"]
 
 
+def test_the_nearest_node_is_found_where_numbers_are_missing(recorded_machine: Machines) -> None:
+    machine = recorded_machine("dgx1").remove("sys/devices/system/node/node1")
+    for number, cpus, distance in ((0, "0-19", "10 40 80 40"), (8, "20-39", "40 10 40 80"), (254, "", "80 40 10 80"),
+                                   (255, "", "40 80 80 10")):
+        machine.write(f"sys/devices/system/node/node{number}/cpulist", cpus)
+        machine.write(f"sys/devices/system/node/node{number}/distance", distance)
+    found = Sockets(machine.host)
+    assert [found.of(node) for node in (0, 8, 254, 255)] == ["socket0", "socket8", "socket8", "socket0"]
+
+
 def test_a_kernel_without_nodes_is_one_socket_with_all_cores(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1").remove("sys/devices/system/node")
     machine.write("sys/devices/system/cpu/online", "0-79")

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 from .sysfs import Tree
 
@@ -14,21 +14,24 @@ _MOST_CPUS = 1 << 16
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One node: its cores, and its distance to each node (10 is itself), as firmware tells it."""
+    """One node: its cores, and its distance to each node by number (10 is itself), as firmware tells it; else empty."""
 
     number: int
     cpus: frozenset[int]
-    distances: tuple[int, ...] = ()
+    distances: Mapping[int, int] = field(default_factory=dict)
 
 
 def nodes(tree: Tree) -> dict[int, NumaNode]:
     """Return the machine's NUMA nodes by number; empty where the kernel was built without them."""
+    numbers = [int(name[4:]) for name in tree.names(_NODES) if re.fullmatch(r"node\d+", name, re.ASCII)]
     found = {}
-    for name in tree.names(_NODES):
-        if name.startswith("node") and name[4:].isdecimal():
-            cpus = parse_cpus(tree.text(_NODES, name, "cpulist") or "")
-            distances = tuple(int(word) for word in (tree.text(_NODES, name, "distance") or "").split())
-            found[int(name[4:])] = NumaNode(int(name[4:]), cpus, distances)
+    for number in numbers:
+        cpus = parse_cpus(tree.text(_NODES, f"node{number}", "cpulist") or "")
+        # The kernel writes one distance for each node that is online, so numbers may be missing between them (POWER9
+        # has 0, 8, 252...): the position is no number.
+        words = (tree.text(_NODES, f"node{number}", "distance") or "").split()
+        distances = dict(zip(numbers, map(int, words))) if len(words) == len(numbers) else {}
+        found[number] = NumaNode(number, cpus, distances)
     return found
 
 

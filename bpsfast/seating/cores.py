@@ -16,7 +16,7 @@ class Cores:
     """
 
     nodes: Mapping[int, tuple[frozenset[int], ...]]
-    distances: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    distances: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -39,8 +39,7 @@ class Cores:
 
     def apart(self, one: int, other: int) -> int:
         """Return the distance of two nodes."""
-        known = self.distances.get(one, ())
-        return known[other] if other < len(known) else 10 if one == other else 20
+        return self.distances.get(one, {}).get(other, 10 if one == other else 20)
 
 
 def read(tree: Tree, whole: bool = True) -> Cores:

@@ -92,7 +92,7 @@ class Sockets:
             return self.parts[0].name
         if node in self._nodes:
             return f"socket{node}"
-        nearest = min(self._nodes.values(), key=lambda each: (*each.distances[node:node + 1], 255))
+        nearest = min(self._nodes.values(), key=lambda each: each.distances.get(node, 255))
         return f"socket{nearest.number}"
 
 
