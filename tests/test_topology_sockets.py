@@ -38,6 +38,14 @@ def test_every_pair_of_sockets_is_joined_and_nodes_of_one_processor_faster(recor
     assert found["socket0", "socket2"] == found["socket1", "socket3"] == 38.4e9
 
 
+def test_nodes_of_unknown_processors_are_not_of_one(recorded_machine: Machines) -> None:
+    machine = recorded_machine("dgx1")
+    for number in (0, 1):
+        cpu = min(machine.host.numa[number].cpus)
+        machine.write(f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id", "-1")
+    assert [link.rate_bytes for link in Sockets(machine.host).links] == [38.4e9]
+
+
 def test_devices_belong_to_their_node_or_the_nearest_with_cores(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1")
     machine.write("sys/devices/system/node/node2/cpulist", "")

@@ -98,4 +98,5 @@ class Sockets:
 
 def _package(tree: Tree, node: numa.NumaNode) -> int | None:
     """Return the number of the processor that a node belongs to, None if the kernel does not say."""
-    return tree.number("sys/devices/system/cpu", f"cpu{min(node.cpus)}", "topology/physical_package_id")
+    told = tree.number("sys/devices/system/cpu", f"cpu{min(node.cpus)}", "topology/physical_package_id")
+    return None if told == -1 else told  # arm64's where firmware has no table of it
