@@ -43,19 +43,17 @@ def _is_streamed(n_local: int, nbytes: int) -> bool:
     return -(-nbytes // Settings().partition_bytes) >= 2 * window_parts(n_local)
 
 
-def bandwidth(nbytes: int, copy_s: float) -> float:
-    """Return bytes per second of memory from the time of the ``memory`` operation on *nbytes*."""
-    return COPY_STREAMS * nbytes / copy_s
+def bandwidth(copies_s: Mapping[int, float], nbytes: int) -> float:
+    """Return bytes per second of memory where *nbytes* are gone through.
+
+    *copies_s* are times of the ``memory`` operation by its bytes. Between two of these, the bandwidth is that of the
+    line between them, both axes being logarithms; before the first and beyond the last, that of the nearest.
+    """
+    sizes = sorted(copies_s)
+    known = [COPY_STREAMS * size / copies_s[size] for size in sizes]
+    return float(np.exp(np.interp(np.log(nbytes), np.log([COPY_STREAMS * size for size in sizes]), np.log(known))))
 
 
 def predicted_s(variant: str, n_local: int, nbytes: int, copies_s: Mapping[int, float]) -> float:
-    """Return the modelled time of one push_pull; *copies_s* are times of the ``memory`` operation by its bytes.
-
-    Between two of these, the bandwidth is that of the line between them, both axes being logarithms; beyond the last,
-    that of the last.
-    """
-    sizes = sorted(copies_s)
-    bandwidths = [bandwidth(size, copies_s[size]) for size in sizes]
-    touched = touched_nbytes(variant, n_local, nbytes)
-    found = np.exp(np.interp(np.log(touched), np.log([COPY_STREAMS * size for size in sizes]), np.log(bandwidths)))
-    return streams(variant, n_local, nbytes) * nbytes / float(found)
+    """Return the modelled time of one push_pull; *copies_s* as in `bandwidth`."""
+    return streams(variant, n_local, nbytes) * nbytes / bandwidth(copies_s, touched_nbytes(variant, n_local, nbytes))

@@ -58,10 +58,14 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
 
 
 def _model_s(plan: Plan, rows: Sequence[Row], row: Row) -> float | None:
-    copies_s = {each.nbytes: each.median_s for each in rows if each.variant == "memory"}
+    copies_s = _copies_s(rows)
     if row.nbytes not in copies_s:
         return None
     return memory_model.predicted_s(row.variant, plan.n_ranks, row.nbytes, copies_s)
+
+
+def _copies_s(rows: Sequence[Row]) -> dict[int, float]:
+    return {row.nbytes: row.median_s for row in rows if row.variant == "memory"}
 
 
 def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
@@ -85,18 +89,17 @@ def _model(plan: Plan, rows: Sequence[Row]) -> str:
     "most vs. in place" is the most that our time can be better than that of an all-reduce in place which is as fast as
     memory allows: its streams by ours. A peer is below that only as far as it is slower than memory.
     """
+    copies_s = _copies_s(rows)
     lines = [["memory-stream model", "bytes", "GB/s of memory", "streams", "most vs. in place", "model us", "us",
               "model/us"]]
     for operation in plan.operations:
-        for nbytes in plan.sizes:
-            memory = find(rows, "memory", nbytes)
-            if memory is None:
-                continue
+        for nbytes in copies_s:
             row = find(rows, operation, nbytes)
             assert row is not None
+            touched = memory_model.touched_nbytes(operation, plan.n_ranks, nbytes)
             model = _model_s(plan, rows, row) or 0.0
             streams, least = (memory_model.streams(name, plan.n_ranks, nbytes) for name in (operation, "in place"))
-            lines.append([operation, str(nbytes), f"{memory_model.bandwidth(nbytes, memory.median_s) / 1e9:.1f}",
+            lines.append([operation, str(nbytes), f"{memory_model.bandwidth(copies_s, touched) / 1e9:.1f}",
                           str(streams), f"{least / streams:.2f}", f"{model * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
                           f"{model / row.median_s:.2f}"])
     return table.plain(lines)

@@ -92,7 +92,7 @@ def test_the_memory_model_counts_streams():
     assert memory_model.streams("torch", 2, 1 << 20) == 11
     assert memory_model.streams("torch", 2, 64 << 20) == 7
     assert memory_model.streams("in place", 2, 64 << 20) == 4
-    assert memory_model.bandwidth(100, 2.0) == 100.0
+    assert memory_model.bandwidth({100: 2.0}, 200) == pytest.approx(100.0)
     assert memory_model.predicted_s("numpy", 2, 100, {100: 4 / 3}) == pytest.approx(2.0)
 
 
