@@ -10,6 +10,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_long[a::b]" time="1.0"/>
 <testcase classname="tests.test_a.TestClass" name="test_as_long" time="{limit}"/>
 <testcase classname="tests.test_a" name="test_quick" time="0.9"/>
+<testcase classname="tests.test_layers" name="test_of_the_tree" time="9.0"/>
 <testcase classname="tests.test_a" name="test_skipped" time="9"><skipped/></testcase>
 <testcase classname="" name="tests.test_broken" time="9"><error/></testcase>
 </testsuite></testsuites>"""

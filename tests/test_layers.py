@@ -41,12 +41,18 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast/docs", _CORE | {"pygments", "sphinx"}),
     Layer("bpsfast/mxnet", _CORE | {"mxnet"}),
     Layer("bpsfast/tensorflow", _CORE | {"tensorflow"}),
+    Layer("bpsfast/trainer/objects.py", _CORE, frozenset({"cloudpickle"})),
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
     Layer("bench/schedule/training", _CORE | {"torch"}),
     Layer("bench/frameworks/jax_rows.py", _CORE | {"jax"}),
     Layer("bench/frameworks/tensorflow_rows.py", _CORE | {"tensorflow"}),
+    Layer("bench/training/__init__.py", _CORE, frozenset({"torch"})),
+    Layer("bench/training/backends.py", _CORE, frozenset({"torch", "horovod"})),
+    Layer("bench/training/models.py", _CORE),
+    Layer("bench/training/speed.py", _CORE),
+    Layer("bench/training", _CORE | {"torch"}, frozenset({"PIL"})),  # ranks, which train
     Layer("bench", _CORE, _SHOW | {"torch", "mpi4py"}),
 ]
 
@@ -124,6 +130,7 @@ def test_no_module_imports_what_its_layer_may_not() -> None:
     ("bpsfast/x.py", "if TYPE_CHECKING:\n    import torch", None),
     ("bpsfast/torch/x.py", "import torch\nfrom ..orchestration import errors", None),
     ("bench/x.py", "def f():\n    import torch", None),
+    ("bench/training/x.py", "import torch", None),
 ])
 def test_rule(file: str, source: str, reason: str | None) -> None:
     path = ROOT / file
