@@ -117,7 +117,7 @@ def test_bad_arguments_are_exit_code_2_without_a_traceback(arguments: tuple[str,
 @pytest.mark.parametrize("arguments", [
     ("info",), ("explain", "12"), ("explain", "RD18"), ("topo", "--strategy"),
     ("plan", "--workers", "8", "--helpers", "4", "--model", "vgg16", "--compression", "topk:k=0.01"),
-    ("compare", str(RESULTS / "ddp.jsonl"), str(RESULTS / "ddp.jsonl"))])
+    ("compare", str(RESULTS / "ddp.jsonl"), str(RESULTS / "ddp.jsonl"))], ids=lambda arguments: arguments[0])
 def test_sentences_and_names_end_where_the_terminal_does(arguments: tuple[str, ...]) -> None:
     if "--strategy" in arguments:
         pytest.importorskip("scipy", reason="scipy is not installed")
