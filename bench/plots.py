@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, LackingError
 
 
 def missing() -> str | None:
@@ -20,10 +20,10 @@ def missing() -> str | None:
 
 
 def check(path: str | None = None) -> None:
-    """Raise `ConfigError` if nothing can be drawn, or not into *path*: to be asked before minutes of measuring."""
+    """Raise `LackingError` if nothing can be drawn, `ConfigError` if not into *path*: to be asked before measuring."""
     lacking = missing()
     if lacking is not None:
-        raise ConfigError(lacking)
+        raise LackingError(lacking)
     if path is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ClosedError as ClosedError,
         ConfigError as ConfigError,
         DeviceError as DeviceError,
+        LackingError as LackingError,
         MismatchError as MismatchError,
         PeerLostError as PeerLostError,
         ProtocolError as ProtocolError,
@@ -67,8 +68,8 @@ _HOME = {
     "trainer.table": ("push_pull_rows",),
     "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
-        "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "DeviceError", "MismatchError",
-        "PeerLostError", "ProtocolError", "StallError", "UnsupportedError",
+        "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "DeviceError", "LackingError",
+        "MismatchError", "PeerLostError", "ProtocolError", "StallError", "UnsupportedError",
     ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

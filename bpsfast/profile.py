@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .orchestration.errors import ConfigError
+from .orchestration.errors import ConfigError, LackingError
 
 _UNDO_SUFFIX = ".undo"
 
@@ -40,7 +40,7 @@ def read(path: str) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"BPSFAST_PROFILE = {path!r} cannot be read: {exc.strerror}") from exc
     except ImportError as exc:
-        raise ConfigError(f"BPSFAST_PROFILE = {path!r}: TOML needs Python 3.11, or `pip install tomli`") from exc
+        raise LackingError(f"BPSFAST_PROFILE = {path!r}: TOML needs Python 3.11, or `pip install tomli`") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"BPSFAST_PROFILE = {path!r} is no TOML: {exc}") from exc
 

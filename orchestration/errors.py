@@ -9,6 +9,10 @@ class ConfigError(BpsError, ValueError):
     """A setting is missing, unknown or contradicts another. Fix the setting that is named."""
 
 
+class LackingError(ConfigError):
+    """This machine lacks a library, a program or a permission that is asked for. The text says how to get it."""
+
+
 class MismatchError(BpsError, ValueError):
     """Two roles disagree (version, setting, shape, dtype). The text names the field and both values."""
 

@@ -4,7 +4,7 @@
     python -m tests.costs out/junit.xml       # writes tests/costly.txt anew; of several reports the last one counts
 
 Of the tests that stand there a run takes a portion (see `tests.portions`); a test that does not is always run, so a new
-one is until the list is written again. Tests of the tree as a whole never stand there: a change anywhere can break them.
+one is until the list is written again. Tests of the tree as a whole never do: a change anywhere can break them.
 """
 from __future__ import annotations
 

@@ -196,12 +196,24 @@ def test_where_nobody_may_write_is_exit_code_3_and_said_in_json_too(arguments: t
     assert msgspec.json.decode(done.stdout, type=schemas.Error).error.kind == "PermissionError"
 
 
+@pytest.mark.parametrize(("package", "arguments"), [
+    ("matplotlib", ("bench", "saturation", "--plot", "x.png")), ("torch", ("bench", "ddp")),
+    ("prometheus_client", ("top", "127.0.0.1:1")), ("sklearn", ("bench", "accuracy", "--quick"))])
+def test_what_is_not_installed_is_exit_code_3(package: str, arguments: tuple[str, ...],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = invoke(*arguments)
+    assert done.exit_code == 3 and "pip install" in done.stderr and "LackingError" in done.stderr, done.output
+
+
 def test_without_root_what_needs_it_is_refused_in_words_and_the_rest_works() -> None:
     other = ["unshare", "--user"] if os.geteuid() == 0 else []  # nobody's capabilities, and still the owner of files
     if other and (shutil.which("unshare") is None or subprocess.run([*other, "true"], check=False).returncode):
         pytest.skip("this root cannot put its rights down: no user namespaces")
     for arguments, code, words in ((("info", "--json"), 0, '"transports"'), (("clean", "--dry-run"), 0, ""),
-                                   (("run", "--netns", "--", "true"), 2, "network namespaces need root")):
+                                   (("run", "--netns", "--", "true"), 3, "network namespaces need root")):
         done = subprocess.run([*other, sys.executable, "-m", "bpsfast", *arguments], capture_output=True, text=True,
                               timeout=60, check=False)
         assert done.returncode == code and words in done.stdout + done.stderr, done

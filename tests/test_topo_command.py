@@ -176,4 +176,4 @@ def test_without_matplotlib_the_error_names_the_extra(recorded_machine: Machines
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("--root", str(recorded_machine("dgx1").root), "--svg", str(tmp_path / "m.svg"))
-    assert done.exit_code == 2 and "pip install 'bpsfast[plot]'" in done.output and not (tmp_path / "m.svg").exists()
+    assert done.exit_code == 3 and "pip install 'bpsfast[plot]'" in done.output and not (tmp_path / "m.svg").exists()

@@ -15,7 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from bpsfast.bench import table
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import LackingError, PeerLostError, StallError
 from bpsfast.planner.compression import parse
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit:error_feedback",
@@ -40,8 +40,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises
     ------
-    ConfigError
-        If an option makes no sense, or scikit-learn is missing.
+    LackingError
+        If scikit-learn is missing.
     PeerLostError, StallError
         If training fails, or does not end.
     """
@@ -53,8 +53,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         import sklearn.datasets  # noqa: F401
     except ImportError:
-        raise ConfigError("bench accuracy needs scikit-learn, whose digits are learned: pip install scikit-learn"
-                          ) from None
+        raise LackingError("bench accuracy needs scikit-learn, whose digits are learned: pip install scikit-learn"
+                           ) from None
     n_seeds, n_epochs = given.get("n_seeds") or (2 if quick else 6), given.get("n_epochs") or (20 if quick else 40)
     began = time.time()
     found = train(["", *codecs], n_seeds, n_epochs)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from bpsfast.bench import table
 from bpsfast.cluster import netns
 from bpsfast.launch.owner import folder_prefix
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
 
 STARTS = (64_000, 65_536_000)
 #: (partition_bytes, credit_bytes, tcp_streams)
@@ -78,13 +78,15 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises
     ------
     ConfigError
-        If an option makes no sense, or namespaces or torch are missing.
+        If an option makes no sense.
+    LackingError
+        If network namespaces or torch are missing.
     """
     given = {name: value for name, value in options.items() if value is not None}
     starts = _starts(given.get("starts"))
     lacking = netns.missing()
     if lacking is not None:
-        raise ConfigError(f"bench autotune needs machines with links of their own: {lacking}")
+        raise LackingError(f"bench autotune needs machines with links of their own: {lacking}")
     began = time.time()
     with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as name:
         folder = Path(name)

@@ -21,7 +21,7 @@ from bpsfast.bench.samples import Row, take_turns
 from bpsfast.cluster import Cluster, netns
 from bpsfast.models import catalog
 from bpsfast.node import copying
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, LackingError
 from bpsfast.planner.compression import parse
 from bpsfast.settings import Settings
 
@@ -50,7 +50,9 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises
     ------
     ConfigError
-        If an option makes no sense, or network namespaces cannot be made here.
+        If an option makes no sense.
+    LackingError
+        If network namespaces cannot be made here.
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick = bool(given.get("quick"))
@@ -61,7 +63,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     model = catalog.load(given.get("model", _MODEL))
     lacking = netns.missing()
     if lacking is not None:
-        raise ConfigError(f"bench compressed needs machines with links of their own: {lacking}")
+        raise LackingError(f"bench compressed needs machines with links of their own: {lacking}")
     rate_bits, compute_s = given.get("rate_mbit", _RATE_MBIT) * 1e6, given.get("compute_s", _COMPUTE_S)
     n_rounds = given.get("n_rounds") or (1 if quick else 3)
     began = time.time()

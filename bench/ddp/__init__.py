@@ -17,7 +17,7 @@ from bpsfast.bench.ddp.models import MODELS
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.samples import Row, take_turns
 from bpsfast.bench.size_list import parse_sizes
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, LackingError
 
 BACKENDS = ("gloo", "bpsfast")
 _SIZES = "1K,16K,256K,4M,64M"
@@ -40,7 +40,9 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises
     ------
     ConfigError
-        If an option makes no sense, or torch is missing.
+        If an option makes no sense.
+    LackingError
+        If torch is missing.
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick, n_ranks = bool(given.get("quick")), given.get("n_ranks", 2)
@@ -49,7 +51,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
     operations = _operations(given.get("operations"))
     if peers.missing("gloo") is not None:
-        raise ConfigError("bench ddp needs torch: pip install torch")
+        raise LackingError("bench ddp needs torch: pip install torch")
     n_rounds = given.get("n_rounds") or (1 if quick else 5)
     began = time.time()
     with Hall(n_ranks, 1) as hall:

@@ -16,7 +16,7 @@ from bpsfast.bench import table
 from bpsfast.bench.optimum import cells, report
 from bpsfast.bench.optimum.cell import Ground
 from bpsfast.cluster import netns
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import LackingError
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -30,12 +30,14 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises
     ------
     ConfigError
-        If an option makes no sense, or network namespaces cannot be made here.
+        If an option makes no sense.
+    LackingError
+        If network namespaces cannot be made here.
     """
     given = {name: value for name, value in options.items() if value is not None}
     lacking = netns.missing()
     if lacking is not None:
-        raise ConfigError(f"bench optimum needs machines with links of their own: {lacking}")
+        raise LackingError(f"bench optimum needs machines with links of their own: {lacking}")
     quick = bool(given.get("quick"))
     chosen = cells.chosen(given.get("sets", ",".join(cells.SETS)), given.get("workers", "2,4,8"), quick)
     n_rounds = given.get("n_rounds") or (1 if quick else 3)

@@ -20,7 +20,7 @@ from bpsfast.bench.samples import Row, take_turns
 from bpsfast.bench.schedule import report
 from bpsfast.bench.schedule.ways import WAYS, Setup, start
 from bpsfast.cluster import Cluster, netns
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, LackingError
 
 #: Of all links together: slow enough that what two cores do for ten machines (sums, hooks, weights) is little beside.
 _TOTAL_BITS = 0.2e9
@@ -42,7 +42,9 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises
     ------
     ConfigError
-        If an option makes no sense, or network namespaces or torch are missing.
+        If an option makes no sense.
+    LackingError
+        If network namespaces or torch are missing.
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick = bool(given.get("quick"))
@@ -50,7 +52,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = _names(given.get("ways"), quick)
     lacking = netns.missing()
     if lacking is not None:
-        raise ConfigError(f"bench schedule needs machines with links of their own: {lacking}")
+        raise LackingError(f"bench schedule needs machines with links of their own: {lacking}")
     began = time.time()
     with Cluster(list(setup.machines), rates=dict.fromkeys(setup.machines, setup.rate_bits)) as cluster:
         rate_bytes = cluster.calibrate("node0", "node1").rate_bytes

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, LackingError
 
 if TYPE_CHECKING:
     import torch
@@ -103,19 +103,19 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
 
 
 def check(name: str) -> None:
-    """Raise `ConfigError`, in one line, if backend *name* does not exist or cannot run here."""
+    """Raise, in one line, `ConfigError` if there is no backend *name*, `LackingError` if it cannot run here."""
     if name not in BACKENDS:
         raise ConfigError(f"backend {name!r} is none of {', '.join(BACKENDS)}")
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("these models need torch: pip install torch")
+        raise LackingError("these models need torch: pip install torch")
     import torch
     import torch.distributed as dist
 
     if name == "gloo" and not dist.is_gloo_available():
-        raise ConfigError("backend gloo: this torch is built without it")
+        raise LackingError("backend gloo: this torch is built without it")
     if name == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise ConfigError("backend nccl: " + ("torch sees no GPU" if dist.is_nccl_available() else
-                                              "this torch is built without it"))
+        raise LackingError("backend nccl: " + ("torch sees no GPU" if dist.is_nccl_available() else
+                                               "this torch is built without it"))
     if name == "horovod" and importlib.util.find_spec("horovod") is None:
-        raise ConfigError("backend horovod: it is not installed (pip install horovod); bpsfast.hvd, which has its API, "
-                          "is measured as backend bpsfast")
+        raise LackingError("backend horovod is not installed (pip install horovod); bpsfast.hvd, which has its API, "
+                           "is measured as backend bpsfast")

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from bpsfast.bench.training.models import Shape
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, LackingError
 
 #: Synthetic batches of a rank, which follow each other in turns.
 _N_SYNTHETIC = 8
@@ -104,7 +104,7 @@ def _folder(path: Path, shape: Shape) -> tuple[Callable[[Array], Batch], int]:
     try:
         from PIL import Image
     except ImportError:
-        raise ConfigError(f"--data {path}: images of a folder need Pillow (pip install pillow)") from None
+        raise LackingError(f"--data {path}: images of a folder need Pillow (pip install pillow)") from None
     classes = sorted(each.name for each in path.iterdir() if each.is_dir())
     files = [(label, file) for label, name in enumerate(classes) for file in sorted((path / name).iterdir())
              if file.suffix.lower() in _ENDINGS]

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ..launch.daemons import tethered
-from ..orchestration.errors import ConfigError, PeerLostError, StallError
+from ..orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
 from . import netns
 
 #: One rate for both directions of a link ("10gbit" or bits per second), or (from the machine, to the machine).
@@ -142,7 +142,7 @@ class Cluster:
             raise ConfigError(f"machines must be 1 to 249 different names, none of them {_HUB!r}, got {names}")
         lacking = netns.missing()
         if lacking is not None:
-            raise ConfigError(lacking)
+            raise LackingError(lacking)
         netns.remove_stale()
         limits = _limits(names, rates)
         namespaces = netns.unused_names([_HUB, *names])

@@ -25,7 +25,7 @@ from types import TracebackType
 
 import msgspec
 
-from ..orchestration.errors import ConfigError, StallError
+from ..orchestration.errors import ConfigError, LackingError, StallError
 from . import netns, segments
 from .cluster import Machine
 
@@ -91,7 +91,7 @@ class FaultyLink:
     def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
         lacking = missing()
         if lacking is not None:
-            raise ConfigError(lacking)
+            raise LackingError(lacking)
         if len(names) != 2 or names[0] == names[1]:
             raise ConfigError(f"a link has two machines of different names, got {names}")
         netns.remove_stale()
@@ -276,7 +276,7 @@ def _device(machine: Machine, mtu: int) -> int:
         netns.adopt(machine.namespace, request[:16].rstrip(b"\0").decode(), f"{machine.address}/24", mtu)
     except OSError as exc:
         os.close(fd)
-        raise ConfigError(f"no TUN device can be made here: {exc.strerror}") from exc
+        raise LackingError(f"no TUN device can be made here: {exc.strerror}") from exc
     except (ConfigError, StallError):
         os.close(fd)
         raise

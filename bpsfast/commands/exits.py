@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..orchestration.errors import BpsError, CapacityError, ConfigError, StallError
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, LackingError, StallError
 
 OK = 0
 #: A check failed, or whatever has no code of its own.
@@ -30,6 +30,8 @@ WORDS = {
 
 def code_of(error: Exception) -> int:
     """Return the exit code of *error*: by whose fault it is."""
+    if isinstance(error, LackingError):
+        return ENVIRONMENT
     if isinstance(error, ConfigError):
         return USAGE
     if isinstance(error, StallError | TimeoutError):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from .. import __version__
-from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from ..orchestration.errors import BpsError, ConfigError, LackingError, MismatchError, PeerLostError, StallError
 from .daemons import describe_exit
 from .hosts import Host
 
@@ -48,8 +48,8 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise `ConfigError` if there is no ssh, or an option would let anybody pretend to be a host."""
         if shutil.which("ssh") is None:
-            raise ConfigError("hosts are reached by the command ssh, which is not installed here (package "
-                              "openssh-client)")
+            raise LackingError("hosts are reached by the command ssh, which is not installed here (package "
+                               "openssh-client)")
         for option in self.options:
             if _UNCHECKED.match(re.sub(r"[\"']", "", option)):
                 raise ConfigError(f"--ssh-option {option}: the job's key and program go to these hosts, so their host "

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import ConfigError, LackingError
 from ..orchestration.messages import Welcome
 from ..settings import Settings
 from .event_loop import EventLoop
@@ -40,8 +40,8 @@ def check(settings: Settings) -> None:
     asked = (f"BPSFAST_METRICS_PORT = {settings.metrics_port}" if settings.metrics_port
              else f"BPSFAST_METRICS_TEXTFILE = {settings.metrics_textfile!r}")
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError(f"{asked} needs the library prometheus_client, which is not installed: pip install "
-                          "'bpsfast[metrics]', or unset it")
+        raise LackingError(f"{asked} needs the library prometheus_client, which is not installed: pip install "
+                           "'bpsfast[metrics]', or unset it")
     folder = Path(settings.metrics_textfile or ".").absolute().parent
     if settings.metrics_textfile and not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {settings.metrics_textfile!r}: the folder {str(folder)!r} does "

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import LackingError
 
 #: More than this is no exporter of ours: some 300 bytes for each rank and peer.
 _MOST_NBYTES = 16 << 20
@@ -61,8 +61,8 @@ class NotOursError(ConnectionError):
 def check() -> None:
     """Raise `ConfigError` if answers cannot be read here."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError("what nodes tell Prometheus is read with the library prometheus_client, "
-                          "which is not installed: pip install 'bpsfast[metrics]'")
+        raise LackingError("what nodes tell Prometheus is read with the library prometheus_client, "
+                           "which is not installed: pip install 'bpsfast[metrics]'")
 
 
 def scrape(host: str, port: int, timeout_s: float) -> Scrape:

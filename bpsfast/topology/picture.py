@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import LackingError
 from .graph import Kind, LinkKind, Part, Topology
 
 _COLORS = {Kind.SOCKET: "#cfe2f3", Kind.SWITCH: "#eeeeee", Kind.GPU: "#d9ead3", Kind.NIC: "#fff2cc",
@@ -19,13 +19,13 @@ def draw(topology: Topology, path: str) -> None:
 
     Raises
     ------
-    ConfigError
+    LackingError
         matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as exc:
-        raise ConfigError("a picture needs matplotlib: pip install 'bpsfast[plot]'") from exc
+        raise LackingError("a picture needs matplotlib: pip install 'bpsfast[plot]'") from exc
     places = layout(topology)
     right, low = (end([place[axis] for place in places.values()] or [0.0]) for axis, end in enumerate((max, min)))
     figure = Figure(figsize=((right + 1.0) * _COLUMN, (2.5 - low) * _ROW))
