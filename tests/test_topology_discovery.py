@@ -1,6 +1,7 @@
 """The graph of recorded machines, also of those of which little can be found out."""
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.topology import discovery
+from bpsfast.topology.copies import socket_of
 from bpsfast.topology.graph import Kind, Link, LinkKind, Topology, from_json, to_json
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.sysfs_trees.machine import Machine
@@ -119,6 +121,21 @@ def test_amds_gpus_are_gpus_and_a_boards_own_display_is_none(recorded_machine: M
     addresses = [gpu.address for gpu in graph(machine).of(Kind.GPU)]
     assert len(addresses) == 7 and "0000:83:00.0" in addresses and "0000:84:00.0" not in addresses
     assert "0000:0b:00.0" not in addresses
+
+
+def test_two_devices_in_one_slot_both_hang_there(recorded_machine: Machines) -> None:
+    """Functions of a GPU that is shared out, and what a virtual machine was given as functions of one device."""
+    machine = recorded_machine("pcie_2x4").answer(nvml=None)
+    link = machine.root / "sys/bus/pci/devices/0000:84:00.0"
+    second = link.resolve().with_suffix(".4")
+    shutil.copytree(link.resolve(), second, symlinks=True)
+    link.with_suffix(".4").symlink_to(second)
+    topology = graph(machine)
+    gpus = {part.address: part.name for part in topology.of(Kind.GPU)}
+    assert len(gpus) == 9
+    assert len({(above(topology, gpus[f"0000:84:00.{each}"]).a, above(topology, gpus[f"0000:84:00.{each}"]).rate_bytes)
+                for each in (0, 4)}) == 1
+    assert all(socket_of(topology, name) for name in gpus.values())
 
 
 def test_a_container_without_sys_has_the_gpus_that_nvml_lists(recorded_machine: Machines) -> None:

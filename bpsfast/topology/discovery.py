@@ -95,18 +95,21 @@ def _cards(host: Host) -> list[_Device]:
 
 def _pcie(tree: Tree, devices: list[_Device], sockets: Sockets) -> tuple[list[Part], list[Link]]:
     """Return the switches above *devices*, and the links of both upward."""
-    by_slot = {device.place.slot: device for device in devices}
+    by_slot: dict[str, list[_Device]] = {}
+    for device in devices:
+        by_slot.setdefault(device.place.slot, []).append(device)
     switches: list[Part] = []
     links: list[Link] = []
 
     def hang(hub: Hub, above: str) -> None:
-        part = by_slot[hub.slot].part if not hub.below else Part(
-            f"switch{len(switches)}", Kind.SWITCH, hub.slot.rpartition("/")[2], _model(tree, hub.slot))
-        links.append(Link(above, part.name, LinkKind.PCIE, rate_bytes(tree, hub.way, sleeps=part.kind is Kind.GPU)))
+        parts = [device.part for device in by_slot[hub.slot]] if not hub.below else [Part(
+            f"switch{len(switches)}", Kind.SWITCH, hub.slot.rpartition("/")[2], _model(tree, hub.slot))]
+        rate = rate_bytes(tree, hub.way, sleeps=any(part.kind is Kind.GPU for part in parts))
+        links.extend(Link(above, part.name, LinkKind.PCIE, rate) for part in parts)
         if hub.below:
-            switches.append(part)
+            switches.extend(parts)
         for below in hub.below:
-            hang(below, part.name)
+            hang(below, parts[0].name)
 
     for hub in hubs(sorted((device.place for device in devices), key=lambda each: each.folders)):
         hang(hub, sockets.of(_numa_node(tree, hub, by_slot)))
@@ -119,7 +122,7 @@ def _model(tree: Tree, folder: str) -> str:
     return "" if vendor is None or model is None else f"{vendor:04x}:{model:04x}"
 
 
-def _numa_node(tree: Tree, hub: Hub, by_slot: Mapping[str, _Device]) -> int | None:
+def _numa_node(tree: Tree, hub: Hub, by_slot: Mapping[str, list[_Device]]) -> int | None:
     """Return the NUMA node that one of the devices below *hub* names, None if none does."""
-    told = (tree.number(by_slot[slot].place.folder, "numa_node") for slot in hub.leaves)
+    told = (tree.number(device.place.folder, "numa_node") for slot in hub.leaves for device in by_slot[slot])
     return next((node for node in told if node is not None and node >= 0), None)
