@@ -182,6 +182,26 @@ def test_what_will_never_be_complete_ends_all(device, line):
         assert sum.arrival.keeps is None
 
 
+def test_what_somebody_else_has_ended_is_let_go_of_after_its_copies():
+    device = SlowDevice()
+    lines = lines_of(Arrivals(device, "arrivals"))
+    line = next(lines)
+    sum = Sum(device, 2)
+    sum.complete(0)
+    line.add(sum.arrival)
+    eventually(lambda: device.streams and len(device.streams[0].order) == 1)
+    sum.arrival.end(DeviceError("its input was lost"))
+    assert not sum.arrival.wait_arrived(0.02), "a copy reads the sum"
+    assert sum.arrival.keeps is not None
+    device.streams[0].go(1)
+    assert sum.arrival.wait_arrived(LIMIT_S), "the rest will never be complete"
+    assert sum.is_there(0)
+    with pytest.raises(DeviceError, match="was lost"):
+        over(sum.arrival)
+    for _ in lines:
+        pass
+
+
 def test_a_target_whose_stream_failed(device, line):
     owner = device.stream()
 

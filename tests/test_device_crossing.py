@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import bpsfast
+from bpsfast.device.crossing import Crossing
 from bpsfast.device.devices import Bytes
 from bpsfast.device.host import HostArray, host_device
+from bpsfast.device.line import Passage
 from bpsfast.orchestration.errors import BusyError, StallError
 from bpsfast.trainer import current
 from bpsfast.trainer.tensor_input import tensor_input
@@ -165,6 +167,35 @@ def retired():
 
 def test_a_unit_is_retired_after_its_last_copy(job):
     assert job.run(retired) == [(True, 3.0, 3.0)] * 2
+
+
+def lost_while_it_comes_back():
+    """What has failed on the way there keeps the target's memory until copies to it are done."""
+    session = current.current()
+    with held(host_device()) as gate:
+        late = on(gate.stream)
+        bpsfast.declare("lost", late.shape, average=False)
+        unit = session.tensors.unit("lost", LIMIT_S)
+        unit.staging.array[: unit.nbytes].view("f4")[:] = 7
+        round = unit.push_staging()
+        arrival = session.devices.bring(unit, round, Bytes.of(tensor_input(late)))
+        arrival.wait(deadline(), lambda: None)
+        departure = Passage("its way", 0, None)
+        departure.end(bpsfast.DeviceError("the rest was lost"))
+        text = ""
+        try:
+            Crossing(session, unit, round, departure, arrival).wait(deadline())
+        except bpsfast.DeviceError as exc:
+            text = str(exc)
+        before = arrival.has_arrived, arrival.keeps is None
+        gate.go()
+        after = arrival.wait_arrived(LIMIT_S), arrival.keeps is None
+        unit.wait(round, LIMIT_S)
+        return text, before, after, float(late.min())
+
+
+def test_memory_is_kept_while_the_sum_of_a_lost_round_comes_back(job):
+    assert job.run(lost_while_it_comes_back) == [("the rest was lost", (False, False), (True, True), 14.0)] * 2
 
 
 def failed():

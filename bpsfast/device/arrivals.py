@@ -104,6 +104,9 @@ class Arrivals(Line[Arrival]):
 
     def _bring(self, under_way: list[Arrival], stream: Stream) -> list[Arrival]:
         moved = False
+        for arrival in under_way:
+            if arrival.is_over and arrival.has_failed:  # whoever ended it wants no more of it
+                arrival.left.clear()
         for arrival in sorted(under_way, key=lambda arrival: arrival.urgency):
             complete = [piece for piece in itertools.islice(arrival.left.values(), _SIGHT)
                         if arrival.wait_for(piece.number, 0.0)]
@@ -112,7 +115,7 @@ class Arrivals(Line[Arrival]):
             for piece in complete:
                 _copy(arrival, piece, arrival.stream(self._device, stream))
                 moved = True
-            if not arrival.left and arrival.event is None:
+            if not arrival.left and not arrival.is_over:
                 arrival.event = arrival.stream(self._device, stream).record()
                 arrival.end()
         if not moved:

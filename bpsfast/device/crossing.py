@@ -53,7 +53,8 @@ class Crossing:
                 self.unit.give_up(exc)
                 if self._arrival is not None:
                     self._arrival.end(exc)
-                    self._arrival.let_go()
+                    if not self._arrival.has_turn:  # else partitions that were complete may be on their way
+                        self._arrival.let_go()
             raise
 
     def _look(self) -> None:

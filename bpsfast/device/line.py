@@ -29,6 +29,7 @@ class Passage:
         self.urgency = urgency
         self.keeps = keeps
         self.then: Callable[[BpsError | None], None] | None = None  # called once it is over, by who ends it
+        self.has_turn = False  # a line lets go of it, nobody else
         self._over = threading.Event()
         self._error: BpsError | None = None
 
@@ -99,6 +100,7 @@ class Line(ABC, Generic[P]):
         """Let *passage* have its turn."""
         with self._condition:
             if not self._is_closed:
+                passage.has_turn = True
                 self._added.append(passage)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
