@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device.host import HostArray, HostDevice, host_device
+from bpsfast.device.host import HostArray, HostDevice, HostStream, host_device
 from bpsfast.device.twins import Twin
 from bpsfast.orchestration.errors import ClosedError, DeviceError, StallError
 from bpsfast.trainer import current
@@ -172,6 +172,49 @@ def refused():
 
 def test_what_cannot_be_pinned_is_given_back(one):
     assert one.run(refused) == [True]
+
+
+class Broken(HostDevice):
+    """A device that fails at every call once `is_broken`, as a GPU does after a kernel's fault."""
+
+    def __init__(self):
+        super().__init__()
+        self.name = "broken:0"
+        self.is_broken = False
+
+    def stream(self):
+        return BrokenStream(self)
+
+
+class BrokenStream(HostStream):
+    def __init__(self, device):
+        super().__init__(device)
+        self.device = device
+
+    def record(self):
+        if self.device.is_broken:
+            raise DeviceError("broken:0 failed while recording an event")
+        return super().record()
+
+
+def broken():
+    """Of a device that has failed nothing is under way: the session ends as ever."""
+    session = current.current()
+    device = Broken()
+    before = threading.active_count()
+    x = np.zeros(5000, "f4")
+    twin = Twin(session.devices.twins, device.place(), x.ctypes.data, x.nbytes, x)
+    twin.fetch()
+    twin.wait(deadline())
+    twin.release()
+    device.is_broken = True
+    bpsfast.shutdown()
+    return threading.active_count() - before
+
+
+def test_a_broken_device_keeps_nobody_from_leaving(job):
+    (n_more,) = job(ranks=(1,)).run(broken)
+    assert n_more <= 0
 
 
 def closed():

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..orchestration.errors import StallError
-from .device import Event, OwnStream, Place
+from .device import Event, OwnStream, Place, Stream
 
 if TYPE_CHECKING:
     from ..trainer.memory import Region
@@ -138,7 +138,7 @@ class Twins:
         """End the streams. The session is closed. False: copies go on at *deadline* (time.monotonic)."""
         with self._lock:
             streams, self._streams = [stream for pair in self._streams.values() for stream in pair], {}
-        is_over = [_is_over(stream.record(), max(0.0, deadline - time.monotonic())) for stream in streams]
+        is_over = [_is_idle(stream, max(0.0, deadline - time.monotonic())) for stream in streams]
         if not all(is_over):
             return False  # they hold their memory, on both sides
         for stream in streams:
@@ -151,4 +151,11 @@ def _is_over(event: Event, timeout_s: float = 0.0) -> bool:
     """Return whether the device has done with what is before *event*; a device that has failed has."""
     with contextlib.suppress(Exception):
         return event.wait(timeout_s)
+    return True
+
+
+def _is_idle(stream: Stream, timeout_s: float) -> bool:
+    """Return whether the device has done with what is enqueued on *stream*; one that has failed records nothing."""
+    with contextlib.suppress(Exception):
+        return stream.record().wait(timeout_s)
     return True
