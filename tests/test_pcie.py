@@ -32,6 +32,14 @@ def test_a_card_at_the_other_socket_warns_and_the_command_pins(recorded_machine:
     assert recorded_machine("infiniband").check(pcie.place).status is Status.PASS
 
 
+def test_a_card_at_a_node_where_nobody_can_run_is_no_fault(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("infiniband").write("proc/self/status", "Cpus_allowed_list:\t32-63")
+    machine.write("sys/devices/system/node/node0/cpulist", "")
+    assert machine.check(pcie.place).status is Status.PASS
+    machine.remove("sys/devices/system/node")
+    assert machine.check(pcie.place).status is Status.PASS, "a container that shows no nodes"
+
+
 def test_a_translating_iommu_is_named_beside_it(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("mlx5_roce").write("sys/kernel/iommu_groups/0/type", "DMA")
     assert "iommu=pt" in commands(machine.check(pcie.place))["kernel"]

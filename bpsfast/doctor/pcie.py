@@ -18,8 +18,8 @@ def place(facts: Facts) -> Outcome:
         return skipped("no RDMA device is a PCIe card")
     used = {device.name for device, _ in facts.used}
     narrow = [words for device in cards if (words := _narrow(device))]
-    far = [device for device in cards if device.name in used and device.numa_node is not None
-           and device.numa_node not in facts.host.own_numa]
+    with_cpus = {number for number, node in facts.host.numa.items() if node.cpus}  # nobody can run elsewhere
+    far = [device for device in cards if device.name in used and device.numa_node in with_cpus - facts.host.own_numa]
     lines = narrow + [f"{device.name} is on NUMA node {device.numa_node}, this process runs on "
                       f"{_listed(facts.host.own_numa)}" for device in far]
     if not lines:
