@@ -30,10 +30,13 @@ def test_functions_in_one_slot_are_one_card(recorded_machine: Machines) -> None:
 
 
 def test_a_virtual_function_counts_where_its_card_cannot_be_seen(recorded_machine: Machines) -> None:
-    machine = recorded_machine("asymmetric_3_5").remove("sys/class/infiniband")
-    for name in ("ens4f0", "ens4f1", "ens4f0v1"):
-        machine.remove(f"sys/class/net/{name}")
-    assert found(machine) == []
+    machine = recorded_machine("asymmetric_3_5").remove("sys/class/infiniband").remove("sys/class/net/ens4f1")
+    machine.write("sys/class/net/ens4f0/operstate", "down")
+    assert found(machine) == [], "its card's wire is not up"
+    machine.remove("sys/class/net/ens4f0")  # a container that was given functions alone
+    assert found(machine) == [("0000:46:01.0", "ens4f0v0,ens4f0v1", 6.25e9)]
+    machine.remove("sys/class/net/ens4f0v1")
+    assert found(machine) == [("0000:46:01.0", "ens4f0v0", 6.25e9)]
     assert found(machine.remove(f"{PORT}/0000:46:01.0/physfn")) == [("0000:46:01.0", "ens4f0v0", 6.25e9)]
 
 
