@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,21 @@ def test_cupy_takes_a_stream_of_ours_for_one():
     if not hasattr(cupy.cuda.Stream, "from_external"):
         pytest.skip(f"CuPy {cupy.__version__} has no Stream.from_external")
     assert cupy.cuda.Stream.from_external(cuda.CudaStream(None, 4096, None)).ptr == 4096
+
+
+def test_each_thread_has_a_default_stream_of_its_own():
+    """Events of two threads have no order, though both call their stream cudaStreamPerThread."""
+    origins = []
+
+    def look():
+        origins.append([cuda.CudaEvent(None, "cuda:0", handle).origin for handle in (1, 2)])
+
+    look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert origins[0][0] == origins[1][0]
+    assert origins[0][1] != origins[1][1]
 
 
 @pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed")

@@ -22,6 +22,8 @@ _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegister flags
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t; ROCm's hipError_t has them, too
 #: CUDA has no wait with a limit: a thread that has one asks so often.
 _ASK_S = 0.0001
+#: cudaStreamPerThread: as many streams as threads call it so.
+_PER_THREAD = 2
 
 
 @functools.cache
@@ -54,7 +56,7 @@ class CudaEvent:
 
     def __init__(self, event: Any, device: str, handle: int) -> None:
         self._event, self._device = event, device
-        self.origin = device, handle
+        self.origin = device, handle, threading.get_ident() if handle == _PER_THREAD else None
 
     def done(self) -> bool:
         """See `Event`."""
