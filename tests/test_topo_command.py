@@ -71,6 +71,10 @@ def test_seats_by_cards_ranks_and_byteps_variables(recorded_machine: Machines) -
     assert json.loads(run(*arguments).stdout)["why_not"] == "BPSFAST_NUMA is off"
     machine.answer(environ={}).allow("0-19")
     assert "may use CPUs 0-19" in run("--cores", "--root", str(machine.root)).stdout
+    machine.write("proc/self/status", "Cpus_allowed_list:\t0-79\nMems_allowed_list:\t1")
+    told = json.loads(run(*arguments, "--nic", "mlx5_0", "--ranks", "8").stdout)
+    assert told["node"]["home"] is None, "node 0's memory is not this cpuset's"
+    assert [seat["home"] for seat in told["ranks"]] == [None] * 4 + [1] * 4
     assert "no such device or interface; there are mlx5_0" in run(*arguments, "--nic", "eth0").output
     assert run("--cores").exit_code == 0, "this machine"
 

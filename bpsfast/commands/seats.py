@@ -7,7 +7,7 @@ from .. import settings
 from ..nic import numa, recorded
 from ..orchestration.errors import ConfigError
 from ..seating import cores, devices
-from ..seating.plan import Rank, Seat, Wishes, node_seat, rank_seats
+from ..seating.plan import Rank, Seat, Wishes, at_home, node_seat, rank_seats
 from . import output
 
 _HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
@@ -44,9 +44,10 @@ class Seating:
             self.why_not = ""
         self.node, self.ranks = Seat(), (Seat(),) * len(ranks)
         if not self.why_not:
-            self.node = node_seat(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes)
-            self.ranks = rank_seats(self.cores, ranks, wishes,
-                                    self.node.cpus if self.node.alone else frozenset())
+            mems = numa.allowed_nodes(host.tree)
+            self.node = at_home(node_seat(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes), mems)
+            taken = self.node.cpus if self.node.alone else frozenset[int]()
+            self.ranks = tuple(at_home(seat, mems) for seat in rank_seats(self.cores, ranks, wishes, taken))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as data; no CPUs: wherever it may run."""

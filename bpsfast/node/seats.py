@@ -11,7 +11,7 @@ from ..orchestration.messages import Attach
 from ..seating import cores, devices
 from ..seating.homes import Homes
 from ..seating.pins import Pins
-from ..seating.plan import Rank, Seat, Wishes, node_seat, rank_seats
+from ..seating.plan import Rank, Seat, Wishes, at_home, node_seat, rank_seats
 from ..settings import Settings
 
 log = logging.getLogger("bpsfast.node")
@@ -52,7 +52,8 @@ class Seats:
         beside, wishes = self._cards.nodes, self._wishes
         if settings.cores:  # it keeps to its quota already
             beside, wishes = frozenset(), Wishes()
-        self.seat = self._at_home(node_seat(self._cores, self.allowed, beside, max(0, settings.local_size), wishes))
+        self.seat = at_home(node_seat(self._cores, self.allowed, beside, max(0, settings.local_size), wishes),
+                            self._mems)
         if not Pins(self.seat.cpus).cpus:  # nothing to do, or refused
             self.seat = Seat(home=self.seat.home)
         log.info("seats: %s%s", _words("this node", self.seat),
@@ -73,14 +74,9 @@ class Seats:
         came = [Rank(numa.parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
                 for rank in ranks]
         taken = self.seat.cpus if self.seat.alone else frozenset[int]()
-        seats = tuple(map(self._at_home, rank_seats(self._cores, came, self._wishes, taken)))
+        seats = tuple(at_home(seat, self._mems) for seat in rank_seats(self._cores, came, self._wishes, taken))
         log.info("seats: %s", "; ".join(_words(f"local rank {number}", seat) for number, seat in enumerate(seats)))
         return seats
-
-    def _at_home(self, seat: Seat) -> Seat:
-        """Return *seat* without a home whose memory this process may not use."""
-        lost = self._mems and seat.home not in self._mems
-        return Seat(seat.cpus, None, seat.alone) if lost else seat
 
 
 def _words(who: str, seat: Seat) -> str:

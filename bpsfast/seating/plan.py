@@ -116,6 +116,11 @@ def rank_seats(cores: Cores, ranks: Sequence[Rank], wishes: Wishes, taken: Set[i
     return tuple(Seat(each, _home(cores, each or rank.cpus)) for rank, each in zip(ranks, cpus))
 
 
+def at_home(seat: Seat, mems: Set[int]) -> Seat:
+    """Return *seat* without a home whose memory the process may not use: that of *mems* it may, none: nobody knows."""
+    return Seat(seat.cpus, None, seat.alone) if mems and seat.home not in mems else seat
+
+
 def _given(ranks: Sequence[Rank], wishes: Wishes) -> list[frozenset[int]]:
     if len(wishes.rank_cpus) < len(ranks):
         raise ConfigError(f"BPSFAST_RANK_CPUS names the CPUs of {len(wishes.rank_cpus)} local ranks, but there are "
