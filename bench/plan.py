@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name, the rate of shaped links."""
+    """Sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name."""
 
     sizes: tuple[int, ...]
     n_ranks: int
     operations: tuple[str, ...]
     peers: tuple[str, ...]
     quick: bool
-    rate: str = "1gbit"
     say: Callable[[str], None] = print
 
     @property

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import importlib.util
 import io
 from collections.abc import Iterator
@@ -55,9 +56,9 @@ def save(made: Any, path: str) -> None:
     made.savefig(path, dpi=110)
 
 
-def inline(made: Any) -> str:
-    """Return a figure as an HTML image that holds its own bytes."""
+def inline(made: Any, words: str) -> str:
+    """Return a figure as an HTML image that holds its own bytes; *words* say what it shows."""
     buffer = io.BytesIO()
     made.savefig(buffer, format="png", dpi=100)
     text = base64.b64encode(buffer.getvalue()).decode("ascii")
-    return f'<img alt="" src="data:image/png;base64,{text}">'
+    return f'<img alt="{html.escape(words)}" src="data:image/png;base64,{text}">'

@@ -27,7 +27,7 @@ def run(options: Mapping[str, Any], hosts: over_ssh.Plan | None = None) -> list[
     ----------
     options
         n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy,
-        torch, both), rate (of shaped links), json_path, quick. All may be missing or None.
+        torch, both), json_path, quick. All may be missing or None.
     hosts
         Where the ranks run, if not on this machine; then n_ranks and n_nodes are theirs.
 
@@ -58,8 +58,7 @@ def run(options: Mapping[str, Any], hosts: over_ssh.Plan | None = None) -> list[
     elif n_nodes == 1:
         records = one_machine.run(Plan(wanted, n_ranks, operations, chosen, quick))
     else:
-        rate = {"rate": given["rate"]} if "rate" in given else {}
-        records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick, **rate))
+        records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick))
     return table.finish("push_pull", given, start, records)
 
 

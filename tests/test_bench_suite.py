@@ -152,7 +152,8 @@ def test_curves_are_drawn_into_the_page(monkeypatch):
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     text = page.page("t", machine, verdicts.judge([outcome]), [outcome])
-    assert text.count("data:image/png;base64,") == 1 and "&lt;table&gt;" in text
+    assert text.count("data:image/png;base64,") == 3 and "&lt;table&gt;" in text
+    assert '<img alt="goodput, Gbit/s, by size: numpy"' in text
 
 
 def test_names_of_the_suite_are_checked_and_benches_have_other_names(tmp_path):

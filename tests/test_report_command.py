@@ -113,6 +113,16 @@ def test_a_line_that_a_log_s_end_begins_in_is_left_out(tmp_path: Path, quick: No
     assert contents.last_lines(path, 5) == path.read_text()
 
 
+def test_the_rest_of_a_private_key_is_left_out(tmp_path: Path) -> None:
+    """Of the lines that are taken nothing says what they are, if its beginning is not among them."""
+    key = ["-----BEGIN RSA PRIVATE KEY-----", "MIIEowIBAAKCAQEA", "c2VjcmV0", "-----END RSA PRIVATE KEY-----"]
+    path = tmp_path / "a.log"
+    path.write_text("\n".join(["first", *key, "after", "-----BEGIN PRIVATE KEY-----"]) + "\n")
+    for n_lines in range(3, 6):
+        assert contents.last_lines(path, n_lines) == "(the rest of a private key)\nafter\n-----BEGIN PRIVATE KEY-----\n"
+    assert contents.last_lines(path, 2).startswith("after\n") and "c2VjcmV0" in contents.last_lines(path, 6)
+
+
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     (("no.log",), 2, "no.log"), (("--lines", "0"), 2, "--lines"), (("-o", "there"), 2, "there is such a file"),
     (("-o", "no/x.tar.gz"), 2, "there is no such folder"), (("-o", "/sys/kernel/x.tar.gz"), 3, "x.tar.gz")])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.bench import table
+from bpsfast.launch.daemons import clean_environment
 from bpsfast.launch.owner import folder_prefix
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
@@ -47,7 +48,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     began = time.time()
     with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as folder:
         path = Path(folder, "records")
-        environ = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "OMP_NUM_THREADS": "1"}
+        environ = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", **clean_environment(os.environ),
+                   "OMP_NUM_THREADS": "1"}
         code = subprocess.run([sys.executable, "-m", "bpsfast", "run", "-n", str(n_ranks), "--", sys.executable, "-m",
                                "bpsfast.bench.frameworks.rank", str(path), str(n_rounds)], env=environ,
                               check=False).returncode

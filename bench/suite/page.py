@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bpsfast.bench import plots
@@ -13,6 +13,11 @@ from bpsfast.bench.suite.verdicts import Verdict
 _STYLE = ("body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em}td,th{text-align:left;"
           "padding:.2em .8em;vertical-align:top;border-bottom:1px solid #ddd}pre{background:#f6f6f6;padding:.8em;"
           "overflow-x:auto}img{max-width:100%}.good{color:#161}.bad{color:#a11}")
+_PANELS: tuple[tuple[str, Callable[[cliffs.Point], float]], ...] = (
+    ("goodput, Gbit/s", lambda point: 8 * point.nbytes / point.median_s / 1e9),
+    ("99th percentile, us", lambda point: point.p99_s * 1e6),
+    ("CPU seconds per GB", lambda point: point.cpu_s / point.nbytes * 1e9),
+)
 _MARKS = {True: ("good", "yes"), False: ("bad", "no"), None: ("", "")}
 
 
@@ -62,20 +67,18 @@ def _plots(outcomes: Sequence[Outcome]) -> list[str]:
         for section in dict.fromkeys(name.partition(": ")[0] for name in curves):
             chosen = {name.partition(": ")[2]: points for name, points in curves.items()
                       if name.partition(": ")[0] == section}
-            with plots.figure(4.6, 3.4, n_panels=3) as (made, panels):
-                draw(panels, chosen)
-                lines += [f"<h3>{html.escape(outcome.name)}, {html.escape(section)}</h3>", plots.inline(made)]
+            lines.append(f"<h3>{html.escape(outcome.name)}, {html.escape(section)}</h3>")
+            for title, value in _PANELS:
+                with plots.figure(4.6, 3.4) as (made, [panel]):
+                    draw(panel, title, value, chosen)
+                    lines.append(plots.inline(made, f"{title}, by size: {', '.join(chosen)}"))
     return lines
 
 
-def draw(panels: Sequence[Any], curves: Mapping[str, Sequence[cliffs.Point]]) -> None:
-    """Draw goodput, the 99th percentile and CPU seconds per GB over sizes, in three panels."""
-    goodput, latency, cpu = panels
+def draw(panel: Any, title: str, value: Callable[[cliffs.Point], float], curves: Mapping[str, Sequence[cliffs.Point]]
+         ) -> None:
+    """Draw one value of each curve's points over sizes."""
     for name, points in curves.items():
-        sizes = [point.nbytes for point in points]
-        goodput.plot(sizes, [8 * point.nbytes / point.median_s / 1e9 for point in points], ".-", label=name)
-        latency.plot(sizes, [point.p99_s * 1e6 for point in points], ".-", label=name)
-        cpu.plot(sizes, [point.cpu_s / point.nbytes * 1e9 for point in points], ".-", label=name)
-    for panel, title in zip(panels, ("goodput, Gbit/s", "99th percentile, us", "CPU seconds per GB")):
-        panel.set(xscale="log", yscale="log", xlabel="bytes", title=title)
-    goodput.legend(fontsize=7)
+        panel.plot([point.nbytes for point in points], [value(point) for point in points], ".-", label=name)
+    panel.set(xscale="log", yscale="log", xlabel="bytes", title=title)
+    panel.legend(fontsize=7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from .hidden import is_secret_name
 #: Of a file that the user names, from its end.
 MOST_LOG_NBYTES = 1 << 20
 _MOST_FILES = 64
+#: Where a private key begins or ends.
+_KEY_MARK = re.compile(r"-----(BEGIN|END) [A-Z ]*PRIVATE KEY-----")
 #: Variables that change what a job does; of no other one even the name is told.
 _PREFIXES = ("BPSFAST_", "BYTEPS_", "DMLC_", "PS_", "NCCL_", "GLOO_", "UCX_", "FI_", "RDMAV_", "IBV_", "MLX5_", "MLX4_",
              "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMBA_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "JAX_",
@@ -142,14 +145,16 @@ def kernel(root: Path) -> str:
 
 
 def last_lines(path: Path, n_lines: int) -> str:
-    """Return the end of a file, from the beginning of a line on."""
+    """Return the end of a file, from the beginning of a line on, or behind a private key that begins before it."""
     with path.open("rb") as file:
         begin = file.seek(0, os.SEEK_END) - MOST_LOG_NBYTES
         file.seek(max(0, begin - 1))
         if begin > 0:
             file.readline()  # half a secret is found by nobody who looks for it
         lines = file.read().decode("utf-8", "replace").splitlines(keepends=True)
-    return "".join(lines[-n_lines:])
+    text = "".join(lines[-n_lines:])
+    key = _KEY_MARK.search(text)
+    return f"(the rest of a private key)\n{text[key.end():].lstrip()}" if key and key[1] == "END" else text
 
 
 def as_text(found: Any) -> str:
