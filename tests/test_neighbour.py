@@ -60,7 +60,7 @@ def test_a_short_run(tmp_path, capfd, monkeypatch):
     assert [record["chosen"]["contestant"] for record in records] == ["quota", "free"]
     for record in records:
         measured = record["measured"]
-        assert len(measured["idle_windows"]) == len(measured["serving_windows"]) == 2
+        assert len(measured["idle_windows"]) == len(measured["serving_windows"]) >= 2
         assert all(each["samples_s"] for each in measured["idle_windows"] + measured["serving_windows"])
         assert all(each["n_steps"] for each in measured["serving_windows"])
     quota = records[0]
