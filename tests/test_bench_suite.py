@@ -36,6 +36,18 @@ def test_a_cliff_is_a_next_size_slower_than_allowed_per_byte():
     assert [step.quantity for step in cliffs.cliffs(cliffs.curves(only_cpu))] == ["CPU"]
 
 
+def test_what_one_turn_of_three_suffered_is_no_cliff():
+    def at(*turns_s):
+        rows = [record(1000, 1.0, samples_s=[1.0] * 12), record(2000, 2.0, samples_s=[*turns_s] * 4)]
+        for row in rows:
+            row["chosen"]["n_per_round"], row["measured"]["p99_s"] = 4, max(row["measured"]["samples_s"])
+        rows[1]["measured"]["samples_s"].sort()  # turns of four
+        return [step.quantity for step in cliffs.cliffs(cliffs.curves(rows))]
+
+    assert at(2.0, 2.0, 9.0) == []
+    assert at(2.0, 9.0, 9.0) == ["p99"]
+
+
 def test_a_cliff_of_the_possible_is_not_ours():
     def at(bound, median_s):
         return [record(1000, 1.0, bound=1e4), record(2000, median_s, bound=bound)]
