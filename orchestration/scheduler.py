@@ -131,6 +131,8 @@ class Scheduler:
         try:
             while not self._job.over:
                 self._turn()
+            if self._job.aborted is not None:  # there may be nobody left, or nobody yet, to say it
+                log.error("the job is aborted: %s: %s", self._job.aborted.error, self._job.aborted.reason)
             until = time.monotonic() + (self._farewell_s if self._job.aborted is not None else self._lease_s)
             while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
                 self._turn()

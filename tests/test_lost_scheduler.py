@@ -6,6 +6,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 import bpsfast
@@ -132,9 +133,18 @@ def test_some_leave_without_a_scheduler_and_the_others_under_the_next(job):
     started.begin(sleep_a_little, only=(1,))
     started.outcomes(only=(1,))
     started.restart("scheduler")
+    await_connections(started.daemons["scheduler"].pid, 3)  # else they may all be gone before it listens
     started._send(None, "shutdown", (), (1,))
     assert values(started.outcomes(20)) == [None, None]
     started._attached = False
+
+
+def await_connections(pid: int, n: int) -> None:
+    """Wait until *n* others are connected to the daemon *pid*."""
+    deadline = time.monotonic() + 30
+    while sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process(pid).net_connections("tcp")) < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def sleep_a_little() -> None:

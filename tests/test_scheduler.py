@@ -356,6 +356,12 @@ def test_the_start_deadline_reaches_who_is_there(start):
     assert exit_code() == 1
 
 
+def test_a_scheduler_that_nobody_finds_says_so_itself(start, caplog):
+    _, exit_code = start(start_timeout_s=0.2, farewell_s=0.1)
+    assert exit_code() == 1
+    assert "the job is aborted: StallError: " in caplog.text and "missing node 0 (never joined)" in caplog.text
+
+
 def test_a_latecomer_hears_why(start):
     scheduler, _ = start(start_timeout_s=0.2, farewell_s=LIMIT_S)
     early = start.node(scheduler.port)
