@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .. import channel as channels
@@ -86,8 +86,9 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
         if isinstance(message, Refuse):
             raise error_of(message.error, message.reason)
         if not isinstance(message, Attached) or len(fds) != 4:
+            _close_all(fds)
             raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
-        return _map(place, connection, message, fds, Pins(numa.parse_cpus(message.cpus)))
+        return _map(place, connection, message, fds)
     except BaseException:
         connection.close()
         raise
@@ -134,10 +135,21 @@ def _introduce(connection: Channel, place: Place, settings: Settings, version: s
         os.close(pidfd)
 
 
-def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, ...], pins: Pins) -> Attachment:
-    lane, board, doorbell, node_pidfd = fds
-    return Attachment(
-        place=place, channel=connection, attached=attached, node_pidfd=node_pidfd, pins=pins,
-        lane=Segment.attach(lane, writable=True), board=Segment.attach(board, writable=False),
-        doorbell=Segment.attach(doorbell, writable=True),
-    )
+def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+    mapped: list[Segment] = []
+    try:
+        for fd, is_writable in zip(fds, (True, False, True)):
+            mapped.append(Segment.attach(fd, writable=is_writable))
+    except BaseException:
+        for segment in mapped:
+            segment.close()
+        _close_all(fds[len(mapped):])
+        raise
+    lane, board, doorbell = mapped
+    return Attachment(place=place, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
+                      doorbell=doorbell, pins=Pins(numa.parse_cpus(attached.cpus)))
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
