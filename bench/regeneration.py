@@ -87,7 +87,7 @@ def _in_guest(program: str, file: str, minutes: float) -> Piece:
 #: In the order in which they run: what has least to do with the network first; expr2 and breakdown need expr3.
 PIECES = (
     _bench("kernels", "kernels.json", 3),
-    _bench("codecs", "codecs.jsonl", 1),
+    _bench("codecs", "codecs.jsonl", 4),
     _bench("post", "post.jsonl", 1),
     _bench("push_pull --compare gloo,mpi", "push_pull_one_machine.jsonl", 3, _mpi),
     _bench("push_pull --nodes 2 --compare gloo", "push_pull_two_nodes.jsonl", 3, _machines),
