@@ -3,7 +3,7 @@
 Each piece is a command that can also be given alone; all of them write into ``bench/results``. ``make results
 ARGS=--list`` shows files, times and needs. Pieces go one after the other, because they share two cores; what cannot run
 here, for want of root, a GPU, RDMA devices or a package, is named and left as it was. A piece that fails is reported,
-and the others go on. At the end the README's numbers are replaced by those that its files have now.
+and the others go on. At the end the READMEs' numbers are replaced by those that the files have now.
 """
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def main(only: tuple[str, ...], only_list: bool) -> None:
     click.echo("\n".join(f"{each.piece.name}: {each.state}" + (f" {' '.join(each.written)} in {each.took_s / 60:.1f} "
                                                                "minutes" if each.written else "") for each in outcomes))
     if any(each.written for each in outcomes):
-        for difference in claims.renew():
-            click.echo(f"README.md, to be read again: {difference}")
+        for page, difference in claims.renew():
+            click.echo(f"{page}, to be read again: {difference}")
     if any(each.is_failed for each in outcomes):
         sys.exit(exits.FAILED)
 

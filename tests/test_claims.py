@@ -1,4 +1,4 @@
-"""The README's numbers are those of its result files, all of them; what is measured anew is written where it stands."""
+"""The numbers of READMEs are those of their result files; what is measured anew is written where it stands."""
 from __future__ import annotations
 
 import re
@@ -10,21 +10,24 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.bench import claims, drawn
-from bpsfast.bench.claims import CLAIMS, ROOT, Claim, Difference, differences, renew, renewed
+from bpsfast.bench.claims import CLAIMS, ROOT, Difference, differences, readme, renew, renewed
+from bpsfast.bench.claims.claim import Claim
 from bpsfast.orchestration.errors import ConfigError
 
-README = (ROOT / "README.md").read_text()
+PAGES = {page: (ROOT / page).read_text() for page in CLAIMS}
+README = PAGES["README.md"]
 #: What the measured things were, not what came out.
 CONDITIONS = {"two", "VGG-16", "161", "64 MB", "256 GPUs", "4", "2", "1 %", "0"}
 
 
-def test_the_readme_says_what_its_files_say() -> None:
-    assert [str(each) for each in differences(README)] == []
+@pytest.mark.parametrize("page", CLAIMS)
+def test_pages_say_what_their_files_say(page: str) -> None:
+    assert [str(each) for each in differences(PAGES[page], CLAIMS[page])] == []
 
 
 def test_every_number_of_the_readmes_measurements_is_a_claims() -> None:
     text = README.partition("## What was measured\n")[2].partition("\n## ")[0]
-    for claim in CLAIMS:
+    for claim in readme.CLAIMS:
         text = claim.pattern().sub("", text)
     text = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", text)
     rest = {match.strip() for match in re.findall(r"(?:[\w-]*-)?\d[\d.,]*(?: (?:MB|GPUs|%))?", text)}
@@ -34,27 +37,27 @@ def test_every_number_of_the_readmes_measurements_is_a_claims() -> None:
 def test_each_file_that_the_readme_names_has_a_claim_or_is_a_sample_beside_one() -> None:
     named = set(re.findall(r"bench/results/(\w+\.jsonl?)", README))
     of_one_bench = {name for name in named if name.startswith("optimum_")}
-    assert named - of_one_bench == {claim.file for claim in CLAIMS} - {"optimum_full.jsonl"}
+    assert named - of_one_bench == {claim.file for claim in readme.CLAIMS} - {"optimum_full.jsonl"}
 
 
 @settings(max_examples=10, deadline=None)  # each reads all files
-@given(st.lists(st.decimals(-999, 999, places=2), min_size=40, max_size=40))
-def test_other_numbers_are_replaced_where_they_stand(numbers: list[object]) -> None:
+@given(st.sampled_from(sorted(CLAIMS)), st.lists(st.decimals(-9999, 9999, places=2), min_size=99, max_size=99))
+def test_other_numbers_are_replaced_where_they_stand(page: str, numbers: list[object]) -> None:
     others = iter(numbers)
-    wrong = README
-    for claim in CLAIMS:
+    wrong = PAGES[page]
+    for claim in CLAIMS[page]:
         match = claim.pattern().search(wrong)
         assert match is not None
         for group in range(len(match.groups()), 0, -1):
-            wrong = wrong[:match.start(group)] + str(next(others)) + wrong[match.end(group):]
-    assert renewed(wrong, differences(wrong)) == README
+            wrong = wrong[:match.start(group)] + f"{next(others):,}" + wrong[match.end(group):]
+    assert renewed(wrong, differences(wrong, CLAIMS[page])) == PAGES[page]
 
 
 def test_words_that_are_not_there_are_named() -> None:
     with pytest.raises(ConfigError, match=r"stand 0 times in the text.*step is \{times:.1f\} times a median one"):
-        list(differences(README.replace("a median one", "an ordinary one")))
+        list(differences(README.replace("a median one", "an ordinary one"), readme.CLAIMS))
     with pytest.raises(ConfigError, match=r"stand 2 times in the text.*MPI is faster below"):
-        list(differences(README + "MPI is faster\nbelow 1 KB"))
+        list(differences(README + "MPI is faster\nbelow 1 KB", readme.CLAIMS))
 
 
 @pytest.mark.parametrize("name", ["helpers.jsonl", "expr3.json"])
@@ -62,7 +65,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     shutil.copytree(drawn.RESULTS, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match=rf"{name} is missing: `.*` writes it"):
-        list(differences(README, tmp_path))
+        list(differences(README, readme.CLAIMS, tmp_path))
 
 
 def test_zero_has_no_sign() -> None:
@@ -71,18 +74,19 @@ def test_zero_has_no_sign() -> None:
 
 
 def test_the_command_says_what_differs_and_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "README.md"
-    path.write_text(README.replace("1/1.", "1/9.", 1))
-    wrong = path.read_text()
-    monkeypatch.setattr(claims.renew, "__defaults__", (path, drawn.RESULTS, True))
+    for page, text in PAGES.items():
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text(text.replace("the simulator says 1/1.", "the simulator says 1/9."))
+    wrong = (tmp_path / "README.md").read_text()
+    monkeypatch.setattr(claims.renew, "__defaults__", (tmp_path, drawn.RESULTS, True))
     said = CliRunner().invoke(claims.main)
-    assert said.exit_code == 1 and "schedule.jsonl: 1." in said.stdout and "where the README says 9." in said.stdout
-    assert path.read_text() == wrong
+    assert said.exit_code == 1 and "README.md: schedule.jsonl: 1." in said.stdout
+    assert "1.50, 9." in said.stdout and (tmp_path / "README.md").read_text() == wrong
     said = CliRunner().invoke(claims.main, ["--write"])
     assert said.exit_code == 0 and "the others are now" in said.stdout
-    assert path.read_text() == README and renew(path) == []
+    assert {page: (tmp_path / page).read_text() for page in PAGES} == PAGES and renew(tmp_path) == []
 
 
 def test_a_difference_says_file_and_both_numbers() -> None:
-    claim = next(claim for claim in CLAIMS if claim.file == "rows.jsonl")
-    assert str(Difference(claim, ["1"], ["2"])).startswith("rows.jsonl: 2 where the README says 1 (")
+    claim = next(claim for claim in readme.CLAIMS if claim.file == "rows.jsonl")
+    assert str(Difference(claim, ["1"], ["2"])).startswith("rows.jsonl: 2 where the page says 1 (")

@@ -1,67 +1,13 @@
-"""``python -m bpsfast.bench.claims``: the README's numbers are those of its result files.
-
-Each claim is some words of the README with fields in them, and how the fields follow from `bench/results`. Without
-options it says what is different; with ``--write``, as at the end of ``make results``, numbers are replaced where they
-stand. Words around them are nobody's but ours: they are to be read again when a number has changed.
-"""
+"""The claims of the README."""
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import click
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from bpsfast.bench import drawn
+from bpsfast.bench.claims.claim import Claim, Numbers, Records
 from bpsfast.bench.helpers import Training
-from bpsfast.commands import exits
-from bpsfast.orchestration.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[1]
-_FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
-_NUMBER = r"([-+]?\d+(?:\.\d+)?)"
-Records = list[Mapping[str, Any]]
-Numbers = dict[str, float]
-
-
-class Claim(NamedTuple):
-    """`words` of the README, whose fields are `numbers` of the rows of a result file."""
-
-    file: str
-    words: str
-    numbers: Callable[[Records], Numbers]
-
-    def pattern(self) -> re.Pattern[str]:
-        """Return what finds the words, however their lines are broken, with any numbers in its groups."""
-        parts = re.split(_FIELD.pattern, self.words)[::3]
-        return re.compile(_NUMBER.join(r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in parts))
-
-    def measured(self, results: Path) -> list[str]:
-        """Return the fields as they are to be written.
-
-        Raises
-        ------
-        ConfigError
-            If there is no such file in *results*.
-        """
-        path = results / self.file
-        if path.suffix == ".json":
-            if not path.exists():
-                raise ConfigError(f"{path} is missing: `make results` writes it")
-            rows: Records = [json.loads(path.read_text(encoding="utf-8"))]
-        else:
-            rows = list(drawn.records(path))
-        numbers = self.numbers(rows)
-        return [_written(numbers[name], format_) for name, format_ in _FIELD.findall(self.words)]
-
-
-def _written(value: float, format_: str) -> str:
-    text = format(value, format_)
-    return format(0.0, format_) if float(text) == 0 else text  # neither -0.00 nor -0
 
 
 def _eight_and_eight(rows: Records) -> Numbers:
@@ -189,71 +135,3 @@ CLAIMS = (
           _frameworks),
     Claim("expr3.json", "mean absolute error | {points:.1f} points", _expr3),
 )
-
-
-class Difference(NamedTuple):
-    """A claim whose numbers in the text are not those of its file."""
-
-    claim: Claim
-    said: list[str]
-    measured: list[str]
-
-    def __str__(self) -> str:
-        return (f"{self.claim.file}: {', '.join(self.measured)} where the README says {', '.join(self.said)} "
-                f"({self.claim.words!r})")
-
-
-def differences(text: str, results: Path = drawn.RESULTS) -> Iterator[Difference]:
-    """Yield the claims that *text* makes with other numbers than the files in *results*.
-
-    Raises
-    ------
-    ConfigError
-        A claim's words do not stand in *text* once; or its file is missing.
-    """
-    for claim in CLAIMS:
-        found = claim.pattern().findall(text)
-        if len(found) != 1:
-            raise ConfigError(f"these words stand {len(found)} times in the text, not once: {claim.words!r}; "
-                              "bench/claims.py has to say what the text says")
-        said = [found[0]] if isinstance(found[0], str) else list(found[0])
-        measured = claim.measured(results)
-        if said != measured:
-            yield Difference(claim, said, measured)
-
-
-def renewed(text: str, different: Iterable[Difference]) -> str:
-    """Return *text* with the numbers that were measured; line breaks stay where they are."""
-    for claim, _, measured in different:
-        match = claim.pattern().search(text)
-        assert match is not None, "it was found there"
-        for group in range(len(measured), 0, -1):
-            text = text[:match.start(group)] + measured[group - 1] + text[match.end(group):]
-    return text
-
-
-def renew(path: Path = ROOT / "README.md", results: Path = drawn.RESULTS, write: bool = True) -> list[Difference]:
-    """Return what *path* says otherwise than *results*, and, if it is to be written, say it there."""
-    text = path.read_text(encoding="utf-8")
-    found = list(differences(text, results))
-    if write and found:
-        path.write_text(renewed(text, found), encoding="utf-8")
-    return found
-
-
-@click.command()
-@click.option("--write", is_flag=True, help="Replace the numbers; read the words around them again.")
-@exits.errors_in_words
-def main(write: bool) -> None:
-    """Say which numbers of the README are not those of its result files. Exit code 1 if there are any."""
-    found = renew(write=write)
-    for each in found:
-        click.echo(str(each))
-    click.echo(f"{len(CLAIMS) - len(found)} of {len(CLAIMS)} claims are those of their files"
-               + (", the others are now" if write and found else ""))
-    if found and not write:
-        sys.exit(exits.FAILED)
-
-
-if __name__ == "__main__":
-    main()
