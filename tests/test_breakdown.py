@@ -56,7 +56,7 @@ def test_what_is_missing_is_said_before_anything_is_written(tmp_path: Path, monk
     assert nothing.exit_code == 2 and "run make breakdown first" in nothing.output
     monkeypatch.setattr(netns, "missing", lambda: "network namespaces need root")
     refused = CliRunner().invoke(breakdown.main, ["--out", str(tmp_path)])
-    assert refused.exit_code == 2 and "network namespaces need root" in refused.output
+    assert refused.exit_code == 3 and "network namespaces need root" in refused.output
     assert not list(tmp_path.iterdir())
 
 

@@ -60,5 +60,5 @@ def test_the_plot_is_drawn(tmp_path):
 def test_without_root_it_says_so_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(netns, "missing", lambda: "network namespaces need root")
     result = CliRunner().invoke(expr1.main, ["--out", str(tmp_path)])
-    assert result.exit_code == 2 and "network namespaces need root" in result.output
+    assert result.exit_code == 3 and "network namespaces need root" in result.output
     assert not list(tmp_path.iterdir())

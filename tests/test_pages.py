@@ -119,9 +119,10 @@ def test_a_window_of_a_bad_descriptor_leaves_nothing():
             return len(maps.readlines())
 
     before = mappings()
-    with pytest.raises(OSError, match="mmap"):
-        Window([(-1, 0, PAGE)])
-    assert mappings() <= before
+    for _ in range(10):
+        with pytest.raises(OSError, match="mmap"):
+            Window([(-1, 0, PAGE)])
+    assert mappings() < before + 10  # the allocator may have made one meanwhile
 
 
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
