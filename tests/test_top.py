@@ -242,6 +242,26 @@ def test_a_screen_is_as_wide_and_as_high_as_the_terminal(width: int) -> None:
     assert "the 11 latest of 16 ranks" in "\n".join(shown) and "helper 2 (cpu01) is there" in shown[-1]
 
 
+@pytest.mark.parametrize("n_ranks", [0, 3, 16])
+@pytest.mark.parametrize("n_nodes", [1, 8, 14, 15, 60])
+def test_nodes_leave_room_for_ranks_and_remarks(n_nodes: int, n_ranks: int) -> None:
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    nodes = tuple(msgspec.structs.replace(SAMPLE.nodes[0], node=i, sent_bytes_per_s=float(i)) for i in range(n_nodes))
+    lost = msgspec.structs.replace(nodes[0], state="lost")
+    many = msgspec.structs.replace(SAMPLE, nodes=(lost, *nodes[1:]), ranks=SAMPLE.ranks[:n_ranks],
+                                   remarks=("the last",))
+    console = rich.Console(width=120, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(screen.picture(many, 120, 24, many.remarks))
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) <= 24 and shown[-1] == "the last" and "lost" in "\n".join(shown)
+    nodes_shown, *ranks_shown = screen.tables(many, 120, 23)
+    assert sum(len(each.rows) for each in ranks_shown) >= min(n_ranks, 5)
+    if len(nodes_shown.rows) < n_nodes:
+        assert f"{len(nodes_shown.rows)} of {n_nodes} nodes" in "\n".join(shown)
+        assert {row[0] for row in nodes_shown.rows[1:]} >= {row[0] for row in screen.tables(many, 120)[0].rows[-3:]}
+    assert len(screen.tables(many, 120)[0].rows) == n_nodes
+
+
 @pytest.mark.parametrize(("width", "n_ranks"), [(80, 4), (120, 8)])
 def test_remarks_of_former_samples_find_room_on_the_screen(width: int, n_ranks: int) -> None:
     rich = pytest.importorskip("rich.console", reason="rich is not installed")

@@ -68,12 +68,23 @@ _RANKS = (
 
 
 def tables(sample: Sample, width: int, n_lines: int | None = None) -> tuple[Table, ...]:
-    """Return nodes and ranks. Where not all ranks find room in *n_lines*, those that are latest are shown."""
+    """Return nodes and ranks. Where *n_lines* are too few for all: nodes that are not up or send most, on half of them
+    if ranks need the rest, and the ranks that are latest.
+    """
     late = latest(sample)
-    found = [_table("", _NODES, sample.nodes, width, lambda node: node.state != _UP)]
+    nodes: Sequence[NodeSample] = sample.nodes
     ranks: Sequence[RankSample] = sample.ranks
+    room = len(nodes) + len(ranks) if n_lines is None else n_lines - _N_OTHER
     title = ""
-    room = len(ranks) if n_lines is None else max(1, n_lines - _N_OTHER - len(sample.nodes))
+    n_nodes = max(1, room - min(len(ranks), room // 2))
+    if len(nodes) > n_nodes:
+        n_nodes = max(1, n_nodes - 1)  # its title takes a line
+        room -= 1
+        title = f"{n_nodes} of {len(nodes)} nodes, those that are not up or send most"
+        nodes = sorted(nodes, key=lambda node: (node.state == _UP, -(node.sent_bytes_per_s or 0.0)))[:n_nodes]
+    found = [_table(title, _NODES, nodes, width, lambda node: node.state != _UP)]
+    title = ""
+    room = max(1, room - len(nodes))
     if len(ranks) > room:
         ranks = sorted(ranks, key=lambda rank: -(rank.lag_s or 0.0))[:room]
         title = f"the {room} latest of {len(sample.ranks)} ranks"
