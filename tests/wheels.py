@@ -36,10 +36,10 @@ bpsfast.shutdown()
 _IMPORT = "import time; t = time.perf_counter(); import bpsfast; print(time.perf_counter() - t)"
 
 
-def run(*words: str | Path, environ: dict[str, str] | None = None) -> str:
-    """Run a command and return what it prints; raise `SystemExit` with all of that if it fails."""
+def run(*words: str | Path, environ: dict[str, str] | None = None, folder: str | Path = ROOT) -> str:
+    """Run a command in *folder* and return what it prints; raise `SystemExit` with all of that if it fails."""
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=_TIMEOUT_S,
-                          check=False, env=environ, cwd=ROOT)
+                          check=False, env=environ, cwd=folder)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, words))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -91,7 +91,10 @@ def wheel(source: Path, python: str, out: Path, environ: dict[str, str]) -> Path
 
 
 def try_it(built: Path, python: str) -> float:
-    """Install *built* and let two ranks sum; return how long the import takes (s, the best of five)."""
+    """Install *built* and let two ranks sum; return how long the import takes (s, the best of five).
+
+    In a folder of its own: before 3.11 Python takes packages from the folder that it is started in.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "venv"
         run(python, "-m", "venv", environment)
@@ -101,10 +104,11 @@ def try_it(built: Path, python: str) -> float:
         script = Path(folder) / "job.py"
         script.write_text(_JOB)
         said = run(environment / "bin" / "bpsfast", "run", "-n", "2", "--", environment / "bin" / "python", script,
-                   environ=alone)
+                   environ=alone, folder=folder)
         if said.count("has the sum") != 2:
             raise SystemExit(f"{built.name}: two ranks did not both have the sum:\n{said}")
-        return min(float(run(environment / "bin" / "python", "-c", _IMPORT, environ=alone)) for _ in range(5))
+        return min(float(run(environment / "bin" / "python", "-c", _IMPORT, environ=alone, folder=folder))
+                   for _ in range(5))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
