@@ -182,14 +182,20 @@ def test_what_will_never_be_complete_ends_all(device, line):
         assert sum.arrival.keeps is None
 
 
-def test_what_somebody_else_has_ended_is_let_go_of_after_its_copies():
-    device = SlowDevice()
-    lines = lines_of(Arrivals(device, "arrivals"))
-    line = next(lines)
+def half_way(device, line):
+    """Return a sum of two pieces, the first of which is being copied."""
     sum = Sum(device, 2)
     sum.complete(0)
     line.add(sum.arrival)
     eventually(lambda: device.streams and len(device.streams[0].order) == 1)
+    return sum
+
+
+def test_what_somebody_else_has_ended_is_let_go_of_after_its_copies():
+    device = SlowDevice()
+    lines = lines_of(Arrivals(device, "arrivals"))
+    line = next(lines)
+    sum = half_way(device, line)
     sum.arrival.end(DeviceError("its input was lost"))
     assert not sum.arrival.wait_arrived(0.02), "a copy reads the sum"
     assert sum.arrival.keeps is not None
@@ -221,10 +227,7 @@ def test_closing_waits_for_copies():
     device = SlowDevice()
     lines = lines_of(Arrivals(device, "arrivals"))
     line = next(lines)
-    sum = Sum(device, 2)
-    sum.complete(0)
-    line.add(sum.arrival)
-    eventually(lambda: device.streams and len(device.streams[0].order) == 1)
+    sum = half_way(device, line)
     line.close(lambda: ClosedError("closed"))
     with pytest.raises(ClosedError):
         over(sum.arrival)
