@@ -208,19 +208,37 @@ def test_what_somebody_else_has_ended_is_let_go_of_after_its_copies():
         pass
 
 
-def test_a_target_whose_stream_failed(device, line):
+def bad_kernel():
+    raise ValueError("a bad kernel")
+
+
+def test_a_target_whose_stream_has_failed(device, line):
     owner = device.stream()
-
-    def fail():
-        raise ValueError("a bad kernel")
-
-    owner.run(fail)
-    sum = Sum(device, 1, after=[owner.record()])
+    owner.run(bad_kernel)
+    ready = owner.record()
+    with pytest.raises(DeviceError, match="a bad kernel"):
+        ready.wait(LIMIT_S)
+    sum = Sum(device, 1, after=[ready])
     sum.complete(0)
     line.add(sum.arrival)
     with pytest.raises(DeviceError, match="a bad kernel"):
         over(sum.arrival)
     owner.close()
+
+
+def test_a_target_whose_stream_fails_once_copies_wait_for_it(device, line):
+    """Whoever waits has gone on by then: it is told by the event that his work comes after."""
+    with held(device) as gate:
+        gate.stream.run(bad_kernel)
+        sum = Sum(device, 1, after=[gate.stream.record()])
+        sum.complete(0)
+        line.add(sum.arrival)
+        over(sum.arrival)
+        gate.go()
+        with pytest.raises(DeviceError, match="a bad kernel"):
+            sum.arrival.event.wait(LIMIT_S)
+        assert sum.arrival.wait_arrived(LIMIT_S)
+        assert not sum.is_there(0)
 
 
 def test_closing_waits_for_copies():
