@@ -168,13 +168,25 @@ def listing(pieces: Sequence[Piece]) -> str:
     return "\n".join([*lines, f"{len(able)} of {len(pieces)} can run here, in {sum(able):g} minutes"])
 
 
+def _named(context: click.Context, option: click.Parameter, value: str | None) -> frozenset[str] | None:
+    if value is None:
+        return None
+    names = frozenset(name.strip() for name in value.split(","))
+    known = [piece.name for piece in PIECES]
+    unknown = sorted(names.difference(known))
+    if unknown:
+        raise click.BadParameter(f"there is no piece {unknown[0]!r}; there are {', '.join(known)}", context, option)
+    return names
+
+
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice([piece.name for piece in PIECES]), help="These pieces.")
+@click.option("--only", metavar="NAME,...", callback=_named, help="These pieces.")
+@click.option("--without", metavar="NAME,...", callback=_named, help="Not these pieces.")
 @click.option("--list", "only_list", is_flag=True, help="Files, minutes and needs of each piece; nothing is measured.")
 @exits.errors_in_words
-def main(only: tuple[str, ...], only_list: bool) -> None:
+def main(only: frozenset[str] | None, without: frozenset[str] | None, only_list: bool) -> None:
     """Measure all results anew, some hours. Exit code 1 if a piece failed that could run here."""
-    chosen = [piece for piece in PIECES if not only or piece.name in only]
+    chosen = [piece for piece in PIECES if (only is None or piece.name in only) and piece.name not in (without or ())]
     if only_list:
         click.echo(listing(chosen))
         return

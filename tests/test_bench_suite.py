@@ -138,6 +138,7 @@ def test_one_report_of_what_ran_could_not_and_failed(tmp_path, capsys, monkeypat
     shown = capsys.readouterr().out
     assert "== codecs" in shown and max(map(len, shown.split("bpsfast bench suite")[1].splitlines()[:-1])) <= 80
     assert suite.run({"folder": str(tmp_path / "out"), "quick": True, "only": "codecs"})
+    assert not suite.run({"folder": str(tmp_path / "out"), "quick": True, "only": "schedule"}), "nothing has run"
 
 
 def test_of_a_rank_s_traceback_the_last_line_is_told_and_the_whole_is_kept(tmp_path, capsys, monkeypatch):

@@ -106,5 +106,19 @@ def test_a_failed_piece_is_the_exit_status_and_the_next_one_runs(monkeypatch: py
         return regeneration.Outcome(piece, "FAILED: it ended with 3" if piece.name == "expr3" else "written")
 
     monkeypatch.setattr(regeneration, "regenerate", run)
-    done = CliRunner().invoke(regeneration.main, ["--only", "expr3", "--only", "expr2"])
+    done = CliRunner().invoke(regeneration.main, ["--only", "expr2, expr3"])
     assert done.exit_code == 1 and ran == ["expr3", "expr2"] and "expr3: FAILED: it ended with 3" in done.output
+
+
+def test_pieces_are_chosen_and_left_out_by_name() -> None:
+    def named(*options: str) -> list[str]:
+        done = CliRunner().invoke(regeneration.main, ["--list", *options])
+        assert done.exit_code == 0
+        return re.findall(r"^(\w+): ", done.output, re.M)
+
+    assert named("--without", "expr1,gpu") == [each.name for each in PIECES if each.name not in ("expr1", "gpu")]
+    assert named("--only", "gpu,expr1", "--without", "gpu") == ["expr1"]
+    for option in "--only", "--without":
+        wrong = CliRunner().invoke(regeneration.main, [option, "expr1,expr9"])
+        assert wrong.exit_code == 2
+        assert "there is no piece 'expr9'; there are kernels, codecs, " in " ".join(wrong.output.split())

@@ -49,4 +49,4 @@ class Claim(NamedTuple):
 
 def _written(value: float, format_: str) -> str:
     text = format(value, format_)
-    return format(0.0, format_) if float(text.replace(",", "")) == 0 else text  # neither -0.00 nor -0
+    return format(0.0, format_.replace("+", "")) if float(text.replace(",", "")) == 0 else text  # zero has no sign

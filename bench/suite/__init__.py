@@ -28,7 +28,7 @@ def run(options: Mapping[str, Any]) -> bool:
     ----------
     options
         folder (where to), quick, only ("kernels,post": None for all). A verdict that is bad is no failure: it says
-        something of the machine; a wrong result, or a bench that fails, is.
+        something of the machine; a wrong result, or a bench that fails, is, and so is a suite of which nothing can run.
 
     Raises
     ------
@@ -53,7 +53,8 @@ def run(options: Mapping[str, Any]) -> bool:
     (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(page.page(title, here, found, outcomes), encoding="utf-8")
     print(f"\nwritten: {folder / 'report.html'}, {folder / 'report.json'}, and each bench's result file")
-    return found[0].is_good is not False and not any(outcome.is_failed for outcome in outcomes)
+    return (found[0].is_good is not False and any(outcome.state == "done" for outcome in outcomes)
+            and not any(outcome.is_failed for outcome in outcomes))
 
 
 def _chosen(only: str | None) -> list[pieces.Piece]:

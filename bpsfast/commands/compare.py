@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _COLORS = {"slower": "red", "faster": "green"}
-_NAME_WIDTH = 44
 
 
 @click.command()
@@ -61,7 +60,7 @@ def command(before_path: Path, after_path: Path, confidence: float, threshold: f
 def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:
     cells = [["row", "A", "B", "B / A", "from", "to", ""]]
     for name, row in zip(_without_common([row.name for row in found.rows]), found.rows):
-        cells.append([_shortened(name), _time(row.before_s), _time(row.after_s), f"{row.ratio:.3f}",
+        cells.append([name, _time(row.before_s), _time(row.after_s), f"{row.ratio:.3f}",
                       f"{row.low:.3f}", f"{row.high:.3f}", click.style(row.verdict, fg=_COLORS.get(row.verdict))])
     lines = [output.table(cells, right=range(1, 6)), ""]
     verdicts = [row.verdict for row in found.rows]
@@ -79,10 +78,6 @@ def _without_common(names: list[str]) -> list[str]:
     parts = [name.split(", ") for name in names]
     common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     return [", ".join(part for part in each if part not in common) or name for each, name in zip(parts, names)]
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH // 2]}...{name[-(_NAME_WIDTH // 2 - 3):]}"
 
 
 def _time(seconds: float) -> str:

@@ -31,6 +31,7 @@ class Passage:
         self.then: Callable[[BpsError | None], None] | None = None  # called once it is over, by who ends it
         self.has_turn = False  # a line lets go of it, nobody else
         self._over = threading.Event()
+        self._ending = threading.Lock()
         self._error: BpsError | None = None
 
     @property
@@ -44,12 +45,14 @@ class Passage:
         return self._error is not None
 
     def end(self, error: BpsError | None = None) -> None:
-        """Enter that it is over, and why it failed. The first end counts. The line's thread, or who closes it."""
-        if not self._over.is_set():
+        """Enter that it is over, and why it failed. The first end counts. Any thread."""
+        with self._ending:
+            if self._over.is_set():
+                return
             self._error = error
             self._over.set()
-            if self.then is not None:
-                self.then(error)
+        if self.then is not None:
+            self.then(error)
 
     def let_go(self) -> None:
         """Let go of what it keeps: no copy goes on any more. The line's thread, or who closes it."""

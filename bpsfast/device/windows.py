@@ -162,15 +162,21 @@ class CudaWindows:
             said = self._export(own)
         except DeviceError as exc:
             said = _Exported(error=str(exc))
-        everybody = [msgspec.msgpack.decode(each, type=_Exported)
-                     for each in all_gather_bytes(group, msgspec.msgpack.encode(said))]
-        for rank, each in zip(group.ranks, everybody):
-            if each.error:
-                raise DeviceError(f"rank {rank} cannot share memory of its GPU (BPSFAST_ISLANDS=off does without): "
-                                  f"{each.error}")
-        assert own is not None, "no member has failed"
-        self._own = own
-        self._open(everybody)
+        try:
+            everybody = [msgspec.msgpack.decode(each, type=_Exported)
+                         for each in all_gather_bytes(group, msgspec.msgpack.encode(said))]
+            for rank, each in zip(group.ranks, everybody):
+                if each.error:
+                    raise DeviceError(f"rank {rank} cannot share memory of its GPU (BPSFAST_ISLANDS=off does without): "
+                                      f"{each.error}")
+            assert own is not None, "no member has failed"
+            self._own = own
+            self._open(everybody)
+        except BaseException:
+            with suppress(DeviceError):
+                self._close_others()
+            self._keep(own)
+            raise
 
     def _make(self, nbytes: int, n_events: int) -> _Own:
         kept = _kept.get(self._key)
@@ -193,7 +199,9 @@ class CudaWindows:
             for place, each in enumerate(everybody):
                 if place != self._group.rank:
                     self._opened[place] = int(runtime.ipcOpenMemHandle(each.window))
-                    self._events[place] = [int(runtime.ipcOpenEventHandle(event)) for event in each.events]
+                    self._events[place] = opened = []
+                    for event in each.events:  # one by one: if a later one fails these are closed
+                        opened.append(int(runtime.ipcOpenEventHandle(event)))
             self.addresses = [self._opened.get(place, self._own.address) for place in range(len(everybody))]
             table = np.array(self.addresses, np.uint64)
             self._table = int(runtime.malloc(table.nbytes))
@@ -227,6 +235,10 @@ class CudaWindows:
 
     def close(self) -> None:
         """See `Windows`."""
+        self._close_others()
+        self._keep(self._own)
+
+    def _close_others(self) -> None:
         runtime = cupy().cuda.runtime
         with self._device.current("closing the windows of an island"):
             for events in self._events.values():
@@ -237,7 +249,10 @@ class CudaWindows:
             if self._table:
                 runtime.free(self._table)
         self._events, self._opened, self._table = {}, {}, 0
-        _kept.setdefault(self._key, []).append(self._own)
+
+    def _keep(self, own: _Own | None) -> None:
+        if own is not None:
+            _kept.setdefault(self._key, []).append(own)
 
 
 def _current(stream: Stream) -> Any:
