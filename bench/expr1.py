@@ -19,7 +19,7 @@ from bpsfast.bench.optimum.cells import Cell
 from bpsfast.cluster import netns
 from bpsfast.commands import exits
 from bpsfast.models.model import Model
-from bpsfast.orchestration.shares import Machine, least_time_s
+from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.planner import plan
 from bpsfast.settings import Settings
 from bpsfast.simulator import paper

@@ -33,7 +33,7 @@ import numpy as np
 
 from bpsfast import dtypes
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
-from bpsfast.orchestration.partition import BITWISE_OPS, OPS
+from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,7 @@ from .byteps_variables import ALIASES, report, translate
 from .nic import numa, selection
 from .nic.devices import PATH_MTUS
 from .orchestration.errors import ConfigError
-from .orchestration.placement import check_policy
+from .orchestration.placement.placement import check_policy
 
 PREFIX = "BPSFAST_"
 _LEAST_LIMIT_GBPS = 0.001

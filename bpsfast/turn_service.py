@@ -1,7 +1,7 @@
 """Operations that all ranks of a group must begin in one order: given by anybody, begun by one thread on each rank.
 
-`orchestration.turns` decides the order, `orchestration.turn_line` carries it. What an operation is (an all-reduce of
-gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
+`orchestration.order.turns` decides the order, `orchestration.order.turn_line` carries it. What an operation is (an
+all-reduce of gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from .orchestration import errors, turn_line as says
+from .orchestration import errors
 from .orchestration.errors import (
     BpsError,
     ClosedError,
@@ -24,8 +24,9 @@ from .orchestration.errors import (
     StallError,
     UnsupportedError,
 )
-from .orchestration.turn_line import FollowerLine, LeaderLine
-from .orchestration.turns import Entry, Follower, Leader
+from .orchestration.order import turn_line as says
+from .orchestration.order.turn_line import FollowerLine, LeaderLine
+from .orchestration.order.turns import Entry, Follower, Leader
 from .wake_up import WakeUp
 
 log = logging.getLogger("bpsfast")

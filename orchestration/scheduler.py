@@ -1,4 +1,4 @@
-"""The scheduler process: a ZeroMQ ROUTER around `tenure.Tenure`. It carries decisions, never tensor bytes.
+"""The scheduler process: a ZeroMQ ROUTER around `succession.tenure.Tenure`. It carries decisions, never tensor bytes.
 
 Clients must know the scheduler's CURVE key to be understood, and own the job's client key to be let in (ZAP, answered
 in the same loop). Both follow from the job key: whoever has another one gets no byte back, and runs into its deadline.
@@ -19,11 +19,11 @@ from zmq.utils import z85
 from . import messages as m
 from .doorkeeper import Doorkeeper
 from .errors import ClosedError, ConfigError, MismatchError, ProtocolError
-from .job import Outgoing
-from .job_settings import JobSettings
+from .job.job import Outgoing
+from .job.job_settings import JobSettings
 from .pulses import Pulses
 from .security import curve_pair
-from .tenure import Tenure
+from .succession.tenure import Tenure
 from .unreadable import UNREADABLE
 
 log = logging.getLogger("bpsfast.scheduler")

@@ -6,9 +6,9 @@ from collections import defaultdict
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.job_settings import JobSettings
-from bpsfast.orchestration.ledger import Ledger
-from bpsfast.orchestration.tenure import Tenure
+from bpsfast.orchestration.job.job_settings import JobSettings
+from bpsfast.orchestration.succession.ledger import Ledger
+from bpsfast.orchestration.succession.tenure import Tenure
 from tests.job_table import join, spec
 
 NODES = {"A": 2, "B": 2, "C": 1, "H": 0}

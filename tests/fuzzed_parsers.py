@@ -19,7 +19,7 @@ from bpsfast.compression.flags import flags_of
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.codec import count
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
-from bpsfast.orchestration.rows import frame_nbytes
+from bpsfast.orchestration.placement.rows import frame_nbytes
 from bpsfast.perf.control import Control
 from bpsfast.perf.messages import Message
 from bpsfast.post import frames, link, message, peer

@@ -14,8 +14,8 @@ import pytest
 from bpsfast.elastic import member as member_module
 from bpsfast.elastic.member import Member
 from bpsfast.launch.muster_service import MusterService, line_key
-from bpsfast.orchestration import muster_line
-from bpsfast.orchestration.muster import Rules
+from bpsfast.orchestration.muster import muster_line
+from bpsfast.orchestration.muster.muster import Rules
 from bpsfast.settings import Settings, load
 from bpsfast.trainer import current
 from tests.line_ends import receive

@@ -16,7 +16,7 @@ import zmq
 
 from bpsfast.channel import attach_proof
 from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.losses import FIRST_EPOCH
+from bpsfast.orchestration.job.losses import FIRST_EPOCH
 from bpsfast.orchestration.membership import Membership
 from bpsfast.transport import shm, tcp
 

@@ -5,8 +5,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.admission import Admission, Expected
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.job.admission import Admission, Expected
 from bpsfast.orchestration.messages import VERSION, Join
 
 

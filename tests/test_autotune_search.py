@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from bpsfast.autotune.model import expectation
 from bpsfast.autotune.point import Point
 from bpsfast.autotune.search import CREDITS, FUSIONS, PARTITIONS, STREAMS, WORTHWHILE, Search
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 
 DEFAULT = Point(4_096_000, 4_096_000, 16_777_216, 2)
 

@@ -73,6 +73,7 @@ def test_a_table_says_whether_results_were_wrong(row):
     assert "# Out of bounds values : 0 OK" in table.block("numpy", [row], 2, 1, {})
     row.n_wrong = 3
     assert "# Out of bounds values : 3 FAILED" in table.block("numpy", [row], 2, 1, {})
+    assert "# Out of bounds values : 3 as it has to be: " in table.block("sums off", [row], 2, 1, {}, has_sums=False)
 
 
 def test_percentiles_are_samples(row):

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.card_queue import CardQueue
-from bpsfast.orchestration.credit_queue import CreditQueue
+from bpsfast.orchestration.order.card_queue import CardQueue
+from bpsfast.orchestration.order.credit_queue import CreditQueue
 
 PART = 100
 

@@ -8,11 +8,11 @@ from itertools import chain, combinations
 import pytest
 from hypothesis import given, settings as limits, strategies as st
 
-from bpsfast.orchestration import codec_choice
 from bpsfast.orchestration.codec import KINDS, CodecSpec
-from bpsfast.orchestration.codec_choice import RATIOS, Load, choose, loads_of, settled
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement import codec_choice
+from bpsfast.orchestration.placement.codec_choice import RATIOS, Load, choose, loads_of, settled
+from bpsfast.orchestration.placement.shares import Machine
 
 MBIT = 1e6 / 8
 ONEBIT = CodecSpec(kind="onebit", auto=True)

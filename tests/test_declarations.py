@@ -5,8 +5,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.declarations import Declarations
 from bpsfast.orchestration.errors import CapacityError, ConfigError, MismatchError, UnsupportedError
+from bpsfast.orchestration.job.declarations import Declarations
 from bpsfast.orchestration.messages import TensorSpec
 
 

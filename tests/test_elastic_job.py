@@ -14,7 +14,7 @@ from bpsfast.launch import elastic_job
 from bpsfast.launch.job import Shape
 from bpsfast.launch.muster_service import MusterService
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.muster import Rules
+from bpsfast.orchestration.muster.muster import Rules
 
 
 def cli(*arguments):

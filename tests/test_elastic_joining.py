@@ -9,7 +9,7 @@ import pytest
 from bpsfast.elastic.member import Member, _Store
 from bpsfast.launch import rendezvous
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.muster_line import Come, Formed, Void
+from bpsfast.orchestration.muster.muster_line import Come, Formed, Void
 from bpsfast.trainer import current
 from tests.musters import (  # fixtures
     LIMIT_S,

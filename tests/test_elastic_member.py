@@ -14,9 +14,20 @@ import pytest
 from bpsfast.elastic import member as member_module
 from bpsfast.elastic.member import Member, TrainingOver, enlist, enlisted
 from bpsfast.launch import muster_service
-from bpsfast.orchestration import muster_line
 from bpsfast.orchestration.errors import BpsError, CapacityError, ConfigError, MismatchError, PeerLostError, StallError
-from bpsfast.orchestration.muster_line import Come, Done, Formed, Hello, Newcomers, Over, Refused, Value, Void, Want
+from bpsfast.orchestration.muster import muster_line
+from bpsfast.orchestration.muster.muster_line import (
+    Come,
+    Done,
+    Formed,
+    Hello,
+    Newcomers,
+    Over,
+    Refused,
+    Value,
+    Void,
+    Want,
+)
 from bpsfast.settings import load
 from bpsfast.trainer import current
 from tests.musters import (  # fixtures

@@ -10,7 +10,7 @@ import bpsfast
 from bpsfast import elastic
 from bpsfast.elastic.member import TrainingOver, enlist, enlisted
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.muster_line import Add, Added, Come, Done, Over
+from bpsfast.orchestration.muster.muster_line import Add, Added, Come, Done, Over
 from bpsfast.trainer import current
 from tests.musters import KEY, RealMuster, ends, settings_of, until
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
 from bpsfast.dtypes import NAMES, TABLE
-from bpsfast.orchestration.rows import HEADER_NBYTES, frame_nbytes
+from bpsfast.orchestration.placement.rows import HEADER_NBYTES, frame_nbytes
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT

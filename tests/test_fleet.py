@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.planner import fleet
 
 G = 1e9 / 8

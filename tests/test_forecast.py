@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration import forecast
-from bpsfast.orchestration.placement import assign, step_time_s
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement import forecast
+from bpsfast.orchestration.placement.placement import assign, step_time_s
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 
 def job(n, k=0, worker=0.0, helper=None):

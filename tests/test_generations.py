@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import CapacityError, ConfigError
-from bpsfast.orchestration.generations import Generations
+from bpsfast.orchestration.job.generations import Generations
 from bpsfast.orchestration.messages import Commit, NodeInfo, TensorSpec
 
 

@@ -208,7 +208,7 @@ def test_a_fork_is_told_that_it_is_one(pair):
 
 def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
     from bpsfast.hvd.service import Operation, Service
-    from bpsfast.orchestration.negotiation import Request
+    from bpsfast.orchestration.order.negotiation import Request
 
     service = Service((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0, warn_s=0.0,
                       timeout_s=20.0)

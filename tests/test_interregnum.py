@@ -12,7 +12,7 @@ import pytest
 from bpsfast.node import interregnum
 from bpsfast.node.interregnum import Interregnum
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.ledger import Ledger
+from bpsfast.orchestration.succession.ledger import Ledger
 from bpsfast.settings import Settings
 from tests.job_table import spec, welcomed
 from tests.two_nodes import End, connect

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration import joinings, messages as m
+from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
+from bpsfast.orchestration.job import joinings
 from tests.job_table import join, spec
 from tests.lossy_table import NODES, LossyTable
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast import dtypes, kernels, reference
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
-from bpsfast.orchestration.partition import BITWISE_OPS, OPS
+from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
 
 SIZES = [0, 1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
 names = st.sampled_from(dtypes.NAMES)

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.lags import Lags, combined
+from bpsfast.orchestration.job.lags import Lags, combined
+from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S
 from bpsfast.orchestration.messages import LagQuestion, LagReport, LagRow, NodeInfo
 from bpsfast.orchestration.roster import Roster
-from bpsfast.orchestration.stalls import REPORT_TIMEOUT_S
 
 S = 1_000_000_000
 

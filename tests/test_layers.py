@@ -139,6 +139,21 @@ def test_rule(file: str, source: str, reason: str | None) -> None:
     assert [r for r in reasons if r] == ([reason] if reason else [])
 
 
+#: Of the control plane: whom each folder may know beside what stands at the top.
+KNOWN = {"placement": set(), "order": set(), "muster": {"order"}, "job": {"placement", "order"},
+         "succession": {"job", "placement", "order"}}
+
+
+def test_folders_of_the_control_plane_know_no_higher_ones() -> None:
+    folders = {path.parent.name for path in (ROOT / "orchestration").glob("*/__init__.py")}
+    assert folders == set(KNOWN)
+    for folder in folders:
+        for path in (ROOT / "orchestration" / folder).glob("*.py"):
+            known = {found.name.partition(".")[0] for found in imports_of(ast.parse(path.read_text()))
+                     if found.level == 2} & folders
+            assert known <= KNOWN[folder], path.name
+
+
 def test_cython_modules_import_c_and_the_standard_library_only() -> None:
     files = sorted((ROOT / "pyx").glob("*.p[yx][xd]"))
     assert files

@@ -5,10 +5,10 @@ import pytest
 
 from bpsfast.models import catalog
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.layout import lay_out
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.placement import step_time_s
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.layout import lay_out
+from bpsfast.orchestration.placement.placement import step_time_s
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 SIZES = {"partition_nbytes": 4096000, "fusion_nbytes": 4096000}
 MACHINES = [Machine(True, 1.0)] * 8 + [Machine(False, 1.0)] * 4

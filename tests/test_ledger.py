@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.ledger import Ledger
 from bpsfast.orchestration.store import StoreSpec
+from bpsfast.orchestration.succession.ledger import Ledger
 from tests.job_table import ALL, spec, welcomed
 
 

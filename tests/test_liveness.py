@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.card_queue import CardQueue
-from bpsfast.orchestration.turns import Entry, Follower, Leader
-from bpsfast.orchestration.write_order import WriteOrder, urgency
+from bpsfast.orchestration.order.card_queue import CardQueue
+from bpsfast.orchestration.order.turns import Entry, Follower, Leader
+from bpsfast.orchestration.order.write_order import WriteOrder, urgency
 
 #: Down to one byte: less than any partition.
 CREDITS = st.one_of(st.just(1), st.integers(1, 120))

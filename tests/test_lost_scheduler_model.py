@@ -12,8 +12,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.ledger import Ledger
-from bpsfast.orchestration.tenure import Tenure
+from bpsfast.orchestration.succession.ledger import Ledger
+from bpsfast.orchestration.succession.tenure import Tenure
 from tests.job_table import join
 from tests.lossy_nodes import ROUNDS, Vertex
 from tests.test_recovery_model import APART, TOGETHER, World

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.measuring import Measuring
+from bpsfast.orchestration.job.measuring import Measuring
 
 
 def node(index, rate=0.0, probes=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.muster import MOST_FRUITLESS, Exclude, Fail, Form, Muster, Rules
+from bpsfast.orchestration.muster.muster import MOST_FRUITLESS, Exclude, Fail, Form, Muster, Rules
 
 
 def muster(policy="shrink", n=3, nodes=None, **values):

@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
-from bpsfast.orchestration import muster_line
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
-from bpsfast.orchestration.muster_line import (
+from bpsfast.orchestration.muster import muster_line
+from bpsfast.orchestration.muster.muster_line import (
     Add,
     Added,
     Come,

@@ -11,10 +11,10 @@ import pytest
 
 from bpsfast.elastic.member import Member
 from bpsfast.launch.muster_service import End, MusterService, Replace, Start, Stop, line_key
-from bpsfast.orchestration import muster_line
 from bpsfast.orchestration.errors import CapacityError, StallError
-from bpsfast.orchestration.muster import Rules
-from bpsfast.orchestration.muster_line import (
+from bpsfast.orchestration.muster import muster_line
+from bpsfast.orchestration.muster.muster import Rules
+from bpsfast.orchestration.muster.muster_line import (
     Add,
     Added,
     Come,

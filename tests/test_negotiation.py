@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration import negotiation
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.negotiation import Coordinator, Request, Response, Spec
+from bpsfast.orchestration.order import negotiation
+from bpsfast.orchestration.order.negotiation import Coordinator, Request, Response, Spec
 
 
 def make(n=2, fusion_nbytes=0, warn_s=0.0, timeout_s=100.0):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import bpsfast
-from bpsfast.orchestration import notices
+from bpsfast.orchestration.job import notices
 from bpsfast.trainer import current
 
 

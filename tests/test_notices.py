@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration import messages as m, notices
+from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.job import notices
 from tests.job_table import welcomed
 
 

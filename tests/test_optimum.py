@@ -17,7 +17,7 @@ from bpsfast.bench.optimum.cells import Cell, Layout
 from bpsfast.bench.samples import Row
 from bpsfast.cluster import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 
 
 @pytest.fixture

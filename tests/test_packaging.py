@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(path.stem for path in (ROOT / "pyx").glob("*.pyx"))
 NOT_SOURCE = (".*", "build", "dist", "out", "*.egg-info", "__pycache__", "*.so", "pyx/*.c")
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Built(NamedTuple):
@@ -72,6 +72,7 @@ def test_setup_cfg_lists_every_package() -> None:
     assert set(config["options"]["packages"].split()) == found
 
 
+@pytest.mark.thorough
 def test_sdist_holds_sources_and_nothing_built(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -86,6 +87,7 @@ def test_sdist_holds_sources_and_nothing_built(built: Built) -> None:
     assert not [name for name in names if name.endswith((".so", ".pyc")) or re.fullmatch(r"pyx/.*\.c", name)]
 
 
+@pytest.mark.thorough
 def test_wheel_holds_types_and_compiled_modules(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = set(archive.namelist())
@@ -96,6 +98,7 @@ def test_wheel_holds_types_and_compiled_modules(built: Built) -> None:
     assert not [name for name in names if name.startswith(others)]
 
 
+@pytest.mark.thorough
 def test_installed_package_works_from_another_folder(built: Built, tmp_path: Path) -> None:
     program = f"""
 import importlib, pathlib, sys
@@ -114,6 +117,7 @@ print("done")
     assert run([built.python.with_name("bpsfast"), "version"], cwd=tmp_path, timeout_s=60).strip()
 
 
+@pytest.mark.thorough
 def test_compiled_modules_need_nothing_but_the_c_library(built: Built, tmp_path: Path) -> None:
     if shutil.which("readelf") is None:
         pytest.skip("readelf is missing (package binutils)")

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import CapacityError, UnsupportedError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.partition import ITEM_NBYTES, MAX_PARTS, OPS, nbytes_of, plan_units, round_up
+from bpsfast.orchestration.placement.partition import ITEM_NBYTES, MAX_PARTS, OPS, nbytes_of, plan_units, round_up
 
 PAGE = 4096
 

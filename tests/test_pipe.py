@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.collective.pipe import SMALL, TICKETS, TINY, WIDE_BETWEEN, WIDE_WITHIN, Bore, Pipe, bores, cut, spec_of
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.partition import plan_units
+from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.pyx.port import TICKET
 from bpsfast.trainer import current
 

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.placement import WireBytes, assign, check_policy, predict_wire, ring_wire, step_time_s
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.placement import (
+    WireBytes,
+    assign,
+    check_policy,
+    predict_wire,
+    ring_wire,
+    step_time_s,
+)
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 PART = 4096000
 

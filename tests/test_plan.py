@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.models import catalog
 from bpsfast.models.model import Compute, Model
-from bpsfast.orchestration.shares import least_time_s, optimal_shares
+from bpsfast.orchestration.placement.shares import least_time_s, optimal_shares
 from bpsfast.planner import fleet, plan
 
 NET = Model("net", "net", {"a": (10, 10), "a.bias": (10,), "b": (10, 10), "c": (10, 80)})

@@ -8,7 +8,7 @@ from bpsfast.models import catalog
 from bpsfast.orchestration import codec as codecs
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.planner.compression import describe, parse, predict
 
 

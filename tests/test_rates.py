@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.orchestration.rates import machines_of, remarks
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.rates import machines_of, remarks
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 GBIT = 1e9 / 8
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.placement import assign, machine_times_s, owned_by, step_time_s
-from bpsfast.orchestration.reassignment import reassign
-from bpsfast.orchestration.shares import Machine, capacities, optimal_shares
+from bpsfast.orchestration.placement.placement import assign, machine_times_s, owned_by, step_time_s
+from bpsfast.orchestration.placement.reassignment import reassign
+from bpsfast.orchestration.placement.shares import Machine, capacities, optimal_shares
 
 PART = 4096000
 machines_with = st.tuples(st.floats(0.5, 100.0), st.one_of(st.just(0.0), st.floats(0.5, 300.0)))

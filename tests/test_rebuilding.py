@@ -8,8 +8,8 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.orchestration.ledger import Ledger
-from bpsfast.orchestration.rebuilding import Rebuilding
+from bpsfast.orchestration.succession.ledger import Ledger
+from bpsfast.orchestration.succession.rebuilding import Rebuilding
 from tests.job_table import Table, join
 
 SETTINGS = {"transport": "tcp"}

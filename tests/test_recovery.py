@@ -6,10 +6,10 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
+from bpsfast.orchestration.job.recovery import Recovery
 from bpsfast.orchestration.messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
-from bpsfast.orchestration.placement import step_time_s
-from bpsfast.orchestration.recovery import Recovery
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.placement import step_time_s
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 from tests.job_table import spec
 from tests.lossy_table import WORKERS, LossyTable
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.models import catalog
-from bpsfast.orchestration.layout import lay_out
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.partition import plan_units
-from bpsfast.orchestration.placement import assign, step_time_s
-from bpsfast.orchestration.refinement import LEAST_NBYTES, refine
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.layout import lay_out
+from bpsfast.orchestration.placement.partition import plan_units
+from bpsfast.orchestration.placement.placement import assign, step_time_s
+from bpsfast.orchestration.placement.refinement import LEAST_NBYTES, refine
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 PART = 4096000
 

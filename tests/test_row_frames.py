@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.orchestration.rows import frame_nbytes
+from bpsfast.orchestration.placement.rows import frame_nbytes
 from bpsfast.trainer.row_frames import Frames
 
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
-from bpsfast.orchestration.layout import lay_out
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.partition import nbytes_of, plan_units
-from bpsfast.orchestration.rows import deal, frame_nbytes, part_rows, values_offset
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.layout import lay_out
+from bpsfast.orchestration.placement.partition import nbytes_of, plan_units
+from bpsfast.orchestration.placement.rows import deal, frame_nbytes, part_rows, values_offset
+from bpsfast.orchestration.placement.shares import Machine
 
 
 def table(**fields):

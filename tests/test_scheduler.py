@@ -17,12 +17,12 @@ import zmq
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, StallError
-from bpsfast.orchestration.job_settings import JobSettings
-from bpsfast.orchestration.ledger import Ledger
+from bpsfast.orchestration.job.job_settings import JobSettings
 from bpsfast.orchestration.membership import Membership
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.scheduler import Scheduler
-from bpsfast.orchestration.tenure import Tenure
+from bpsfast.orchestration.succession.ledger import Ledger
+from bpsfast.orchestration.succession.tenure import Tenure
 
 KEY = secrets.token_bytes(32)  # of this process alone: a test beside this one may get a port that was just ours
 LIMIT_S = 20.0

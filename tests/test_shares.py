@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import CapacityError, ConfigError
-from bpsfast.orchestration.placement import assign
-from bpsfast.orchestration.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.placement import assign
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 
 def cluster(workers, helpers=()):

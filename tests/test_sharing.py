@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.placement import assign, machine_times_s, owned_by
-from bpsfast.orchestration.shares import Machine, optimal_shares
-from bpsfast.orchestration.sharing import shared
+from bpsfast.orchestration.placement.placement import assign, machine_times_s, owned_by
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement.sharing import shared
 
 
 @st.composite

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.silence import Silence
+from bpsfast.orchestration.job.silence import Silence
 
 WORKER, HELPER = b"worker", b"helper"
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.placement import assign
+from bpsfast.orchestration.placement.placement import assign
 from bpsfast.simulator.cluster import Costs, cluster, uniform
 from bpsfast.simulator.simulation import Options, simulate
 from bpsfast.simulator.workload import Layer, Workload, cut, one_bulk, workload

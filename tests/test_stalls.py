@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S, Stalls
 from bpsfast.orchestration.messages import NodeInfo, Stalled, StallReport
 from bpsfast.orchestration.roster import Roster
-from bpsfast.orchestration.stalls import REPORT_TIMEOUT_S, Stalls
 
 LEFT = {1}
 

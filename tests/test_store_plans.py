@@ -4,11 +4,11 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.codec import CodecSpec
-from bpsfast.orchestration.declarations import Declarations
 from bpsfast.orchestration.errors import CapacityError, ConfigError, UnsupportedError
-from bpsfast.orchestration.generations import Generations
+from bpsfast.orchestration.job.declarations import Declarations
+from bpsfast.orchestration.job.generations import Generations
 from bpsfast.orchestration.messages import NodeInfo, TensorSpec
-from bpsfast.orchestration.partition import check_store
+from bpsfast.orchestration.placement.partition import check_store
 from bpsfast.orchestration.store import StoreSpec, check
 
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.generations import Generations
-from bpsfast.orchestration.ledger import Ledger
-from bpsfast.orchestration.tenure import Tenure
+from bpsfast.orchestration.job.generations import Generations
+from bpsfast.orchestration.succession.ledger import Ledger
+from bpsfast.orchestration.succession.tenure import Tenure
 from tests.court import NODES, RANKS, Court, court as court
 from tests.job_table import join, spec
 

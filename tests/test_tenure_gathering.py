@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.tenure import Tenure
+from bpsfast.orchestration.succession.tenure import Tenure
 from tests.court import NODES, RANKS, SETTINGS, Court, court as court
 from tests.job_table import join, spec
 

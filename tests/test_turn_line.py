@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
-from bpsfast.orchestration.turn_line import Begun, Failed, FollowerLine, Hello, LeaderLine, Left, Turns
-from bpsfast.orchestration.turns import Entry
+from bpsfast.orchestration.order.turn_line import Begun, Failed, FollowerLine, Hello, LeaderLine, Left, Turns
+from bpsfast.orchestration.order.turns import Entry
 from tests.line_ends import receive
 
 KEY = secrets.token_bytes(32)

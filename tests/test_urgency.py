@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.credit_queue import CreditQueue
+from bpsfast.orchestration.order.credit_queue import CreditQueue
 from bpsfast.trace.process_file import FORMAT, Process
 from bpsfast.trace.records import Span
 from bpsfast.trace.urgency import examine

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration.messages import Plan, TensorSpec
-from bpsfast.orchestration.partition import plan_units
+from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.orchestration.store import StoreSpec
 from bpsfast.settings import Settings
 from tests.two_nodes import End, connect

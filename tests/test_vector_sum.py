@@ -17,7 +17,7 @@ import pytest
 from llvmlite import ir
 
 from bpsfast import dtypes, element, kernels, reference, vector_sum
-from bpsfast.orchestration import errors, messages, partition
+from bpsfast.orchestration import errors
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 FEATURES = {  # CPUs this one may not be: narrower registers, and no instruction for half
@@ -74,13 +74,11 @@ def copied() -> Iterator[Path]:
     """Copy the modules a kernel needs to a folder any user may read, beside an empty working directory."""
     root = Path(tempfile.mkdtemp(prefix="bpsfast-kernels-"))
     package = root / "bpsfast"
-    (package / "orchestration").mkdir(parents=True)
+    shutil.copytree(Path(errors.__file__).parent, package / "orchestration",
+                    ignore=shutil.ignore_patterns("__pycache__"))
     for module in (dtypes, element, kernels, reference, vector_sum):
         shutil.copy(module.__file__, package)
-    for module in (errors, messages, partition):
-        shutil.copy(module.__file__, package / "orchestration")
     (package / "__init__.py").touch()
-    (package / "orchestration" / "__init__.py").touch()
     (root / "cwd").mkdir()
     for path in (root, *root.rglob("*")):
         path.chmod(0o755)

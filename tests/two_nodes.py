@@ -14,9 +14,9 @@ from bpsfast.node.local_rank import LocalRank
 from bpsfast.node.reception import Reception, bind
 from bpsfast.node.vertex import Vertex
 from bpsfast.orchestration.codec import CodecSpec
-from bpsfast.orchestration.credit_queue import rank_parts
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
-from bpsfast.orchestration.partition import plan_units
+from bpsfast.orchestration.order.credit_queue import rank_parts
+from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.pyx.port import Port
 from bpsfast.settings import Settings
 from bpsfast.transport import Peering, tcp

@@ -3,7 +3,8 @@
 Machines with a rank each are network namespaces whose links carry 100 Mbit/s each way. Each codec has a job of its own
 (one job would place all its sums together); they take turns, and computing is slept. Bytes are those that the kernel
 counted on the links.
-`step` is what a rank does, `report` puts what was measured beside what the planner says (`orchestration.codec_choice`).
+`step` is what a rank does, `report` puts what was measured beside what the planner says
+(`orchestration.placement.codec_choice`).
 """
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from bpsfast.bench import table
 from bpsfast.bench.samples import Row
 from bpsfast.models.model import Compute, Model
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.planner.compression import parse, predict
 from bpsfast.planner.plan import step_s
 from bpsfast.settings import Settings

@@ -11,7 +11,7 @@ from bpsfast.bench.hall import Hall
 from bpsfast.bench.optimum.cells import Cell, Layout
 from bpsfast.bench.samples import Row, take_turns
 from bpsfast.cluster import Cluster
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 
 #: A busier machine is measured itself, not the network.
 MOST_BUSY = 0.8

@@ -7,7 +7,7 @@ from math import prod
 from bpsfast.models import catalog
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.settings import Settings
 
 #: Of all links together, up to so many machines: what two cores can move and sum without being the limit.

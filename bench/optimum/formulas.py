@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from bpsfast.orchestration import forecast
-from bpsfast.orchestration.placement import machine_times_s
-from bpsfast.orchestration.shares import Machine, least_time_s, optimal_shares
+from bpsfast.orchestration.placement import forecast
+from bpsfast.orchestration.placement.placement import machine_times_s
+from bpsfast.orchestration.placement.shares import Machine, least_time_s, optimal_shares
 
 
 def time_s(contestant: str, nbytes: int, machines: Sequence[Machine]) -> float | None:

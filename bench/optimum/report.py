@@ -9,9 +9,9 @@ from bpsfast.bench.optimum import formulas
 from bpsfast.bench.optimum.cell import MOST_BUSY, Measured, busiest
 from bpsfast.bench.optimum.cells import Cell, Layout
 from bpsfast.bench.samples import Row
-from bpsfast.orchestration import placement
-from bpsfast.orchestration.layout import lay_out
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement import placement
+from bpsfast.orchestration.placement.layout import lay_out
+from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.settings import Settings
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from bpsfast.bench.group import Group
 from bpsfast.bench.hall import Hall
 from bpsfast.models import catalog
-from bpsfast.orchestration.shares import Machine, least_time_s
+from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.simulator.networks import build
 from bpsfast.simulator.workload import Workload, workload
 

@@ -1,14 +1,14 @@
 """What the planner expects of a point, where NICs' rates are known: where a search begins. Pure.
 
-The time on the wire of the optimum (`orchestration.shares`), a partition at either end of it that nothing overlaps, and
-a cost for each write: the trade-off of ByteScheduler (SOSP'19) section 4. Only proportions count.
+The time on the wire of the optimum (`orchestration.placement.shares`), a partition at either end of it that nothing
+overlaps, and a cost for each write: the trade-off of ByteScheduler (SOSP'19) section 4. Only proportions count.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-from ..orchestration.shares import Machine, least_time_s
+from ..orchestration.placement.shares import Machine, least_time_s
 from .point import Point
 
 #: Python decides on every write of a node: what that took per partition and peer on a busy machine.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..orchestration.messages import TensorSpec
-from ..orchestration.partition import nbytes_of
-from ..orchestration.shares import Machine
+from ..orchestration.placement.partition import nbytes_of
+from ..orchestration.placement.shares import Machine
 from ..settings import Settings
 from . import store
 from .model import expectation

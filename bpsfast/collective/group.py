@@ -24,7 +24,7 @@ from ..orchestration.errors import (
     StallError,
     UnsupportedError,
 )
-from ..orchestration.partition import OPS
+from ..orchestration.placement.partition import OPS
 from ..post import exchange
 from ..pyx.port import copy
 from ..trainer.tensor_input import TensorInput

@@ -135,7 +135,7 @@ def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
 def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings, chosen: dict[str, Any], limits: Any,
                  out: Any) -> int:
     from ..launch import elastic_job
-    from ..orchestration.muster import Rules
+    from ..orchestration.muster.muster import Rules
 
     control = chosen.pop("control", None)
     rules = Rules(**{"max_ranks": sum(shape.ranks), **chosen})

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from ..orchestration.codec import CodecSpec, check, width_of
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 from . import formats
 from .byteps_keywords import from_byteps
 from .formats import check_types

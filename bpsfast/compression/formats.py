@@ -63,8 +63,9 @@ def int8(*, error_feedback: bool = False, momentum: float = 0.0) -> CodecSpec:
 
 
 def where_it_pays(codec: CodecSpec) -> CodecSpec:
-    """Return *codec*, for tensors only with which steps get shorter (`orchestration.codec_choice`), the others exact.
+    """Return *codec*, for tensors only with which steps get shorter, the others exact.
 
+    `orchestration.placement.codec_choice` finds them.
     The job decides when tensors are declared, by its NICs' rates, which must all be known, and says what at INFO.
     Raises `ConfigError` if *codec* has momentum, which exact tensors would then lack, unknown to their optimizer.
     """

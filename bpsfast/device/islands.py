@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..collective.byte_strings import broadcast_bytes
 from ..orchestration.errors import BpsError, DeviceError
-from ..orchestration.turns import Entry
+from ..orchestration.order.turns import Entry
 from ..turn_service import Finish, TurnService
 from .arrivals import Arrival
 from .communicator import Run, communicator

@@ -18,9 +18,10 @@ from ..boot import network_id
 from ..launch import rendezvous
 from ..launch.muster_service import line_key
 from ..launch.place import given_key
-from ..orchestration import errors, muster_line, security
+from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
-from ..orchestration.muster_line import (
+from ..orchestration.muster import muster_line
+from ..orchestration.muster.muster_line import (
     Come,
     Done,
     Formed,

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from ..collective.group import Group
-from ..orchestration.negotiation import Response, Spec
+from ..orchestration.order.negotiation import Response, Spec
 from ..torch.ops import tensor_memory
 from ..trainer.tensor_input import TensorInput
 from .service import Operation

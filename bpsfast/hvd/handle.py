@@ -10,7 +10,7 @@ import torch
 
 from ..dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..orchestration.negotiation import Kind, Request, Spec
+from ..orchestration.order.negotiation import Kind, Request, Spec
 from ..torch.ops import require_dense
 from . import runtime
 from .process_sets import ProcessSet

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.negotiation_line import FollowerLine, LeaderLine, connect, listen
+from ..orchestration.order.negotiation_line import FollowerLine, LeaderLine, connect, listen
 from ..trainer.session import Session
 
 _KEY_NBYTES = 32

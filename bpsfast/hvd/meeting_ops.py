@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 
-from ..orchestration.negotiation import Request
+from ..orchestration.order.negotiation import Request
 from . import runtime
 from .process_sets import ProcessSet, global_process_set
 from .service import Operation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..collective import groups
 from ..collective.group import Group
 from ..orchestration.errors import ClosedError, ConfigError
-from ..orchestration.negotiation import Kind, Request, Response
+from ..orchestration.order.negotiation import Kind, Request, Response
 from ..trainer import current as process
 from ..trainer.session import Session
 from .errors import NotInitializedError, internal

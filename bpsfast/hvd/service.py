@@ -1,7 +1,7 @@
 """One thread for each process set of this rank: it says what this rank wants, hears what all execute, and executes it.
 
-Any thread submits operations under names; the first rank of the set coordinates (`orchestration.negotiation`). What
-an operation does is the executor's: the service only keeps the order, the deadlines and the errors.
+Any thread submits operations under names; the first rank of the set coordinates (`orchestration.order.negotiation`).
+What an operation does is the executor's: the service only keeps the order, the deadlines and the errors.
 """
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..orchestration import errors, negotiation_line as says
+from ..orchestration import errors
 from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
-from ..orchestration.negotiation import Coordinator, Request, Response
-from ..orchestration.negotiation_line import FollowerLine, LeaderLine
+from ..orchestration.order import negotiation_line as says
+from ..orchestration.order.negotiation import Coordinator, Request, Response
+from ..orchestration.order.negotiation_line import FollowerLine, LeaderLine
 from ..wake_up import WakeUp
 from .errors import internal
 

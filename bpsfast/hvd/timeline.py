@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.negotiation import Response
+from ..orchestration.order.negotiation import Response
 
 if TYPE_CHECKING:
     from .service import Operation

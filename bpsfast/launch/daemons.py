@@ -174,7 +174,7 @@ def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
     from .. import __version__
     from ..orchestration.doorkeeper import interface
-    from ..orchestration.job_settings import JobSettings
+    from ..orchestration.job.job_settings import JobSettings
     from ..orchestration.scheduler import Scheduler
 
     if settings.num_nodes < 1 and settings.size < 1:

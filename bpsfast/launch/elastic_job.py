@@ -15,10 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..orchestration import muster_line, security
+from ..orchestration import security
 from ..orchestration.errors import ConfigError, PeerLostError, StallError
-from ..orchestration.muster import Rules
-from ..orchestration.muster_line import Add, Added, Hello
+from ..orchestration.muster import muster_line
+from ..orchestration.muster.muster import Rules
+from ..orchestration.muster.muster_line import Add, Added, Hello
 from ..orchestration.unreadable import UNREADABLE
 from ..settings import Settings, environment, parse_address
 from .child import Command, Kind, thread_defaults

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..orchestration import muster_line as line_of, security
+from ..orchestration import security
 from ..orchestration.errors import ProtocolError
-from ..orchestration.muster import Exclude, Fail, Form, Muster, Rules
-from ..orchestration.muster_line import (
+from ..orchestration.muster import muster_line as line_of
+from ..orchestration.muster.muster import Exclude, Fail, Form, Muster, Rules
+from ..orchestration.muster.muster_line import (
     Add,
     Added,
     Come,

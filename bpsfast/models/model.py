@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..orchestration.messages import TensorSpec
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 
 #: Name -> shape of every parameter, in forward order.
 Shapes = dict[str, tuple[int, ...]]

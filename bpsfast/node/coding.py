@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..orchestration import codec
 from ..orchestration.codec import CodecSpec
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 
 
 class PartCodec(NamedTuple):

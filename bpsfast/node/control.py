@@ -28,8 +28,8 @@ from ..launch.reach import local_host, nobody_at
 from ..nic.host import Host
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
-from ..orchestration.ledger import Ledger
 from ..orchestration.membership import Membership
+from ..orchestration.succession.ledger import Ledger
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
 from ..transport import tcp

@@ -2,8 +2,8 @@
 
 The engine says what there is to send (`EVENT_FORWARD`: a partial to its owner, `EVENT_RESULT`: a result to every
 node with ranks that push it) and what has arrived at the other side (`EVENT_DELIVERED`). In between stands the queue of
-the card (`orchestration.card_queue`): most urgent first, never more bytes under way than there is credit. Moving the
-bytes is the native streams' work; this thread never touches them.
+the card (`orchestration.order.card_queue`): most urgent first, never more bytes under way than there is credit. Moving
+the bytes is the native streams' work; this thread never touches them.
 """
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ..orchestration.card_queue import CardQueue
 from ..orchestration.errors import StallError
-from ..orchestration.write_order import ArrivalOrder, Place, WriteOrder, order_of
+from ..orchestration.order.card_queue import CardQueue
+from ..orchestration.order.write_order import ArrivalOrder, Place, WriteOrder, order_of
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from ..trace import SendLog
 from ..transport import WireLink

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
-from ..orchestration.partition import ITEM_NBYTES
-from ..orchestration.rows import ROWS, part_rows
+from ..orchestration.placement.partition import ITEM_NBYTES
+from ..orchestration.placement.rows import ROWS, part_rows
 from ..pyx.engine import Engine
 from ..transport import Link, WireLink, wire
 from ..transport.shm import ShmLink

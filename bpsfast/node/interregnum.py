@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..orchestration import messages
-from ..orchestration.ledger import Ledger
+from ..orchestration.succession.ledger import Ledger
 from .peers import Peers
 from .plans import Plans
 

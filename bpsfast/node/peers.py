@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..orchestration import forecast, messages, rates
+from ..orchestration import messages
 from ..orchestration.errors import PeerLostError, ProtocolError
+from ..orchestration.placement import forecast, rates
 from ..pyx.engine import NOBODY
 from ..settings import Settings
 from ..transport import Link, Peering, TalkingLink, nic_probe, shm, talking

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 from ..transport import Link, wire
 from .members import Members, members_of
 from .regions import page_round

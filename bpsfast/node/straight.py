@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, UnsupportedError
 from ..orchestration.messages import PartPlan, ShareDevice, UnitPlan
-from ..orchestration.rows import ROWS
+from ..orchestration.placement.rows import ROWS
 from ..pyx.pages import Shadow
 from ..settings import Settings
 from ..topology import discovery

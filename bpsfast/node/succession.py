@@ -17,8 +17,8 @@ from typing import Any
 from ..orchestration import messages
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
+from ..orchestration.placement.rows import ROWS
 from ..orchestration.rounds import after
-from ..orchestration.rows import ROWS
 from ..pyx.engine import NOBODY, Engine
 from ..pyx.pages import Segment
 from ..transport import Link, WireLink, wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..orchestration.messages import PartPlan, UnitPlan
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 from ..orchestration.store import has_momentum, width_of
 from ..pyx.engine import Engine
 from .regions import Arena, Place

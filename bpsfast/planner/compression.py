@@ -9,9 +9,9 @@ import msgspec
 from ..models.model import Model
 from ..orchestration import codec as codecs
 from ..orchestration.codec import CodecSpec
-from ..orchestration.codec_choice import Choice, choose, loads_of
 from ..orchestration.errors import ConfigError
-from ..orchestration.shares import Machine
+from ..orchestration.placement.codec_choice import Choice, choose, loads_of
+from ..orchestration.placement.shares import Machine
 
 _OPTIONS = tuple(name for name in CodecSpec.__struct_fields__ if name not in ("kind", "auto"))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.shares import Machine
+from ..orchestration.placement.shares import Machine
 
 #: More machines than this are a slip of the finger: the model places keys on each of them.
 MOST_MACHINES = 4096

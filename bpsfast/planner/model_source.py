@@ -14,7 +14,7 @@ from typing import Any
 from ..models import catalog
 from ..models.model import Model, Shapes
 from ..orchestration.errors import ConfigError
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 
 #: A file with more than this is no list of shapes.
 _MOST_NBYTES = 64 << 20

@@ -11,14 +11,14 @@ from math import prod
 from typing import NamedTuple
 
 from ..models.model import Compute, Model
-from ..orchestration import forecast
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError
-from ..orchestration.layout import lay_out
-from ..orchestration.partition import ITEM_NBYTES
-from ..orchestration.placement import machine_times_s, owned_by, step_time_s
-from ..orchestration.reassignment import reassign
-from ..orchestration.shares import Machine, capacities, least_time_s
+from ..orchestration.placement import forecast
+from ..orchestration.placement.layout import lay_out
+from ..orchestration.placement.partition import ITEM_NBYTES
+from ..orchestration.placement.placement import machine_times_s, owned_by, step_time_s
+from ..orchestration.placement.reassignment import reassign
+from ..orchestration.placement.shares import Machine, capacities, least_time_s
 from . import fleet
 from .compression import Compression, predict
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..commands import output
 from ..models import catalog
-from ..orchestration.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
 
 _GBPS = 100.0
 #: A count may differ from another implementation's by so much: heads, biases, vocabularies.

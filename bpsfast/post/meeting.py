@@ -25,7 +25,7 @@ from .. import channel
 from ..boot import network_id
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
-from ..orchestration.losses import FIRST_EPOCH
+from ..orchestration.job.losses import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
 from ..refusals import Refusals
 from ..transport.seals import check_library, seals_of

@@ -1,7 +1,6 @@
 """A discrete-event simulator of training jobs: what one machine cannot show, and what no cluster is at hand for.
 
-It decides with the job's own code (`orchestration.placement`, `card_queue`, `write_order`, `turns`, `partition`) and
-simulates the rest:
+It decides with the job's own code (`orchestration.placement` and `orchestration.order`) and simulates the rest:
 
     workload    layers with their times and tensors              networks    those of known models
     cluster     machines, cards, what a message costs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..orchestration.turns import Entry, Leader
+from ..orchestration.order.turns import Entry, Leader
 from .clock import Clock
 from .cluster import Cluster
 from .ring import Ring, reduce_s, wire_nbytes

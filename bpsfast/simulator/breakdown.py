@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..orchestration.shares import Machine, optimal_shares
+from ..orchestration.placement.shares import Machine, optimal_shares
 from ..topology.budget import Traffic
 from . import machines, paper
 from .cluster import Costs, cluster

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.shares import Machine
+from ..orchestration.placement.shares import Machine
 
 #: More than this is a typing error, or needs a coarser model than messages.
 MAX_MACHINES = 65536

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..orchestration.card_queue import CardQueue
-from ..orchestration.credit_queue import CreditQueue
-from ..orchestration.write_order import ArrivalOrder, WriteOrder
+from ..orchestration.order.card_queue import CardQueue
+from ..orchestration.order.credit_queue import CreditQueue
+from ..orchestration.order.write_order import ArrivalOrder, WriteOrder
 from .clock import Clock
 from .cluster import Costs
 from .layout import Layout, Part

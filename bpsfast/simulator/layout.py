@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..orchestration.credit_queue import rank_parts
 from ..orchestration.errors import ConfigError
-from ..orchestration.placement import assign
-from ..orchestration.shares import Machine, optimal_shares
+from ..orchestration.order.credit_queue import rank_parts
+from ..orchestration.placement.placement import assign
+from ..orchestration.placement.shares import Machine, optimal_shares
 from .cluster import Cluster
 from .network import Load
 from .workload import Cut

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..orchestration.errors import ConfigError
 from ..orchestration.messages import TensorSpec, UnitPlan
-from ..orchestration.partition import plan_units
+from ..orchestration.placement.partition import plan_units
 
 
 class Layer(NamedTuple):

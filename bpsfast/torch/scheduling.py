@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..launch.roles import is_loopback
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
-from ..orchestration.turns import Entry
+from ..orchestration.order.turns import Entry
 from ..turn_service import Finish, TurnService
 
 _PARTITION_NBYTES = 4 << 20

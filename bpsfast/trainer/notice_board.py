@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..orchestration import notices
+from ..orchestration.job import notices
 from ..orchestration.messages import Found, Lookup, Message, Publish, Withdraw
 from .attachment import error_of
 from .mailbox import Mailbox

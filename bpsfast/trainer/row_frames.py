@@ -8,7 +8,7 @@ import numpy as np
 
 from ..dtypes import TABLE, wire_name
 from ..orchestration.errors import ProtocolError
-from ..orchestration.rows import HEADER_NBYTES, INDEX_NBYTES, OVERFLOW, frame_nbytes, part_rows, values_offset
+from ..orchestration.placement.rows import HEADER_NBYTES, INDEX_NBYTES, OVERFLOW, frame_nbytes, part_rows, values_offset
 
 Array = np.ndarray[Any, Any]
 

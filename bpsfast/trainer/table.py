@@ -14,7 +14,7 @@ import numpy as np
 from ..dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.rows import ROWS
+from ..orchestration.placement.rows import ROWS
 from . import current as process
 from .row_frames import Array, Frames
 from .session import Session

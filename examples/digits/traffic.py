@@ -12,8 +12,8 @@ import shutil
 import bpsfast
 from bpsfast import torch as bps
 from bpsfast.cluster import netns
-from bpsfast.orchestration.placement import WireBytes, assign, predict_wire, ring_wire
-from bpsfast.orchestration.shares import Machine
+from bpsfast.orchestration.placement.placement import WireBytes, assign, predict_wire, ring_wire
+from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.trainer.current import current
 
 Counts = dict[str, dict[str, int]]  # machine -> {"sent": bytes, "received": bytes}

@@ -1,0 +1,232 @@
+"""Who is in the job: collects joins until all are there, then fixes the node order and the ranks. Pure."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import ConfigError, MismatchError
+from ..messages import VERSION, Join, NodeInfo
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What makes the job complete. -1: not known; of `num_nodes` and `size` one must be.
+
+    Where nobody knows the number of machines with ranks, they are all there when all ranks are.
+    `num_server_processes` >= 0 counts BytePS's way: those on machines with ranks are those machines' nodes, so the
+    number of helpers follows and `num_helpers` is not looked at.
+    """
+
+    num_nodes: int
+    num_helpers: int = 0
+    num_server_processes: int = -1
+    size: int = -1
+
+
+class Admission:
+    """The joins so far, by sender, in the order of their first arrival."""
+
+    def __init__(self, expected: Expected, package: str, fingerprint: Mapping[str, str] | None) -> None:
+        self._expected = expected
+        self._package = package
+        self._fingerprint = fingerprint
+        self._whose = "the scheduler"
+        self.joins: dict[bytes, Join] = {}
+        self._sender_of: dict[tuple[str, int, str], bytes] = {}  # by the process's place
+
+    def check(self, join: Join) -> MismatchError | None:
+        """Return why *join* cannot be in one job with the others: the field and both values."""
+        if join.version != VERSION:
+            return self._mismatch(join, "protocol version", join.version, VERSION, "the scheduler")
+        if self._package and join.package != self._package:
+            return self._mismatch(join, "package version", join.package, self._package, "the scheduler")
+        if self._fingerprint is None:
+            return None
+        differs = difference(join.settings, self._fingerprint)
+        return self._mismatch(join, f"setting {differs[0]}", *differs[1:], self._whose) if differs is not None else None
+
+    @staticmethod
+    def _mismatch(join: Join, field: str, theirs: object, ours: object, whose: str) -> MismatchError:
+        return MismatchError(f"{field} differs: {theirs} on host {join.host} (pid {join.pid}), {ours} on {whose}; "
+                             "all roles of a job must agree")
+
+    def add(self, sender: bytes, join: Join) -> bytes | None:
+        """Admit *join*, or replace what its process said before. `check` it first.
+
+        Returns from where the process had said it, if it has dialled anew since: nothing counts that comes from there.
+        """
+        if self._fingerprint is None:
+            self._fingerprint = dict(join.settings)
+            self._whose = f"host {join.host} (pid {join.pid})"
+        before = self._sender_of.get(place_of(join), sender)
+        self._sender_of[place_of(join)] = sender
+        if before != sender:  # its turn stays
+            self.joins = {sender if each == before else each: other for each, other in self.joins.items()}
+        self.joins[sender] = join
+        return before if before != sender else None
+
+    def contradiction(self) -> ConfigError | None:
+        """Return why the joins so far can never become a complete job, if so."""
+        try:
+            workers, helpers = self._split()
+            _check_wishes(workers, self._expected.num_nodes if self._expected.num_nodes >= 0 else None)
+            _check_wishes(helpers, None)
+        except ConfigError as exc:
+            return exc
+        expected = self._expected
+        n_ranks = _count(workers)
+        if expected.num_nodes < 0 and n_ranks > expected.size:
+            hosts = ", ".join(f"{len(join.ranks)} on host {join.host}" for _, join in workers)
+            return ConfigError(f"size is {expected.size}, but {n_ranks} ranks came: {hosts}")
+        if 0 <= expected.num_nodes < len(workers):
+            hosts = ", ".join(join.host for _, join in workers)
+            return ConfigError(f"num_nodes is {expected.num_nodes}, but {len(workers)} nodes with ranks came: {hosts}")
+        if expected.num_server_processes >= 0:
+            found = self._server_processes()
+            if found > expected.num_server_processes:
+                return ConfigError(
+                    f"DMLC_NUM_SERVER is {expected.num_server_processes}, but {found} server processes joined")
+        elif len(helpers) > expected.num_helpers:
+            hosts = ", ".join(join.host for _, join in helpers)
+            return ConfigError(
+                f"num_helpers is {expected.num_helpers}, but {len(helpers)} nodes without ranks joined: {hosts}")
+        return None
+
+    def complete(self) -> bool:
+        """Tell whether everybody has joined."""
+        workers, helpers = self._split()
+        if self._expected.num_nodes < 0:
+            if _count(workers) != self._expected.size:
+                return False
+        elif len(workers) != self._expected.num_nodes:
+            return False
+        if self._expected.num_server_processes >= 0:
+            return self._server_processes() == self._expected.num_server_processes
+        return len(helpers) == self._expected.num_helpers
+
+    def roster(self) -> list[tuple[bytes, NodeInfo]]:
+        """Return everybody in node order: machines with ranks, then helpers.
+
+        Raises
+        ------
+        ConfigError
+            If the ranks are no permutation, or their number is not the size that was promised.
+        """
+        workers, helpers = self._split()
+        seats = _seats(workers, self._expected.num_nodes)
+        ordered = [workers[i] for i in sorted(range(len(workers)), key=seats.__getitem__)]
+        ranks = _number_ranks([join for _, join in ordered], self._expected.size)
+        ordered += sorted(helpers, key=lambda each: (each[1].index < 0, each[1].index))
+        ranks += [()] * len(helpers)
+        return [
+            (sender, node_of(index, join, ranks[index]))
+            for index, (sender, join) in enumerate(ordered)
+        ]
+
+    def describe(self) -> str:
+        """Say who is here and who is not: "have node 0 (a, 2 ranks), helper 0 (c); missing node 1 (never joined)"."""
+        workers, helpers = self._split()
+        seats = _seats(workers, self._expected.num_nodes)
+        have = sorted(zip(seats, (join for _, join in workers)), key=lambda pair: pair[0])
+        texts = [f"node {seat} ({join.host}, {_ranks(len(join.ranks))})" for seat, join in have]
+        texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers)]
+        missing = [f"node {seat} (never joined)" for seat in range(self._expected.num_nodes) if seat not in seats]
+        if self._expected.num_nodes < 0:
+            came = {rank for _, join in workers for rank in join.ranks}
+            missing += [f"rank {rank} (its node never joined)" for rank in range(self._expected.size)
+                        if rank not in came]
+        if self._expected.num_server_processes >= 0:
+            found = self._server_processes()
+            if found < self._expected.num_server_processes:
+                n_missing = self._expected.num_server_processes - found
+                missing.append(f"{n_missing} of {self._expected.num_server_processes} server processes (never joined)")
+        else:
+            missing += [f"helper {i} (never joined)" for i in range(len(helpers), self._expected.num_helpers)]
+        return f"have {', '.join(texts) or 'nobody'}; missing {', '.join(missing) or 'nobody'}"
+
+    def _server_processes(self) -> int:
+        return sum(join.server_processes for join in self.joins.values())
+
+    def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
+        everybody = list(self.joins.items())
+        return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the first setting in which a job's members differ, and both its values; None: they do not."""
+    for field in sorted({*ours, *theirs}):
+        values = theirs.get(field, "(not sent)"), ours.get(field, "(not known)")
+        if values[0] != values[1]:
+            return field, *values
+    return None
+
+
+def place_of(node: Join | NodeInfo) -> tuple[str, int, str]:
+    """Return what tells *node*'s process from all others, over whatever connection it speaks."""
+    return node.host, node.pid, node.address
+
+
+def seat_of(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
+    """Return the one of *nodes* whose process has sent *join*; None: a new one has."""
+    here = place_of(join)
+    return next((node for node in nodes if place_of(node) == here), None)
+
+
+def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:
+    """Return what everybody is told of a node that has joined by *join*."""
+    return NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
+                    ranks=ranks, nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes,
+                    nic_limit_bytes=join.nic_limit_bytes, sum_rate_bytes=join.sum_rate_bytes, probes=join.probes,
+                    room_nbytes=join.room_nbytes, copy_rate_bytes=join.copy_rate_bytes)
+
+
+def _count(workers: list[tuple[bytes, Join]]) -> int:
+    return sum(len(join.ranks) for _, join in workers)
+
+
+def _ranks(n: int) -> str:
+    return f"{n} rank" if n == 1 else f"{n} ranks"
+
+
+def _check_wishes(nodes: list[tuple[bytes, Join]], n_seats: int | None) -> None:
+    """Raise ConfigError if two nodes wish the same index, or one that does not exist."""
+    taken: dict[int, Join] = {}
+    for _, join in nodes:
+        if join.index < 0:
+            continue
+        if n_seats is not None and join.index >= n_seats:
+            raise ConfigError(f"the node on host {join.host} has node_index {join.index}, but num_nodes is {n_seats} "
+                              "(machines with ranks come first)")
+        other = taken.setdefault(join.index, join)
+        if other is not join:
+            raise ConfigError(f"two nodes have node_index {join.index}: host {other.host} (pid {other.pid}) and "
+                              f"host {join.host} (pid {join.pid})")
+
+
+def _seats(workers: list[tuple[bytes, Join]], n_seats: int) -> list[int]:
+    """Return each worker's index: as wished, the others by lowest explicit rank, then by arrival, into free seats."""
+    seats = [join.index for _, join in workers]
+    free = iter(sorted(set(range(max(n_seats, len(workers)))) - set(seats)))
+    lowest = [min((rank for rank in join.ranks if rank >= 0), default=-1) for _, join in workers]
+    for i in sorted((i for i, seat in enumerate(seats) if seat < 0), key=lambda i: (lowest[i] < 0, lowest[i], i)):
+        seats[i] = next(free, len(workers))
+    return seats
+
+
+def _number_ranks(joins: list[Join], size: int) -> list[tuple[int, ...]]:
+    """Return each node's global ranks: the explicit ones, else counted through in node order."""
+    explicit = [rank for join in joins for rank in join.ranks]
+    n_ranks = len(explicit)
+    if size >= 0 and n_ranks != size:
+        raise ConfigError(f"size is {size}, but {n_ranks} ranks are there: "
+                          + ", ".join(f"{len(join.ranks)} on host {join.host}" for join in joins))
+    if all(rank < 0 for rank in explicit):
+        firsts = [sum(len(join.ranks) for join in joins[:i]) for i in range(len(joins))]
+        return [tuple(range(first, first + len(join.ranks))) for first, join in zip(firsts, joins)]
+    if sorted(explicit) != list(range(n_ranks)):
+        raise ConfigError(f"the ranks must be 0 to {n_ranks - 1}, each once, got "
+                          + ", ".join(f"{list(join.ranks)} on host {join.host}" for join in joins)
+                          + " (-1: not set; set all or none)")
+    return [join.ranks for join in joins]
+
+

@@ -1,0 +1,339 @@
+"""Placement, partitions and order change in generations only: planned, prepared by all, committed by all. Pure."""
+from __future__ import annotations
+
+from collections.abc import Container, Sequence, Set as AbstractSet
+
+import msgspec
+
+from ..errors import CapacityError
+from ..messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
+from ..order.credit_queue import rank_parts
+from ..placement import codec_choice
+from ..placement.layout import lay_out
+from ..placement.partition import MAX_PARTS, has_state
+from ..placement.placement import assign, assign_among
+from ..placement.rates import bound_remark, bounded, machines_of, ownable
+from ..placement.shares import Machine
+from ..placement.sharing import shared
+from ..store import workers_of
+from .past import Past
+from .recovery import Heir
+
+
+class Generations:
+    """The committed units and at most one generation in flight.
+
+    Generation and unit numbers are used once; those of partitions again once their unit is retired, for the board has
+    only so many words. Those of a generation that failed stay unused, so that a late word about it cannot be taken for
+    another's.
+
+    Raises ConfigError if *policy* cannot place anything on *nodes*.
+    """
+
+    def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
+                 first_round: int = 1) -> None:
+        self._nodes = nodes
+        self._machines = machines_of(nodes)
+        self._copy_rates = [node.copy_rate_bytes for node in nodes]
+        self._policy = policy
+        self._partition_nbytes = partition_nbytes
+        self._fusion_nbytes = fusion_nbytes
+        self._first_round = first_round
+        self._page_nbytes = max(node.page_nbytes for node in nodes)
+        self._owned = [0] * len(nodes)
+        self._more = ownable(nodes)
+        self._next_unit = 0
+        self._next_part = 0
+        self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
+        self._retiring: dict[int, set[int]] = {}
+        self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
+        self._ready: set[int] = set()
+        self._absent: set[int] = set()
+        self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
+        self.number = 0
+        self.units: list[UnitPlan] = []
+        self.in_flight: Plan | None = None
+        self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
+        assign([1], self._machines, policy)
+
+    def resume(self, past: Past) -> None:
+        """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
+        self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
+        self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
+        self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
+        self._next_unit = past.next_unit
+        self._owned = _and([0] * len(self._owned), self.units)
+        used = sorted(part.part for unit in self.units for part in unit.parts)
+        self._next_part = used[-1] + 1 if used else 0
+        self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
+
+    def know(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
+        """Count on *nodes*, the same ones with other rates, and maybe more, from the next generation on.
+
+        Nothing is placed on those that are *absent*.
+        """
+        new = len(nodes) - len(self._nodes)
+        self._owned += [0] * new
+        self._more += ownable(nodes)[len(nodes) - new:]
+        self._nodes, self._absent = nodes, set(absent)
+        self._machines = machines_of(nodes)
+        self._copy_rates = [node.copy_rate_bytes for node in nodes]
+        self._page_nbytes = max(node.page_nbytes for node in nodes)
+
+    def propose(self, specs: Sequence[TensorSpec]) -> Plan:
+        """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
+        one family of editions, or of none. No generation may be in flight.
+
+        What is not of all ranks is placed among the nodes of its ranks and the helpers. What is to be compressed only
+        where that pays is settled now. What owners keep state of is never a helper's: only nodes with ranks can save
+        it with the model.
+
+        Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
+        these ranks), and then nothing has begun.
+        """
+        assert self.in_flight is None, f"generation {self.number} is in flight"
+        family, ranks = specs[0].edition_of, specs[0].ranks
+        declared = specs
+        owned = self._owned_beside(family)
+        specs, choice, remark = self._settled(specs)
+        most = max([MAX_PARTS - self._next_part, *(number for _, number in self._free)])
+        keeps_state = any(has_state(spec) for spec in specs)
+        candidates = self._candidates(ranks, helpers=not keeps_state)
+        policy = self._policy
+        if policy == "ps" and (keeps_state or all(machine.has_ranks for _, machine in candidates)):
+            policy = "colocated"  # without a helper, those that were there are lost
+        units = self._numbered(self._for_workers(_at(candidates, lay_out(
+            specs, [machine for _, machine in candidates], policy=policy,
+            partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
+            owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
+            first_unit=self._next_unit, first_part=MAX_PARTS - most)), family, most))
+        nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
+        if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
+            machines = bounded(self._machines, owned, self._more)
+            remark = bound_remark(self._nodes, self._machines, machines, nbytes) or remark
+        self.number += 1
+        self._next_unit += len(units)
+        self._ready = set()
+        self._specs = declared
+        self.in_flight = Plan(generation=self.number, units=tuple(units), remark=remark, choice=choice)
+        return self.in_flight
+
+    def _settled(self, specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], str, str]:
+        """Return *specs* with codecs that are used or gone, and the words for that (`codec_choice.settled`)."""
+        candidates = self._candidates(specs[0].ranks, helpers=True)
+        return codec_choice.settled(
+            specs, [machine for _, machine in candidates], [self._copy_rates[node] for node, _ in candidates],
+            self._policy, self._partition_nbytes, self._fusion_nbytes)
+
+    def _owned_beside(self, family: str) -> list[int]:
+        """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
+        others = [unit for unit in self.units if family and unit.edition_of == family]
+        return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
+
+    def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
+        """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
+        return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
+                if node.index not in self._absent
+                and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
+
+    def _for_workers(self, units: Sequence[UnitPlan], family: str, most: int) -> list[UnitPlan]:
+        """Return *units* of one *family* of editions, of those with a store one for each worker, numbered anew.
+
+        Raises CapacityError if they have more than *most* partitions.
+        """
+        made: list[UnitPlan] = []
+        for unit in units:
+            if unit.store is None:
+                made.append(msgspec.structs.replace(unit, unit=self._next_unit + len(made), edition_of=family))
+                continue
+            workers = workers_of(unit.store, unit.ranks, [node.ranks for node in self._nodes])
+            first = self._next_unit + len(made)
+            made += [msgspec.structs.replace(unit, unit=first + i, ranks=theirs, store_unit=first,
+                                             n_workers=len(workers)) for i, theirs in enumerate(workers)]
+        n_parts = sum(len(unit.parts) for unit in made)
+        if n_parts > most:
+            raise CapacityError(f"stores for each worker bring these tensors to {n_parts} partitions, {most} are left "
+                                "in this job; raise partition_bytes, or let the ranks of a node push together")
+        return made
+
+    def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
+        """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
+        n_parts = sum(len(unit.parts) for unit in units)
+        place = next((place for place, (_, number) in enumerate(self._free) if number >= n_parts), None)
+        if place is None:
+            first = self._next_part
+            self._next_part += n_parts
+        else:
+            first, number = self._free[place]
+            self._free[place:place + 1] = [(first + n_parts, number - n_parts)] if number > n_parts else []
+        numbered = []
+        for unit in units:
+            parts = tuple(msgspec.structs.replace(part, part=first + i) for i, part in enumerate(unit.parts))
+            first += len(parts)
+            numbered.append(msgspec.structs.replace(unit, parts=parts, first_round=self._first_round))
+        return numbered
+
+    def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:
+        """Note that *rank* has no more use for the committed units *numbers*.
+
+        Returns the units that none of their ranks (of *size*) has use for now, which are forgotten, and the numbers
+        that are no committed unit's.
+        """
+        known = {unit.unit: unit for unit in self.units}
+        for number in numbers:
+            if number in known:
+                self._retiring.setdefault(number, set()).add(rank)
+        over = [number for number in numbers if number in known
+                and len(self._retiring[number]) == (len(known[number].ranks) or size)]
+        for number in over:
+            if known[number].store is not None:
+                self._gone_from.setdefault(known[number].store_unit, set()).update(self._retiring[number])
+            del self._retiring[number]
+            for part in known[number].parts:
+                self._owned[part.owner] -= part.wire_nbytes
+            self._give_back([part.part for part in known[number].parts])
+        gone = set(over)
+        self.units = [unit for unit in self.units if unit.unit not in gone]
+        alive = {unit.store_unit for unit in self.units}
+        self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
+        return [known[number] for number in over], [number for number in numbers if number not in known]
+
+    def is_retiring(self, rank: int, names: Container[str]) -> bool:
+        """Whether *rank* has retired a unit with one of *names*, and others, or other workers, have not yet."""
+        return any((rank in self._retiring.get(unit.unit, ()) or rank in self._gone_from.get(unit.store_unit, ()))
+                   and any(member.name in names for member in unit.members) for unit in self.units)
+
+    def is_committed(self, name: str) -> bool:
+        """Whether a unit has a tensor *name*."""
+        return _has(self.units, name)
+
+    def _give_back(self, parts: Sequence[int]) -> None:
+        if not parts:
+            return
+        for part in parts:
+            self.lent.pop(part, None)
+        joined: list[tuple[int, int]] = []
+        for first, number in sorted([*self._free, (parts[0], len(parts))]):
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = joined[-1][0], joined[-1][1] + number
+            else:
+                joined.append((first, number))
+        self._free = joined
+
+    def can_own(self, node: int, more_nbytes: int) -> None:
+        """Note how many bytes of later generations *node* can own, -1 if its memory is not bounded."""
+        self._more[node] = more_nbytes
+
+    def ready(self, node: int, generation: int) -> Commit | None:
+        """Note that *node* has prepared *generation*; return the commit if it was the last. Late words are ignored."""
+        if self.in_flight is None or generation != self.number:
+            return None
+        self._ready.add(node)
+        if self._unready():
+            return None
+        self.units += self.in_flight.units
+        for unit in self.in_flight.units:
+            for part in unit.parts:
+                self._owned[part.owner] += part.wire_nbytes
+        self.in_flight = None
+        return Commit(generation=generation, order=tuple(rank_parts(self.units)))
+
+    def abandon(self, generation: int) -> list[str]:
+        """Drop *generation*, which some node cannot prepare; return its tensors' names, [] if it is not in flight."""
+        if self.in_flight is None or generation != self.number:
+            return []
+        names = [member.name for unit in self.in_flight.units for member in unit.members]
+        self.in_flight = None
+        return names
+
+    def not_ready(self, name: str) -> list[int]:
+        """Return the nodes that still prepare the generation with tensor *name*, [] if it is not in flight."""
+        return self._unready() if self.in_flight is not None and _has(self.in_flight.units, name) else []
+
+    def in_the_way(self, name: str) -> list[int]:
+        """Return the nodes that still prepare a generation without tensor *name*, if that is not committed."""
+        return self._unready() if self.in_flight is not None and not _has(self.units, name) else []
+
+    def _unready(self) -> list[int]:
+        return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._absent]
+
+    # -- when a node is lost, or comes ---------------------------------------------------------------------------------
+
+    def lose(self, node: int) -> Sequence[TensorSpec]:
+        """Place nothing on *node* any more; return what was in flight, to be proposed anew: it is given up."""
+        self._absent.add(node)
+        return self.withdraw()
+
+    def withdraw(self) -> Sequence[TensorSpec]:
+        """Give up what is in flight, and return it, to be proposed anew."""
+        withdrawn: Sequence[TensorSpec] = self._specs if self.in_flight is not None else ()
+        self.in_flight = None
+        return withdrawn
+
+    def succeed(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
+        """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
+
+        Those of lost nodes only: what survivors own stays.
+        """
+        self.number += 1
+        owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
+        machines = bounded(self._machines, owned, self._more)
+        owners = assign_among([heir.part.wire_nbytes for heir in heirs], machines, owned,
+                              lambda position: heirs[position].candidates, self._is_wanted)
+        return self._in_other_hands(heirs, owners)
+
+    def share(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
+        """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
+
+        So many partitions are moved that the policy's placement would not be better by another one, or none.
+        """
+        self.number += 1
+        machines = bounded(self._machines, self._owned, self._more)
+        owners = shared([heir.part.wire_nbytes for heir in heirs], [heir.part.owner for heir in heirs],
+                        [tuple(heir.candidates) for heir in heirs], machines, self._owned, self._policy)
+        moved = [(heir, owner) for heir, owner in zip(heirs, owners) if owner != heir.part.owner]
+        return self._in_other_hands([heir for heir, _ in moved], [owner for _, owner in moved])
+
+    @staticmethod
+    def _in_other_hands(heirs: Sequence[Heir], owners: Sequence[int]) -> tuple[list[UnitPlan], list[Succession]]:
+        of = {heir.part.part: owner for heir, owner in zip(heirs, owners)}
+        units = [msgspec.structs.replace(unit, parts=tuple(
+            msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
+            for unit in {heir.unit.unit: heir.unit for heir in heirs}.values()]
+        return units, [heir.succession(owner) for heir, owner in zip(heirs, owners)]
+
+    def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
+        """Count on the new owners of *units*, for which everybody is ready; return the commit."""
+        self.lent |= {each.part: each for each in successions if each.lacking}
+        for each in successions:
+            if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
+                self.lent.pop(each.part, None)
+        known = {unit.unit: unit for unit in units}
+        self.units = [known.get(unit.unit, unit) for unit in self.units]
+        self._owned = _and([0] * len(self._owned), self.units)
+        return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
+
+    def _is_wanted(self, node: int) -> bool:
+        """Whether the policy would place something on *node*, if there is a choice."""
+        if self._policy not in ("colocated", "ps"):
+            return True
+        return self._machines[node].has_ranks == (self._policy == "colocated")
+
+
+def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """Return *units*, whose owners are places in *candidates*, with nodes as owners."""
+    return [msgspec.structs.replace(unit, parts=tuple(
+        msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
+
+
+def _has(units: Sequence[UnitPlan], name: str) -> bool:
+    return any(member.name == name for unit in units for member in unit.members)
+
+
+def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
+    """Return *owned*, bytes by node, with those of *units* added."""
+    total = list(owned)
+    for unit in units:
+        for part in unit.parts:
+            total[part.owner] += part.wire_nbytes
+    return total

@@ -1,0 +1,438 @@
+"""What the scheduler decides. Pure: no I/O and no clock inside; messages and the time go in, messages come out.
+
+    joins -> Admission -> Welcome
+    declarations -> Planning: Plan -> Ready from all -> Commit
+    barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
+    a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
+    a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
+    silence, or any other node is lost -> Abort,  all ranks left -> Finish
+    the scheduler before was lost -> `Tenure`
+
+Longer than other files: what each message leads to, and in which order, is read in one place; each noun's own knowledge
+is in its file.
+
+Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
+Welcome, Plans and Commits in the same order, or the same Abort.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .. import messages as m
+from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
+from ..placement.placement import check_policy
+from ..roster import Roster
+from .admission import Admission, Expected
+from .barriers import Barriers
+from .declarations import Declarations
+from .generations import Generations
+from .inquiries import Inquiries
+from .job_settings import JobSettings as JobSettings
+from .joinings import Joinings
+from .losses import FIRST_EPOCH, Losses
+from .measuring import Measuring
+from .past import Past
+from .planning import Planning
+from .silence import Silence
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+#: What waits while a recovery is under way: it changes what is committed.
+_DEFERRED = (m.Declare, m.Retire)
+
+
+class Job:
+    """One job from the first join to the end. Owner thread only; *now* is any clock that only moves forward."""
+
+    def __init__(self, settings: JobSettings, now: float) -> None:
+        if settings.num_nodes < 1 and not (settings.num_nodes == -1 and settings.size > 0):
+            raise ConfigError(f"num_nodes must be at least 1, got {settings.num_nodes}; -1 (not known) needs the size")
+        check_policy(settings.placement)
+        self.settings = settings
+        self.finished = False
+        self.aborted: m.Abort | None = None
+        self.is_deposed = False  # too few nodes with ranks are heard for anything to be decided
+        self.name = settings.name
+        self._admission = Admission(
+            Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
+            settings.package, settings.fingerprint)
+        self._started = now
+        self._next_heartbeat = now + settings.heartbeat_s
+        self._n_heartbeats = 0
+        self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
+        self._moved: set[bytes] = set()  # identities of processes that have others by now
+        self._left: set[int] = set()
+        self._unaware: set[bytes] = set()  # who has not said that the end was read
+        self._roster = Roster(())
+        self._admitted = False
+        self._deferred: list[tuple[bytes, m.Message]] = []
+        self._credit: m.CreditChanged | None = None
+        self._declarations: Declarations
+        self._generations: Generations
+        self._planning: Planning
+        self._measuring: Measuring
+        self._losses: Losses
+        self._joinings: Joinings
+        self._barriers: Barriers
+        self._inquiries: Inquiries
+        self._handlers: dict[type, Callable[..., Outgoing]] = {
+            m.Measured: self._measured, m.Ready: self._ready, m.Room: self._room, m.Meets: self._meets,
+            m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
+            m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
+            m.Retire: lambda now, sender, message: self._planning.retire(message),
+            m.Frozen: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
+            m.RankLeft: self._rank_left,
+            m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
+            if self._barriers.enter(message.rank, message.sequence) else [],
+            m.Credit: self._set_credit,
+        }
+
+    @property
+    def over(self) -> bool:
+        """Tell whether nothing more will be decided."""
+        return self.finished or self.aborted is not None
+
+    @property
+    def is_known_to_be_over(self) -> bool:
+        """Tell whether all nodes have read that the job has finished."""
+        return not self._unaware
+
+    @property
+    def admitted(self) -> bool:
+        """Tell whether everybody has joined."""
+        return self._admitted
+
+    @property
+    def joins(self) -> dict[bytes, m.Join]:
+        """Return who has joined, by sender, until everybody has."""
+        return {} if self._admitted else self._admission.joins
+
+    @property
+    def heard(self) -> dict[bytes, tuple[int, float]]:
+        """Return each node that takes part, and when it was heard, by sender."""
+        alive = set(self._roster.alive_senders)
+        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._silence.seen.items()
+                if sender in alive}
+
+    @property
+    def coming(self) -> list[bytes]:
+        """Return the nodes that come late and do not take part yet."""
+        return [self._roster.senders[index] for index in sorted(self._roster.joining)]
+
+    @property
+    def lost(self) -> set[int]:
+        """Return the nodes that the job goes on without."""
+        return self._roster.lost
+
+    @property
+    def absent(self) -> set[int]:
+        """Return the nodes that take no part: those, and who comes late and does not yet."""
+        return self._roster.absent
+
+    @property
+    def nodes(self) -> tuple[m.NodeInfo, ...]:
+        """Return all nodes, once everybody has joined."""
+        return self._roster.nodes
+
+    # -- what comes in ------------------------------------------------------------------------------------
+
+    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
+        if sender in self._moved:
+            return []
+        if isinstance(message, m.Finished):
+            self._unaware.discard(sender)
+            return []
+        if isinstance(message, m.Join) and (self.over or sender not in self._silence):
+            return self._newcomer(now, sender, message)
+        if self.over or sender not in self._silence:
+            return []
+        self._silence.heard(now, sender)
+        settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
+        out = [each for helper, error in settled for each in self._gone(now, helper, error)]
+        return out + self._understand(now, sender, message)
+
+    def _understand(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        if isinstance(message, m.Heartbeat):
+            return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
+        if isinstance(message, m.Lost):
+            return self._lost(now, sender, message)
+        if isinstance(message, m.Join):
+            return self._join(sender, message)
+        if not self._admitted:
+            return self.abort(ProtocolError(
+                f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
+        rank = getattr(message, "rank", None)
+        if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
+            return self.abort(ProtocolError(f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, "
+                                            "which is not its own"))
+        if self._losses.recovery is not None and isinstance(message, _DEFERRED):
+            self._deferred.append((sender, message))
+            return []
+        try:
+            return self._handlers[type(message)](now, sender, message)
+        except BpsError as exc:
+            return self.abort(exc)
+
+    def unreachable(self, now: float, sender: bytes) -> Outgoing:
+        """Decide what follows from *sender*'s connection being gone."""
+        if self.over or sender not in self._silence:
+            return []
+        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
+                                                     "without leaving: its process is gone"))
+
+    def tick(self, now: float) -> Outgoing:
+        """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
+        self._silence.tick(now)
+        if self.over:
+            return []
+        if not self._admitted and now - self._started >= self.settings.start_timeout_s:
+            return self.abort(StallError(f"the job is not complete after start_timeout_s = "
+                                         f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}"))
+        out: Outgoing = []
+        silent = self._silence.silent(now, self._only_sums)
+        if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
+            self.is_deposed = True
+            return []
+        for sender, words in silent:
+            if not self.over:
+                out += self._gone(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
+        if self._admitted:
+            out += self._expire(now)
+        if self.over:
+            return out
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self.settings.heartbeat_s
+            self._n_heartbeats += 1
+            out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
+        if self._admitted:
+            out += self._inquiries.expire(now)
+        return out
+
+    def quiet(self, now: float) -> list[bytes]:
+        """Return the nodes of which `pulse` wants to be told before the next `tick`."""
+        return [] if self.over else self._silence.quiet(now, self._only_sums)
+
+    def pulse(self, sender: bytes, at: float | None) -> None:
+        """Note when the last byte of *sender*'s connection came; None: nobody knows."""
+        self._silence.pulse(sender, at)
+
+    def _only_sums(self, sender: bytes) -> bool:
+        return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
+
+    def _expire(self, now: float) -> Outgoing:
+        out: Outgoing = []
+        for sender, error in (*self._joinings.overdue(now), *self._losses.overdue_newcomers(now)):
+            out += self._gone(now, sender, PeerLostError(str(error)))
+        overdue = self._losses.overdue(now)
+        return out if overdue is None else out + self.abort(overdue)
+
+    def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
+        """End the job with *error* on everybody except *but*."""
+        if self.over:
+            return []
+        self.aborted = m.Abort(error=type(error).__name__, reason=str(error))
+        return [each for each in self._to_all(self.aborted, True) if each[0] not in but]
+
+    # -- joining ------------------------------------------------------------------------------------------
+
+    def _newcomer(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+        if self.aborted is not None:
+            return [(sender, self.aborted)]
+        refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
+        if refusal is not None:
+            return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
+        self._silence.heard(now, sender)
+        if self._admitted:
+            self._measuring.add(join.nic_rate_bytes)
+            return self._joinings.admit(now, sender, join)
+        return self._join(sender, join)
+
+    def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
+        welcome = self._joinings.meets(sender, message, self.name, self._measuring.rates, self._generations.units)
+        tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
+        return welcome + tuned + self._take_in(now)
+
+    def _take_in(self, now: float) -> Outgoing:
+        """Let newcomers take part who are connected, and give those their share who have not got it."""
+        if self._losses.recovery is not None or self._measuring.waiting:
+            return []
+        out = self._losses.take_in(now, self._joinings.take_linked())
+        self._know()
+        return out
+
+    def _know(self) -> None:
+        """Count on the nodes that there are, with what is known of their NICs."""
+        self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
+
+    def _join(self, sender: bytes, join: m.Join) -> Outgoing:
+        """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
+        if self._admitted:
+            if self._joinings.is_coming(self._roster.index_of(sender)):
+                return []  # other counts: of no matter for a job that runs
+            return self.abort(ProtocolError(f"{self._name(sender)} joined twice"))
+        mismatch = self._admission.check(join)
+        if mismatch is not None:
+            refuse = m.Refuse(error=type(mismatch).__name__, reason=str(mismatch))
+            return [(sender, refuse), *self.abort(mismatch, but=[sender])]
+        before = self._admission.add(sender, join)
+        if before is not None:
+            self._silence.forget(before)
+            self._moved.add(before)
+        contradiction = self._admission.contradiction()
+        if contradiction is not None:
+            return self.abort(contradiction)
+        if not self._admission.complete():
+            return []
+        try:
+            return self._welcome()
+        except ConfigError as exc:
+            return self.abort(exc)
+
+    def _welcome(self) -> Outgoing:
+        self._seat(Roster(self._admission.roster()))
+        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self._roster.nodes, job=self.name))
+                for index, sender in enumerate(self._roster.senders)]
+
+    def _seat(self, roster: Roster) -> None:
+        """Begin to decide for the nodes of *roster*."""
+        settings = self.settings
+        self._generations = Generations(
+            roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
+            fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round)
+        self._losses = Losses(roster, self._generations, settings.start_timeout_s)
+        self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings.start_timeout_s)
+        self._declarations = Declarations(roster.size)
+        self._barriers = Barriers(roster.size)
+        self._roster = roster
+        self._measuring = Measuring(roster.nodes)
+        self._inquiries = Inquiries(roster, self._left, self._barriers, self._declarations, self._generations,
+                                    self._measuring.waiting, self._losses)
+        self._planning = Planning(roster, self._declarations, self._generations, self._losses,
+                                  self._measuring.waiting)
+        self._handlers |= self._inquiries.handlers
+        self._admitted = True
+
+    def resume(self, now: float, past: Past) -> Outgoing:
+        """Go on where another scheduler has left off."""
+        self._seat(past.roster)
+        self.name = past.job
+        self._silence.restart(now, set(past.roster.alive_senders) - {b""})
+        self._roster.lost |= past.lost
+        self._measuring.resume(past.rates, past.unmeasured)
+        self._know()
+        self._generations.resume(past)
+        self._declarations.resume(past.committed, past.failed, past.n_declared)
+        self._barriers.resume(past.barrier)
+        senders = past.roster.senders
+        out = [(senders[index], message) for index, messages in past.answers.items() for message in messages]
+        out += self._losses.resume(now, past)
+        for index, message in past.later:
+            out += self.receive(now, senders[index], message)
+        return out
+
+    def _measured(self, now: float, sender: bytes, message: m.Measured) -> Outgoing:
+        """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
+        if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
+            return self.abort(ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
+        return self._all_measured(now)
+
+    def _all_measured(self, now: float) -> Outgoing:
+        if self._measuring.waiting:
+            return []
+        self._know()
+        return self._to_all(self._measuring.message) + self._take_in(now) + self._planning.plan()
+
+    # -- what nodes can do --------------------------------------------------------------------------------
+
+    def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
+        index = self._roster.index_of(sender)
+        self._generations.can_own(index, message.ownable_nbytes)
+        commits = self._losses.ready(index, message.generation)
+        return commits + self._go_on(now) if commits else self._planning.ready(index, message.generation)
+
+    def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
+        self._credit = m.CreditChanged(nbytes=message.nbytes)
+        return self._to_all(self._credit, True)
+
+    def _room(self, now: float, sender: bytes, message: m.Room) -> Outgoing:
+        self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
+        return []
+
+    # -- waiting and leaving ------------------------------------------------------------------------------
+
+    def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
+        self._left.add(message.rank)
+        if len(self._left) < self._roster.size:
+            answers = self._inquiries.rank_left(message.rank)
+            return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
+        return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
+
+    def finish(self, senders: Sequence[bytes]) -> Outgoing:
+        """All ranks have left: tell *senders*, and wait for their word that they have read it."""
+        self.finished = True
+        self._unaware.update(senders)
+        return [(sender, m.Finish()) for sender in senders]
+
+    def finish_again(self, sender: bytes, node: int) -> Outgoing:
+        """Tell *node*, which has dialled anew as *sender*, what it has missed."""
+        if node < len(self._roster.nodes):
+            self._unaware.discard(self._roster.senders[node])
+        return self.finish([sender])
+
+    # -- losses -------------------------------------------------------------------------------------------
+
+    def _lost(self, now: float, sender: bytes, message: m.Lost) -> Outgoing:
+        error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
+                              f"{self._name(sender)})")
+        kind, _, number = message.who.partition(" ")
+        if not self._admitted or kind != "node" or not number.isdecimal() or int(number) >= len(self._roster.nodes):
+            return self.abort(error)
+        if int(number) in self._roster.lost:
+            return []
+        lost = self._roster.senders[int(number)]
+        if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
+            self._losses.doubt(now, lost, sender, error)
+            return []
+        return self._gone(now, lost, error)
+
+    def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
+        """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
+        if self.over or sender not in self._silence:
+            return []
+        if not self._admitted or self._losses.is_worker(sender):
+            return self.abort(error)
+        self._silence.forget(sender)
+        index = self._roster.index_of(sender)
+        if self._joinings.is_coming(index):
+            return self._joinings.give_up(index, error)
+        out = self._losses.lose(now, sender, error)
+        if self._measuring.give_up(index):
+            out = self._all_measured(now) + out  # what waits for it is planned after the commit
+        return out
+
+    def _go_on(self, now: float) -> Outgoing:
+        """Do what was put off until a recovery's commit; newcomers come first."""
+        out = self._take_in(now)
+        if self._losses.recovery is not None:
+            return out
+        deferred, self._deferred = self._deferred, []
+        out += self._planning.plan()
+        for sender, message in deferred:
+            out += self.receive(now, sender, message)
+        return out
+
+    # -- addressing ---------------------------------------------------------------------------------------
+
+    def _name(self, sender: bytes) -> str:
+        """Name the node behind *sender*."""
+        if self._admitted:
+            return self._roster.describe_node(self._roster.index_of(sender))
+        join = self._admission.joins[sender]
+        return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
+
+    def _to_all(self, message: m.Message, and_newcomers: bool = False) -> Outgoing:
+        senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
+        if and_newcomers:
+            senders += [self._roster.senders[index] for index in sorted(self._roster.joining)]
+        return [(sender, message) for sender in senders]

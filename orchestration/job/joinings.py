@@ -1,0 +1,146 @@
+"""Nodes that come to a job that runs already: checked, made known to the others, connected, then taken in. Pure.
+
+    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
+    welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed
+    linked      it, and all of them, have said so (`Meets`): the next change of epoch takes it in (`Losses.take_in`)
+
+Only nodes without ranks can come. Who is refused, dies, or is not connected in time is nobody's loss: the job goes on.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from .. import messages as m
+from ..errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from ..placement.rates import machines_of
+from ..placement.shares import optimal_shares
+from ..roster import Roster
+from .admission import Admission, node_of
+from .recovery import is_plain
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+#: Lost nodes keep their numbers, and an engine has 4096 sources for the ranks and nodes that it ever knows.
+MAX_NODES = 3072
+
+
+@dataclass
+class _Coming:
+    """One newcomer. *expected*: who expects it; *linked*: who has its connections, itself included."""
+
+    deadline: float
+    is_welcomed: bool = False
+    expected: set[int] = field(default_factory=set)
+    linked: set[int] = field(default_factory=set)
+
+
+class Joinings:
+    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing; *epoch*: that of connections,
+    *timeout_s*: for each to be connected.
+    """
+
+    def __init__(self, roster: Roster, admission: Admission, epoch: int, timeout_s: float) -> None:
+        self._roster = roster
+        self._admission = admission
+        self._epoch = epoch
+        self._timeout_s = timeout_s
+        self._coming: dict[int, _Coming] = {}
+
+    def refusal(self, sender: bytes, join: m.Join, is_over: bool) -> BpsError | None:
+        """Return why *join* cannot come late, if it cannot."""
+        who = f"the node on host {join.host} (pid {join.pid})"
+        if is_over:
+            return ConfigError(f"the job is over; {who} comes too late")
+        if join.ranks:
+            return ConfigError(f"the job is already complete with {len(self._roster.nodes)} nodes; {who} has "
+                               f"{len(join.ranks)} ranks, and only helpers, without any, can come late")
+        if self._roster.knows(sender):
+            return PeerLostError(f"{self._roster.describe_node(self._roster.index_of(sender))} was lost, and the job "
+                                 "goes on without it: start another process")
+        if len(self._roster.nodes) >= MAX_NODES:
+            return ConfigError(f"a job numbers at most {MAX_NODES} nodes, lost ones included: {who} is one too many")
+        mismatch: MismatchError | None = self._admission.check(join)
+        return mismatch
+
+    def admit(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+        """Give a newcomer its index, and have all that it exchanges gradients with expect it."""
+        index = len(self._roster.nodes)
+        # its NIC is not measured: the others' are busy
+        node = msgspec.structs.replace(node_of(index, join), probes=False)
+        self._roster.add(sender, node)
+        self._coming[index] = _Coming(now + self._timeout_s)
+        return [(self._roster.senders[worker], m.Joined(node=node)) for worker in self._roster.workers]
+
+    def is_coming(self, index: int) -> bool:
+        """Whether node *index* is a newcomer that is not taken in."""
+        return index in self._coming
+
+    def meets(self, sender: bytes, message: m.Meets, job: str, rates: Sequence[float],
+              units: Sequence[m.UnitPlan]) -> Outgoing:
+        """Take the word of a node that it expects a newcomer, or is connected to it.
+
+        *job*: its name; *rates*: of NICs, by node; *units*: what is summed.
+        """
+        coming = self._coming.get(message.node)
+        if coming is None:
+            return []  # it was given up meanwhile
+        index = self._roster.index_of(sender)
+        (coming.linked if message.is_linked else coming.expected).add(index)
+        if coming.is_welcomed or not coming.expected >= set(self._roster.workers):
+            return []
+        coming.is_welcomed = True
+        nodes = tuple(msgspec.structs.replace(node, nic_rate_bytes=rates[node.index], probes=False)
+                      for node in self._roster.nodes)
+        return [(self._roster.senders[message.node], m.Welcome(
+            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, job=job,
+            lost=tuple(sorted(self._roster.lost)), joining=tuple(sorted(self._roster.joining - {message.node})),
+            kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units})),
+            share_nbytes=self._share_nbytes(nodes[message.node], nodes, units)))]
+
+    def _share_nbytes(self, newcomer: m.NodeInfo, nodes: Sequence[m.NodeInfo], units: Sequence[m.UnitPlan]) -> int:
+        """Return about what *newcomer* is to own of *units*: what it should of all that moves, and a partition more.
+
+        Only so that it has memory for that before everybody waits; `sharing` may give it more, or less.
+        """
+        plain = [unit for unit in units if is_plain(unit)]
+        if not plain:
+            return 0
+        machines = machines_of([*(nodes[index] for index in self._roster.alive), newcomer])
+        *_, share_nbytes = optimal_shares(machines, sum(unit.nbytes for unit in plain)).owned
+        return int(share_nbytes) + max(part.nbytes for unit in plain for part in unit.parts) if share_nbytes else 0
+
+    def take_linked(self) -> set[int]:
+        """Return, once, the newcomers that are connected to all: they are to be taken in now."""
+        linked = {index for index, coming in self._coming.items()
+                  if coming.linked >= {index, *self._roster.workers}}
+        for index in linked:
+            del self._coming[index]
+        return linked
+
+    def overdue(self, now: float) -> list[tuple[bytes, StallError]]:
+        """Return the newcomers that are not connected in time, and who keeps whom waiting."""
+        found = []
+        for index, coming in self._coming.items():
+            if now < coming.deadline:
+                continue
+            wanted = {*self._roster.workers, *([index] if coming.is_welcomed else [])}
+            missing = wanted - (coming.linked if coming.is_welcomed else coming.expected)
+            if not missing:
+                continue  # it is taken in once the change or the measurement under way has ended
+            names = "; ".join(map(self._roster.describe_node, sorted(missing)))
+            found.append((self._roster.senders[index], StallError(
+                f"{self._roster.describe_node(index)} came to the running job, and within start_timeout_s = "
+                f"{self._timeout_s:g} s did not hear from, or was not connected to: {names}")))
+        return found
+
+    def give_up(self, index: int, error: BpsError) -> Outgoing:
+        """Go on without newcomer *index*, which is lost, or not connected in time."""
+        del self._coming[index]
+        self._roster.joining.discard(index)
+        self._roster.lost.add(index)
+        farewell = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
+        return [(self._roster.senders[index], farewell),
+                *((self._roster.senders[worker], m.NotComing(node=index)) for worker in self._roster.workers)]

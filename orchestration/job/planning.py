@@ -1,0 +1,116 @@
+"""From declarations to plans: what all ranks have declared becomes a generation, one at a time, until it is retired.
+
+Pure; `Job` calls it, and puts off what comes while nodes change. Nothing is planned while NICs are being measured, on
+which placement depends, or while a loss is recovered from.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from .. import messages as m
+from ..errors import BpsError, CapacityError, ProtocolError
+from ..roster import Roster
+from .declarations import Declarations, Failed
+from .generations import Generations
+from .losses import Losses
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+
+class Planning:
+    """Of one job, once everybody has joined. Parameters are the `Job`'s own, which go on changing.
+
+    What it raises ends the job.
+    """
+
+    def __init__(self, roster: Roster, declarations: Declarations, generations: Generations, losses: Losses,
+                 unmeasured: Collection[int]) -> None:
+        self._roster = roster
+        self._declarations = declarations
+        self._generations = generations
+        self._losses = losses
+        self._unmeasured = unmeasured
+        self._held: list[tuple[bytes, m.Declare]] = []
+
+    def declare(self, sender: bytes, message: m.Declare) -> Outgoing:
+        """Take a rank's declaration; plan what is complete, and tell whom it concerns what never will be."""
+        if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
+            self._held.append((sender, message))  # the names are free once all ranks have retired them
+            return []
+        out: Outgoing = []
+        for failed in self._declarations.add(message.rank, message.tensors, message.positions):
+            out += _declare_failed(failed, self._roster.senders_of(failed.ranks))
+        return out + self.plan()
+
+    def plan(self) -> Outgoing:
+        """Begin a generation with everything that is complete, unless one is in flight or something is in its way."""
+        if self._generations.in_flight is not None or self._unmeasured or self._losses.recovery is not None:
+            return []
+        specs = self._losses.take_withdrawn() or self._declarations.take_complete()
+        if not specs:
+            return []
+        try:
+            return self._to_all(self._generations.propose(specs))
+        except BpsError as exc:
+            return self._give_up([spec.name for spec in specs], exc) + self.plan()
+
+    def ready(self, index: int, generation: int) -> Outgoing:
+        """Take the word of node *index* that it is prepared; after the last one, commit, and plan what comes next."""
+        commit = self._generations.ready(index, generation)
+        return [] if commit is None else self._to_all(commit) + self.plan()
+
+    def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
+        """Give up what a node cannot prepare: all ranks hear why. Nobody can go on after a loss without that.
+
+        Raises
+        ------
+        CapacityError
+            If this was to make up for a loss.
+        """
+        index = self._roster.index_of(sender)
+        self._generations.can_own(index, message.ownable_nbytes)
+        names = self._generations.abandon(message.generation)
+        recovery, name = self._losses.recovery, self._roster.describe_node(index)
+        if recovery is not None and message.generation == recovery.generation:
+            if recovery.joined:
+                return self._losses.leave_as_it_is(now, f"{name} cannot prepare for that: {message.reason}")
+            raise CapacityError(f"{name} cannot go on without what the job has lost ({recovery.reason}): "
+                                f"{message.reason}")
+        if not names:
+            return []
+        error = CapacityError(f"{name} cannot prepare generation {message.generation}: {message.reason}")
+        return self._give_up(names, error) + self.plan()
+
+    def retire(self, message: m.Retire) -> Outgoing:
+        """Once all ranks have no more use for units, let all nodes give back what they use, before any later plan.
+
+        Raises
+        ------
+        ProtocolError
+            If there is no such unit.
+        """
+        over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
+        if unknown:
+            raise ProtocolError(f"{self._roster.describe(f'rank {message.rank}')} retires units {unknown}, which are "
+                                "not committed, or were retired before")
+        if not over:
+            return []
+        names = dict.fromkeys(member.name for unit in over for member in unit.members)
+        self._declarations.forget([name for name in names if not self._generations.is_committed(name)])
+        out = self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
+        held, self._held = self._held, []
+        for declarer, declaration in held:
+            out += self.declare(declarer, declaration)
+        return out
+
+    def _give_up(self, names: Sequence[str], error: BpsError) -> Outgoing:
+        self._declarations.give_up(names, error)
+        return _declare_failed(Failed(tuple(names), error, ()), self._roster.alive_senders)
+
+    def _to_all(self, message: m.Message) -> Outgoing:
+        return [(sender, message) for sender in self._roster.alive_senders]
+
+
+def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
+    message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
+    return [(sender, message) for sender in senders]

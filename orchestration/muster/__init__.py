@@ -1,0 +1,1 @@
+"""Who trains in an elastic job."""

@@ -1,0 +1,1 @@
+"""Who sums what: tensors become partitions, and each has an owner. Pure."""
