@@ -86,7 +86,7 @@ def _in_guest(program: str, file: str, minutes: float) -> Piece:
 
 #: In the order in which they run: what has least to do with the network first; expr2 and breakdown need expr3.
 PIECES = (
-    _bench("kernels", "kernels.json", 3),
+    _bench("kernels", "kernels.json", 11),
     _bench("codecs", "codecs.jsonl", 4),
     _bench("post", "post.jsonl", 1),
     _bench("push_pull --compare gloo,mpi", "push_pull_one_machine.jsonl", 3, _mpi),
@@ -94,25 +94,25 @@ PIECES = (
     _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),
     _bench("rows", "rows.jsonl", 1),
     _bench("frameworks --rounds 40", "frameworks.jsonl", 1, _package("jax", "tensorflow")),
-    _bench("accuracy", "accuracy.jsonl", 4, _package("sklearn")),
+    _bench("accuracy", "accuracy.jsonl", 2, _package("sklearn")),
     _bench("neighbour", "neighbour.jsonl", 4),
     _bench("compressed", "compressed.jsonl", 6, _machines),
-    _bench("autotune", "autotune.jsonl", 10, _machines),
+    _bench("autotune", "autotune.jsonl", 4, _machines),
     _bench("helpers", "helpers.jsonl", 3),
     _bench("schedule --rounds 2", "schedule.jsonl", 20, _machines),
     Piece("expr3", "make expr3", ("expr3.json", "expr3.md", "expr3.png"), 3, _package("scipy", "matplotlib")),
     Piece("expr2", "make expr2", ("expr2.json", "expr2.md", "expr2.png"), 1, _package("scipy", "matplotlib")),
     Piece("expr1", "make expr1", (*(f"optimum_{name}.jsonl" for name in expr1.PIECES), "expr1.md", "expr1.png"), 90,
           _machines_and_plots),
-    Piece("breakdown", "make breakdown", ("breakdown.jsonl", "breakdown.md", "breakdown.png"), 15,
+    Piece("breakdown", "make breakdown", ("breakdown.jsonl", "breakdown.md", "breakdown.png"), 11,
           _machines_and_plots),
     Piece("plots", "python -m bpsfast.bench.drawn", ("push_pull_one_machine.png", "schedule.png", "helpers.png"), 1,
           _package("matplotlib")),
     _in_guest("on 0 bpsfast bench ladder --listen --devices rxe0 & on 1 bpsfast bench ladder 10.9.1.1 --devices rxe1 "
               "--models vgg19/32,resnet50/8,inception-bn/4 --rounds 5 --json $OUT/ladder.jsonl && wait",
-              "ladder.jsonl", 5),
-    _in_guest("python -m bpsfast.bench.rdma_perf --json $OUT/rdma_perf.json", "rdma_perf.json", 10),
-    _in_guest("python -m bpsfast.bench.rdma_push_pull --json $OUT/rdma_push_pull.json", "rdma_push_pull.json", 10),
+              "ladder.jsonl", 3),
+    _in_guest("python -m bpsfast.bench.rdma_perf --json $OUT/rdma_perf.json", "rdma_perf.json", 4),
+    _in_guest("python -m bpsfast.bench.rdma_push_pull --json $OUT/rdma_push_pull.json", "rdma_push_pull.json", 3),
     Piece("gpu", "make gpu", ("device_*.jsonl",), 8, _gpu),
 )
 
