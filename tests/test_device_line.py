@@ -1,6 +1,7 @@
 """A line: one thread, which ends with the session, and tells whoever waits why."""
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -156,3 +157,26 @@ def test_memory_is_kept_while_copies_go_on():
         other.go()
         assert line.join(LIMIT_S)
         assert errand.keeps is None
+
+
+def test_two_threads_that_end_it_at_the_same_time_end_it_once(monkeypatch):
+    """Both are to find that it is not over, unless the other one is kept from looking until it is."""
+    errand, ends = Errand(never), []
+    looked = threading.Barrier(2)
+    is_set = errand._over.is_set
+
+    def look():
+        found = is_set()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait(0.1)
+        return found
+
+    monkeypatch.setattr(errand._over, "is_set", look)
+    errand.then = ends.append
+    threads = [threading.Thread(target=errand.end, args=(error,)) for error in (None, closed())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(ends) == 1
+    assert errand._error is ends[0]

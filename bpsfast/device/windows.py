@@ -235,8 +235,10 @@ class CudaWindows:
 
     def close(self) -> None:
         """See `Windows`."""
-        self._close_others()
-        self._keep(self._own)
+        try:
+            self._close_others()
+        finally:
+            self._keep(self._own)
 
     def _close_others(self) -> None:
         runtime = cupy().cuda.runtime
