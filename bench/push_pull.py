@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bpsfast.bench import one_machine, over_hosts, peers, table, two_nodes
+from bpsfast.bench.name_list import parse_names
 from bpsfast.bench.plan import Plan
 from bpsfast.bench.size_list import parse_sizes
 from bpsfast.launch import over_ssh
@@ -73,12 +74,8 @@ def _operations(api: str, n_nodes: int) -> tuple[str, ...]:
 
 
 def _peers(text: str) -> tuple[str, ...]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in peers.VARIANTS:
-            raise ConfigError(f"compare {name!r}: known peers are {', '.join(peers.VARIANTS)}")
     found = []
-    for name in names:
+    for name in parse_names("--compare", text, peers.VARIANTS) if text else ():
         lacking = peers.missing(name)
         if lacking is None:
             found.append(name)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import click
 
 from bpsfast.bench import claims, expr1
+from bpsfast.bench.name_list import parse_names
 from bpsfast.cluster import netns
 from bpsfast.commands import exits
 
@@ -168,25 +169,17 @@ def listing(pieces: Sequence[Piece]) -> str:
     return "\n".join([*lines, f"{len(able)} of {len(pieces)} can run here, in {sum(able):g} minutes"])
 
 
-def _named(context: click.Context, option: click.Parameter, value: str | None) -> frozenset[str] | None:
-    if value is None:
-        return None
-    names = frozenset(name.strip() for name in value.split(","))
-    known = [piece.name for piece in PIECES]
-    unknown = sorted(names.difference(known))
-    if unknown:
-        raise click.BadParameter(f"there is no piece {unknown[0]!r}; there are {', '.join(known)}", context, option)
-    return names
-
-
 @click.command()
-@click.option("--only", metavar="NAME,...", callback=_named, help="These pieces.")
-@click.option("--without", metavar="NAME,...", callback=_named, help="Not these pieces.")
+@click.option("--only", metavar="NAME[,NAME]", help="These pieces.")
+@click.option("--without", metavar="NAME[,NAME]", help="Not these pieces.")
 @click.option("--list", "only_list", is_flag=True, help="Files, minutes and needs of each piece; nothing is measured.")
 @exits.errors_in_words
-def main(only: frozenset[str] | None, without: frozenset[str] | None, only_list: bool) -> None:
+def main(only: str | None, without: str | None, only_list: bool) -> None:
     """Measure all results anew, some hours. Exit code 1 if a piece failed that could run here."""
-    chosen = [piece for piece in PIECES if (only is None or piece.name in only) and piece.name not in (without or ())]
+    known = [piece.name for piece in PIECES]
+    wanted = known if only is None else parse_names("--only", only, known)
+    left_out = () if without is None else parse_names("--without", without, known)
+    chosen = [piece for piece in PIECES if piece.name in wanted and piece.name not in left_out]
     if only_list:
         click.echo(listing(chosen))
         return

@@ -11,7 +11,7 @@ from bpsfast.bench.steady_state import python_s_per_partition
 from bpsfast.cluster import Cluster, netns
 
 #: A job of ours that moves bytes and sums nothing.
-_SILENT = "numpy, sums off"
+SILENT = "numpy, sums off"
 _RAW = tuple(raw_sockets.VARIANTS)
 #: Of shaped links: the CPUs are not their limit.
 _RATE = "1gbit"
@@ -41,7 +41,7 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
         for nbytes in plan.sizes:
             turn = [Row(ours, operation, nbytes) for operation in plan.operations]
             if silent is not None:
-                turn.append(Row(silent, "numpy", nbytes, label=_SILENT))
+                turn.append(Row(silent, "numpy", nbytes, label=SILENT))
             turn += [Row(raw, name, nbytes) for name in _RAW]
             if gloo is not None:
                 turn.append(Row(gloo, "gloo", nbytes))
@@ -62,7 +62,7 @@ def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> 
     for name in dict.fromkeys(row.name for row in rows):
         chosen = [row for row in rows if row.name == name]
         title = f"{name} ({chosen[0].group.name}), two nodes, {where}"
-        plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds, name != _SILENT) + "\n")
+        plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds, has_sums=name != SILENT) + "\n")
         records += [table.record(where, row, plan.n_ranks, 2, bounds[row.nbytes]) for row in chosen]
     lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
     for row in rows:

@@ -90,7 +90,7 @@ def test_other_bits_are_a_trouble_on_every_device(changed):
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"device": "tpu"}, "expected cuda or host"), ({"device": "host", "n_ranks": 1}, "2 or more, got 1"),
-    ({"device": "host", "parts": "sums,speed"}, "expected some of sums, "),
+    ({"device": "host", "parts": "sums,speed"}, "'speed' is none of sums, "),
     ({"device": "host", "sizes": "3"}, "no size")])
 def test_what_is_refused(options, text):
     with pytest.raises(ConfigError, match=text):

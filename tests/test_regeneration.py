@@ -121,4 +121,4 @@ def test_pieces_are_chosen_and_left_out_by_name() -> None:
     for option in "--only", "--without":
         wrong = CliRunner().invoke(regeneration.main, [option, "expr1,expr9"])
         assert wrong.exit_code == 2
-        assert "there is no piece 'expr9'; there are kernels, codecs, " in " ".join(wrong.output.split())
+        assert "'expr9' is none of kernels, codecs, " in " ".join(wrong.output.split())

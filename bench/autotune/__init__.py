@@ -35,7 +35,7 @@ _SETTINGS = {"partition_nbytes": "partition_bytes", "fusion_nbytes": "fusion_byt
 _WIDTH = 1024
 _LINKS = ("--helpers", "1", "--netns", "--rate", "1gbit")
 #: Steps of a tuned run (it looks for 60), and of others, whose first ones do not count.
-_N_TUNED, _N_STEPS, N_COLD = 70, 14, 4
+_N_TUNED, _N_STEPS, _N_COLD = 70, 14, 4
 _TIMEOUT_S = 170.0
 
 
@@ -47,9 +47,14 @@ class Run(NamedTuple):
     found: dict[str, Any]
 
     @property
+    def slowest_s(self) -> float:
+        """The slowest step that counts."""
+        return max(self.times_s[_N_COLD:])
+
+    @property
     def median_s(self) -> float:
         """Median of the steps that count."""
-        return statistics.median(self.times_s[N_COLD:])
+        return statistics.median(self.times_s[_N_COLD:])
 
 
 class Found(NamedTuple):
@@ -149,11 +154,10 @@ def report(default: Run, grid: Mapping[tuple[int, int, int], Run], found: list[F
              for point, each in grid.items()]
     lines = [f"# a grid without tuning; the defaults take {default.median_s:.4f} s a step", table.plain(rows)]
     for each in found:
-        slowest = max(each.tuned.times_s[N_COLD:])
         lines.append(
             f"# from partitions of {each.start}: {each.tuned.found['chosen']} after {each.tuned.found['n_steps']} "
             f"steps, {100 * each.excess:+.1f} % beside the best of the grid {each.best}; slowest step "
-            f"{slowest / default.median_s:.2f} times the defaults'")
+            f"{each.tuned.slowest_s / default.median_s:.2f} times the defaults'")
     same = len({each.weights for each in grid.values()} | {default.weights}) == 1
     lines.append(f"# weights of all untuned runs: {'the same, bit for bit' if same else 'DIFFER'}")
     return "\n".join(lines)

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from bpsfast.bench import autotune, drawn
+from bpsfast.bench import drawn
+from bpsfast.bench.autotune import Run
 from bpsfast.bench.claims.claim import Numbers, Records
 from bpsfast.bench.helpers import Training
 
@@ -134,8 +135,8 @@ def tuned(rows: Records) -> Numbers:
     """How far what was chosen is from the grid's best, by start, in %; the slowest step in times the defaults'."""
     [defaults] = [row["measured"] for row in rows if row["section"] == "grid" and row["chosen"]["point"] is None]
     small, large = (row["measured"] for row in rows if row["section"] == "tuned")
-    slowest = max(max(each["samples_s"][autotune.N_COLD:]) for each in (small, large))
-    return {"small": 100 * small["excess"], "large": 100 * large["excess"], "slowest": slowest / defaults["median_s"]}
+    slowest_s = max(Run("", each["samples_s"], {}).slowest_s for each in (small, large))
+    return {"small": 100 * small["excess"], "large": 100 * large["excess"], "slowest": slowest_s / defaults["median_s"]}
 
 
 def neighbour(rows: Records) -> Numbers:

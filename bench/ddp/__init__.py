@@ -15,6 +15,7 @@ from bpsfast.bench.ddp import report
 from bpsfast.bench.ddp.collectives import COLLECTIVES
 from bpsfast.bench.ddp.models import MODELS
 from bpsfast.bench.hall import Hall
+from bpsfast.bench.name_list import parse_names
 from bpsfast.bench.samples import Row, take_turns
 from bpsfast.bench.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError, LackingError
@@ -49,7 +50,9 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     if n_ranks < 2:
         raise ConfigError(f"bench ddp compares how ranks exchange: it needs 2 or more, got {n_ranks}")
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
-    operations = _operations(given.get("operations"))
+    operations: Sequence[str] = tuple(COLLECTIVES)
+    if "operations" in given:  # '': none
+        operations = parse_names("--operations", given["operations"], COLLECTIVES) if given["operations"] else ()
     if peers.missing("gloo") is not None:
         raise LackingError("bench ddp needs torch: pip install torch")
     n_rounds = given.get("n_rounds") or (1 if quick else 5)
@@ -67,11 +70,3 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return table.finish("ddp", given, began, report.records(steps, losses, rows, n_ranks))
 
 
-def _operations(text: str | None) -> Sequence[str]:
-    if text is None:
-        return list(COLLECTIVES)
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in COLLECTIVES]
-    if unknown:
-        raise ConfigError(f"operation {unknown[0]!r} is none of {', '.join(COLLECTIVES)}")
-    return names

@@ -20,6 +20,7 @@ from bpsfast.bench import table
 from bpsfast.bench.device import report
 from bpsfast.bench.device.parts import PARTS, record
 from bpsfast.bench.device.plan import Plan
+from bpsfast.bench.name_list import parse_names
 from bpsfast.bench.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
@@ -59,7 +60,7 @@ def run(options: Mapping[str, Any]) -> bool:
                 given.get("n_rounds") or (2 if quick else 5), quick, given.get("settings", {}))
     records: list[dict[str, Any]] = []
     began = time.time()
-    for name in _parts(given.get("parts")):
+    for name in parse_names("--parts", given["parts"], PARTS) if "parts" in given else PARTS:
         found = _measured(name, plan)
         print(report.text(found), flush=True)
         records += found
@@ -83,9 +84,3 @@ def _measured(name: str, plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def _parts(text: str | None) -> list[str]:
-    names = list(PARTS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in PARTS]
-    if unknown or not names:
-        raise ConfigError(f"--parts {text}: expected some of {', '.join(PARTS)}")
-    return names

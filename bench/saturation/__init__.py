@@ -13,6 +13,7 @@ from typing import Any
 
 from bpsfast.bench import peers, plots, table
 from bpsfast.bench.hall import Hall
+from bpsfast.bench.name_list import parse_names
 from bpsfast.bench.samples import take_turns
 from bpsfast.bench.saturation.point import Point
 from bpsfast.bench.size_list import parse_sizes
@@ -43,9 +44,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick = bool(given.get("quick"))
-    names = [name.strip() for name in given.get("curves", ",".join(CURVES)).split(",")]
-    if set(names) - set(CURVES):
-        raise ConfigError(f"--curves {given['curves']}: known are {', '.join(CURVES)}")
+    names = parse_names("--curves", given["curves"], CURVES) if "curves" in given else tuple(CURVES)
     if given.get("compare") not in (None, "gloo"):
         raise ConfigError(f"--compare {given['compare']}: between nodes it is gloo that is compared with")
     sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))

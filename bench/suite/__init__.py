@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.bench import machine, table
+from bpsfast.bench.name_list import parse_names
 from bpsfast.bench.suite import page, pieces
 from bpsfast.bench.suite.pieces import PIECES, Outcome
 from bpsfast.bench.suite.verdicts import Verdict, judge
-from bpsfast.orchestration.errors import ConfigError
 
 _WIDTH = 80
 
@@ -58,11 +58,8 @@ def run(options: Mapping[str, Any]) -> bool:
 
 
 def _chosen(only: str | None) -> list[pieces.Piece]:
-    names = [name.strip() for name in only.split(",")] if only else [piece.name for piece in PIECES]
-    unknown = set(names) - {piece.name for piece in PIECES}
-    if unknown:
-        raise ConfigError(f"--only {', '.join(sorted(unknown))}: the suite has "
-                          f"{', '.join(piece.name for piece in PIECES)}")
+    known = [piece.name for piece in PIECES]
+    names = known if only is None else parse_names("--only", only, known)
     return [piece for piece in PIECES if piece.name in names]
 
 
