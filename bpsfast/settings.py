@@ -111,7 +111,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                       "else taken to be more than its NIC brings", "Gbit/s", ge=0, le=10_000)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
     nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
-    awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps", "us", ge=0,
+    awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps; a rank's four "
+                                    "times as long, as long as its waits end within that", "us", ge=0,
                                     le=10_000)] = 50
     sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"

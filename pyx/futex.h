@@ -14,6 +14,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "crowd.h"
+
 static inline uint32_t bps_load(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 static inline void bps_store(uint32_t *word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 static inline uint32_t bps_add(uint32_t *word, uint32_t n) { return __atomic_fetch_add(word, n, __ATOMIC_SEQ_CST); }
@@ -47,12 +49,9 @@ static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FU
 /* Stay awake for awake_ns, or until *word differs from `seen`; whether it does.
  *
  * A core that went idle takes tens of microseconds to come back, more in a virtual machine. But a thread that merely
- * spins takes its core from whoever is to change the word (1 ms at p99 once cores are over-committed), so it yields.
- * Where others want the core for longer, a yield costs one of their time slices, and a sleeper is back sooner: once
- * one took so long, nobody lingers for a while. */
-#define BPS_CROWDED_YIELD_NS 1000000u
-#define BPS_CROWDED_NS 100000000u
-static uint64_t bps_crowded_until_ns __attribute__((unused));
+ * spins takes its core from whoever is to change the word (1 ms at p99 once cores are over-committed), so it yields,
+ * unless the process's cores are crowded. */
+static struct bps_crowd bps_crowd __attribute__((unused));
 
 static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
 {
@@ -64,18 +63,18 @@ static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake
     if (awake_ns == 0)
         return 0;
     uint64_t begin_ns = bps_now_ns(), now_ns = begin_ns;
-    if (begin_ns < __atomic_load_n(&bps_crowded_until_ns, __ATOMIC_RELAXED))
+    if (bps_is_crowded(&bps_crowd, begin_ns))
         return 0;
     do {
         uint64_t before_ns = now_ns;
         sched_yield();
         now_ns = bps_now_ns();
-        if (now_ns - before_ns >= BPS_CROWDED_YIELD_NS) {
-            __atomic_store_n(&bps_crowded_until_ns, now_ns + BPS_CROWDED_NS, __ATOMIC_RELAXED);
+        if (now_ns - before_ns >= BPS_SLOW_YIELD_NS) {
+            bps_crowd_slow(&bps_crowd, now_ns);
             return bps_load(word) != seen;
         }
         if (bps_load(word) != seen)
-            return 1;
+            return bps_crowd_met(&bps_crowd);
     } while (now_ns - begin_ns < awake_ns);
     return 0;
 }

@@ -24,6 +24,7 @@ struct bps_port {
     uint32_t capacity, n_words;
     int node_pidfd;
     uint64_t awake_ns;
+    uint32_t n_long; /* waits in a row that were longer than BPS_SOON times awake_ns; at most BPS_LONG */
     pthread_mutex_t mutex; /* one announces at a time */
     struct bps_trace records;
     struct bps_steps steps;
@@ -66,12 +67,34 @@ static inline int bps_port_announce(struct bps_port *port, struct bps_entry *ent
     return status;
 }
 
+/* A wait that ends soon after it went to sleep costs the waking too, and the next one waits for whoever was woken: one
+ * that sleeps makes others sleep. So it stays awake for BPS_SOON times as long, unless waits have been longer than
+ * that: then whoever sums needs the core more than a waiter, which the kernel takes for busy. */
+#define BPS_SOON 4
+#define BPS_LONG 2
+
+static inline uint64_t bps_port_patience(const struct bps_port *port)
+{
+    int all_long = __atomic_load_n(&port->n_long, __ATOMIC_RELAXED) >= BPS_LONG;
+    return all_long ? port->awake_ns : BPS_SOON * port->awake_ns;
+}
+
+static inline void bps_port_learn(struct bps_port *port, uint64_t waited_ns)
+{
+    uint32_t n = __atomic_load_n(&port->n_long, __ATOMIC_RELAXED);
+    n = waited_ns <= BPS_SOON * port->awake_ns ? 0 : n < BPS_LONG ? n + 1 : n;
+    __atomic_store_n(&port->n_long, n, __ATOMIC_RELAXED);
+}
+
 /* Note that the round of a word, waited for since `begin_ns` (0: it was there), is complete. */
 static inline int bps_port_complete(struct bps_port *port, uint32_t *word, uint32_t part, uint32_t round,
                                     uint64_t begin_ns)
 {
-    if (begin_ns != 0)
-        bps_record_add(&port->records, BPS_WAIT, 0, part, round, 0, begin_ns, bps_now_ns());
+    if (begin_ns != 0) {
+        uint64_t end_ns = bps_now_ns();
+        bps_port_learn(port, end_ns - begin_ns);
+        bps_record_add(&port->records, BPS_WAIT, 0, part, round, 0, begin_ns, end_ns);
+    }
     bps_steps_result(&port->steps, bps_counted(bps_board_time(word)));
     return BPS_DONE;
 }
@@ -102,7 +125,7 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
     if (bps_reached(seen, round))
         return bps_port_complete(port, word, part, round, 0);
     uint64_t begin_ns = bps_now_ns();
-    if (bps_linger(word, seen, port->awake_ns) && bps_reached(bps_load(word), round))
+    if (bps_linger(word, seen, bps_port_patience(port)) && bps_reached(bps_load(word), round))
         return bps_port_complete(port, word, part, round, begin_ns);
     for (;;) {
         int status = bps_port_trouble(port, 0);

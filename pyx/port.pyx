@@ -52,7 +52,8 @@ cdef class Port:
 
     The three exports are held until `close`; the descriptor stays the caller's. Any thread may call any
     method; the order of two announcements from two threads is the order in which they get here. A wait sleeps only
-    after *awake_us*. A node that takes nothing from a full lane for *patience_s* is given up.
+    after *awake_us*, or four times that while waits are short. A node that takes nothing from a full lane for
+    *patience_s* is given up.
 
     Raises
     ------
