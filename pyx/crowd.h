@@ -1,4 +1,4 @@
-/* Crowd: whether others want this process's cores. A yield then costs one of their time slices: a sleeper is back sooner.
+/* Crowd: whether others want the cores of this process. A yield costs one of their time slices then.
  *
  * One slow yield is no proof, since a virtual machine may just not have run for a while: where waits were met awake
  * between it and the one before, nobody lingers for a moment only. Each further one of a series doubles the pause.

@@ -63,9 +63,9 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         take_turns(steps, n_rounds, n=2 if quick else _N_STEPS, n_warmup=_N_WARMUP)
         losses = {group.name: group.ask("losses") for group in groups}
         rows = [Row(group, operation, nbytes) for operation in operations for nbytes in wanted for group in groups]
-        for nbytes in wanted:
+        for nbytes in wanted * n_rounds:
             n = max(2, min(_MOST_TIMES, _MOST_NBYTES // nbytes))
-            take_turns([row for row in rows if row.nbytes == nbytes], n_rounds, n=n, n_warmup=2)
+            take_turns([row for row in rows if row.nbytes == nbytes], 1, n=n, n_warmup=2)
     print(report.text(steps, losses, rows), flush=True)
     return table.finish("ddp", given, began, report.records(steps, losses, rows, n_ranks))
 
