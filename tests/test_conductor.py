@@ -114,7 +114,7 @@ def test_a_job_may_close_its_conductor(no_leaks):
     assert conductor.close(TIMEOUT_S)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")  # the latter: JAX's
 def test_a_fork_has_no_thread_and_is_told_so(conductor):
     gate = Gate()
     conductor.run(gate, lambda error: None, inline=False)

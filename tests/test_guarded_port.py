@@ -73,7 +73,7 @@ def test_an_abort_while_the_lane_is_full_is_what_the_job_was_aborted_with(full, 
         full.submit(0, 1, 1, 0, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")  # the latter: JAX's
 def test_a_forked_child_is_refused_although_a_lock_was_held(board, pidfd_of):
     owner = os.getpid()
 
