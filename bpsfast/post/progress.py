@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from ..orchestration.errors import BpsError, ProtocolError
+from .crowd import SLOW_YIELD_S, Crowd
 
 log = logging.getLogger("bpsfast.post")
 
@@ -22,8 +23,6 @@ log = logging.getLogger("bpsfast.post")
 _SLICE_S, _IDLE_S = 0.1, 1.0
 #: The thread takes over when nobody has waited for so long; and looks again, if nothing is under way, after so long.
 _LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
-#: A yield that took longer means that somebody wants the core: waits sleep at once then, for a while.
-_LONG_YIELD_S, _SLEEPY_S = 0.001, 0.1
 
 
 class Progress:
@@ -58,7 +57,8 @@ class Progress:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._driver = 0  # identity of the thread that polls
         self._n_waiting = 0
-        self._inline_at = self._checked_at = self._sleepy_until = 0.0
+        self._inline_at = self._checked_at = 0.0
+        self._crowd = Crowd()
         self._closed = self._has_given_up = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -156,18 +156,19 @@ class Progress:
 
     def _drive(self, over: Callable[[], bool], deadline: float, outer: int) -> None:
         """Poll until ``over()`` or the deadline. *outer*: who polls afterwards (this thread, in a turn's callback)."""
-        awake_until = time.monotonic() + self._awake_s
+        awake_until, waited = time.monotonic() + self._awake_s, False
         try:
             while not over() and not self._closed:
                 now = time.monotonic()
                 if now >= deadline:
                     return
-                if now < awake_until and now >= self._sleepy_until:
+                if now < awake_until and not self._crowd.is_there(now):
                     if not self._turn(0.0):
-                        os.sched_yield()
-                        after = time.monotonic()
-                        if after - now > _LONG_YIELD_S:
-                            self._sleepy_until = after + _SLEEPY_S
+                        self._yield()
+                        waited = True
+                    elif waited:
+                        self._crowd.met()
+                        waited = False
                 elif self._turn(min(_SLICE_S, deadline - now)):
                     awake_until = time.monotonic() + self._awake_s
         finally:
@@ -175,6 +176,13 @@ class Progress:
                 self._driver = outer
                 if self._n_waiting > 1:
                     self._changed.notify_all()
+
+    def _yield(self) -> None:
+        before = time.monotonic()
+        os.sched_yield()
+        after = time.monotonic()
+        if after - before > SLOW_YIELD_S:
+            self._crowd.slow(after)
 
     def _turn(self, timeout_s: float) -> bool:
         """Wait for events and act on them; return whether there were any."""
