@@ -11,8 +11,8 @@ _MANY_MET = 64
 class Crowd:
     """Tells when to sleep at once. One slow yield is no proof: a virtual machine may just not have run for a while.
 
-    So where many waits were met awake since the one before, the pause is short; in a series each is twice as long as the
-    last. Any thread: two at once may make a pause shorter or longer, no more.
+    So where many waits were met awake since the one before, the pause is short; in a series each is twice as long as
+    the last. Any thread: two at once may make a pause shorter or longer, no more.
     """
 
     def __init__(self) -> None:
