@@ -44,11 +44,16 @@ class Group:
             return boxes[rank].get(timeout=LIMIT_S)
 
         self.services = []
+
+        def join(rank):
+            self.services.append(TurnService(
+                rank, size, lambda said: agree(rank, said), host=lambda: "127.0.0.1", credit_nbytes=credit_nbytes,
+                timeout_s=timeout_s, together=together))
+
+        self.join = join
         for rank in range(size):
             if rank not in absent:
-                self.services.append(TurnService(
-                    rank, size, lambda said, rank=rank: agree(rank, said), host=lambda: "127.0.0.1",
-                    credit_nbytes=credit_nbytes, timeout_s=timeout_s, together=together))
+                join(rank)
 
     def give(self, rank, name, priority=0, nbytes=1, fails=False, waits_for=None):
         """Give *rank* an operation; returns a future of its end. *waits_for*: an event that its beginning awaits."""
@@ -299,6 +304,16 @@ def test_together_what_somebody_will_not_give_any_more_fails(group, leaver):
     for rank in {0, 1, 2} - {leaver}:
         with pytest.raises((ClosedError, PeerLostError)):
             ranks.give(rank, "x").result(LIMIT_S)
+
+
+def test_who_connects_after_the_end_hears_of_it(group):
+    ranks = group(3, together=True, absent=[2])
+    ranks.services[1].abandon(ClosedError("rank 1 has left"))
+    with pytest.raises(ClosedError, match="rank 1 has left"):
+        ranks.give(0, "x").result(LIMIT_S)
+    ranks.join(2)
+    with pytest.raises(ClosedError, match="rank 1 has left"):
+        ranks.give(2, "x").result(LIMIT_S)
 
 
 def test_together_who_closes_in_order_leaves_nobody_waiting(group):
