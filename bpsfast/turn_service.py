@@ -16,14 +16,7 @@ from functools import partial
 import msgspec
 
 from .orchestration import errors
-from .orchestration.errors import (
-    BpsError,
-    ClosedError,
-    ConfigError,
-    PeerLostError,
-    StallError,
-    UnsupportedError,
-)
+from .orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError, UnsupportedError
 from .orchestration.order import turn_line as says
 from .orchestration.order.turn_line import FollowerLine, LeaderLine
 from .orchestration.order.turns import Entry, Follower, Leader
