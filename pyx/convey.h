@@ -68,7 +68,7 @@ static inline int bps_convey(struct bps_port *port, const struct bps_leg *legs, 
         for (; status == BPS_DONE && *in < n && *in - *out < ahead; *in += status == BPS_DONE)
             status = bps_leg_put_in(port, &legs[*in]);
         if (*in != before)
-            bps_ring_doorbell(port->doorbell, 1);
+            bps_port_ring(port);
         if (status != BPS_DONE)
             return status;
         uint32_t last = bps_convey_next(legs, *in, *out);

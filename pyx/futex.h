@@ -104,20 +104,39 @@ static inline void bps_ring_doorbell(struct bps_doorbell *bell, int n)
         bps_wake(&bell->rings, n);
 }
 
-/* Wait until somebody rang after `seen` was read, at most timeout_ns; the first awake_ns of it awake, if no other
- * waiter is. */
-static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, uint64_t awake_ns, uint64_t timeout_ns)
+/* As `bps_await_doorbell`, for one who is awake already if `is_awake`; whether it is awake afterwards, and stays so
+ * while it finds out what to do. Then it calls `bps_leave_doorbell`, or waits on. */
+static inline int bps_await_doorbell_awake(struct bps_doorbell *bell, int is_awake, uint32_t seen, uint64_t awake_ns,
+                                           uint64_t timeout_ns)
 {
     uint32_t nobody = 0;
-    if (__atomic_compare_exchange_n(&bell->awake, &nobody, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        int rang = bps_linger(&bell->rings, seen, awake_ns);
+    if (is_awake
+        || __atomic_compare_exchange_n(&bell->awake, &nobody, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        if (bps_linger(&bell->rings, seen, awake_ns))
+            return 1;
         __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
-        if (rang)
-            return;
     }
     bps_add(&bell->sleepers, 1);
     bps_wait(&bell->rings, seen, timeout_ns);
     bps_add(&bell->sleepers, (uint32_t)-1);
+    return 0;
+}
+
+/* Who was awake is busy from now on: another one takes what was rung for since `seen` was read. */
+static inline void bps_leave_doorbell(struct bps_doorbell *bell, uint32_t seen)
+{
+    __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&bell->rings, __ATOMIC_SEQ_CST) != seen
+        && __atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) != 0)
+        bps_wake(&bell->rings, 1);
+}
+
+/* Wait until somebody rang after `seen` was read, at most timeout_ns; the first awake_ns of it awake, if no other
+ * waiter is. */
+static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, uint64_t awake_ns, uint64_t timeout_ns)
+{
+    if (bps_await_doorbell_awake(bell, 0, seen, awake_ns, timeout_ns))
+        __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
 }
 
 #endif

@@ -59,11 +59,20 @@ static inline int bps_port_put(struct bps_port *port, struct bps_entry *entry)
     return status;
 }
 
+/* Let the node know of what was put, unless it has taken that already: a ring then wakes a thread for nothing, which
+ * takes the next round away from the core whose cache has the partition. Who takes several partitions off the lane
+ * calls the others. */
+static inline void bps_port_ring(struct bps_port *port)
+{
+    if (bps_load(&port->lane->tail) != bps_load(&port->lane->head))
+        bps_ring_doorbell(port->doorbell, 1);
+}
+
 /* As `bps_port_put`, and let the node know. */
 static inline int bps_port_announce(struct bps_port *port, struct bps_entry *entry)
 {
     int status = bps_port_put(port, entry);
-    bps_ring_doorbell(port->doorbell, 1); /* who takes several partitions off the lane calls the others */
+    bps_port_ring(port);
     return status;
 }
 

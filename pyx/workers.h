@@ -134,12 +134,19 @@ static void *bps_work(void *argument)
 {
     struct bps_worker *worker = argument;
     struct bps_core *core = worker->core;
+    int is_awake = 0;
     for (;;) {
         uint32_t seen = bps_load(&core->doorbell->rings);
         pthread_mutex_lock(&core->lock);
         bps_take_seat(&worker->seat, &core->cpus);
         bps_drain(core);
         while (core->heap.used != 0 && !core->frozen && !core->stopping) {
+            if (is_awake) { /* until now whoever pushed meanwhile called nobody: one partition needs one thread */
+                seen = bps_load(&core->doorbell->rings);
+                bps_drain(core);
+                bps_leave_doorbell(core->doorbell, seen);
+                is_awake = 0;
+            }
             int spare = core->n_workers - 1 - core->running;
             if (core->heap.used > 1 && spare > 0)
                 bps_wake_workers(core, (int)core->heap.used - 1 < spare ? (int)core->heap.used - 1 : spare);
@@ -150,10 +157,12 @@ static void *bps_work(void *argument)
         bps_leave_seat(&worker->seat);
         pthread_mutex_unlock(&core->lock);
         if (stopping) {
+            if (is_awake)
+                bps_leave_doorbell(core->doorbell, seen);
             free(worker->space.memory);
             return NULL;
         }
-        bps_await_doorbell(core->doorbell, seen, core->awake_ns, BPS_SLEEP_NS);
+        is_awake = bps_await_doorbell_awake(core->doorbell, is_awake, seen, core->awake_ns, BPS_SLEEP_NS);
     }
 }
 

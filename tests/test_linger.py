@@ -1,4 +1,4 @@
-"""When waits stay awake, and for how long: `tests/native/linger.c`, which fails if a rule is another."""
+"""When waits stay awake, for how long, and who is woken: `tests/native/linger.c`, which fails if a rule is another."""
 from __future__ import annotations
 
 import subprocess
@@ -31,7 +31,11 @@ def test_the_rules_hold(tmp_path: Path) -> None:
     ("crowd.h", "2 * __atomic_load_n(&crowd->pause_ns", "200 * __atomic_load_n(&crowd->pause_ns"),
     ("port.h", "return all_long ? port->awake_ns", "return !all_long ? port->awake_ns"),
     ("port.h", "? n + 1 : n;", "? BPS_LONG : n;"),
-], ids=["never longer", "not doubled", "the other way round", "one is enough"])
+    ("futex.h", "!= seen\n        &&", "== seen\n        &&"),
+    ("futex.h", "if (is_awake\n", "if (0\n"),
+    ("port.h", "if (bps_load(&port->lane->tail) !=", "if (bps_load(&port->lane->tail) <="),
+], ids=["never longer", "not doubled", "the other way round", "one is enough", "nobody told", "two awake",
+        "rings always"])
 def test_a_rule_spoilt_on_purpose_is_found(header: str, right: str, wrong: str, tmp_path: Path) -> None:
     done = run(tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
     assert "Assertion" in done.stderr

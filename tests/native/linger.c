@@ -1,8 +1,25 @@
-/* When waits stay awake, and for how long: the rules of crowd.h and port.h, without a clock. Ends with 0 if they hold. */
+/* When waits stay awake, and for how long, and who is woken: the rules of crowd.h, futex.h and port.h, without a clock
+ * or a sleep. Ends with 0 if they hold. */
 #undef NDEBUG
 #include <assert.h>
+#include <linux/futex.h>
+#include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+static int n_waits, n_wakes;
+
+static long count_call(long number, uint32_t *word, int operation, ...)
+{
+    (void)word;
+    assert(number == SYS_futex);
+    n_waits += operation == FUTEX_WAIT;
+    n_wakes += operation == FUTEX_WAKE;
+    return 0;
+}
+
+#define syscall count_call
 #include "port.h"
 
 enum { MS = 1000000 };
@@ -46,9 +63,50 @@ static void patience(void)
     assert(bps_port_patience(&port) == 200);
 }
 
+static void doorbell(void)
+{
+    struct bps_doorbell bell = {.rings = 5, .sleepers = 1};
+    assert(bps_await_doorbell_awake(&bell, 0, 4, 0, 1) && bell.awake == 1);
+    bps_ring_doorbell(&bell, 1); /* it finds that, too */
+    assert(n_wakes == 0);
+    bps_leave_doorbell(&bell, bell.rings); /* and has found it */
+    assert(bell.awake == 0 && n_wakes == 0);
+
+    bell.awake = 1;
+    bps_ring_doorbell(&bell, 1);
+    bps_leave_doorbell(&bell, bell.rings - 1); /* rung for after it looked, and it is busy now */
+    assert(bell.awake == 0 && n_wakes == 1);
+    bps_ring_doorbell(&bell, 1); /* nobody is awake */
+    assert(n_wakes == 2);
+
+    bell.awake = 1; /* another is: one is enough */
+    assert(!bps_await_doorbell_awake(&bell, 0, bell.rings, 0, 1) && bell.awake == 1 && n_waits == 1);
+    assert(!bps_await_doorbell_awake(&bell, 1, bell.rings, 0, 1) && bell.awake == 0 && n_waits == 2);
+    assert(bell.sleepers == 1);
+    bps_await_doorbell(&bell, bell.rings - 1, 0, 1); /* who waits once is awake no longer than that */
+    assert(bell.awake == 0 && n_waits == 2);
+}
+
+static void announcement(void)
+{
+    static _Alignas(64) char memory[BPS_LANE_HEADER + 2 * sizeof(struct bps_entry)];
+    struct bps_lane *lane = (struct bps_lane *)memory;
+    struct bps_doorbell bell = {0};
+    struct bps_port port = {.lane = lane, .doorbell = &bell};
+    struct bps_entry entry = {0};
+    assert(bps_lane_push(lane, 2, &entry) == 0);
+    bps_port_ring(&port);
+    assert(bell.rings == 1);
+    assert(bps_lane_pop(lane, 2, &entry) == 0);
+    bps_port_ring(&port); /* the node has taken it */
+    assert(bell.rings == 1);
+}
+
 int main(void)
 {
     pauses();
     patience();
+    doorbell();
+    announcement();
     return 0;
 }
