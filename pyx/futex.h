@@ -92,6 +92,8 @@ struct bps_doorbell {
     uint32_t sleepers;
     uint32_t awake; /* waiters that will see the next ring without being woken: 0 or 1 */
     uint32_t pad2[14];
+    uint64_t waiting; /* CPUs on which a rank waits awake (apart.h) */
+    uint32_t pad3[14];
 };
 
 /* Wake up to n waiters. */

@@ -20,8 +20,8 @@ from pyx.words cimport (
     BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_FLAG_RATE, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES,
     BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, bps_board, bps_board_word, bps_convey,
     bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_leg, bps_load, bps_now_ns,
-    bps_port, bps_port_announce, bps_port_wait, bps_reached, bps_record_add, bps_step, bps_steps_blocked,
-    bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
+    bps_port, bps_port_announce, bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step,
+    bps_steps_blocked, bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
 )
 
 
@@ -71,7 +71,8 @@ cdef class Port:
         cdef bps_port *port = &self.port
         pthread_mutex_init(&port.mutex, NULL)
         self.patience_ns = <uint64_t>(patience_s * 1e9)
-        port.node_pidfd, port.awake_ns = node_pidfd, 1000 * <uint64_t>awake_us
+        port.node_pidfd = node_pidfd
+        bps_port_stay_awake(port, 1000 * <uint64_t>awake_us)
         PyObject_GetBuffer(lane, &self.lane_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         PyObject_GetBuffer(board, &self.board_view, PyBUF_SIMPLE)
         PyObject_GetBuffer(doorbell, &self.doorbell_view, PyBUF_SIMPLE | PyBUF_WRITABLE)

@@ -82,11 +82,11 @@ cdef extern from "port.h" nogil:
         bps_doorbell *doorbell
         uint32_t capacity, n_words
         int node_pidfd
-        uint64_t awake_ns
         pthread_mutex_t mutex
         bps_trace records
         bps_steps steps
     enum: BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_NODE_DIED, BPS_INTERRUPTED
+    void bps_port_stay_awake(bps_port *, uint64_t)
     int bps_port_announce(bps_port *, bps_entry *)
     int bps_port_wait(bps_port *, uint32_t, uint32_t, uint64_t)
 

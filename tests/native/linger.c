@@ -1,5 +1,5 @@
-/* When waits stay awake, and for how long, and who is woken: the rules of crowd.h, futex.h and port.h, without a clock
- * or a sleep. Ends with 0 if they hold. */
+/* When waits stay awake, for how long and where, and who is woken: the rules of apart.h, crowd.h, futex.h and port.h,
+ * without a clock or a sleep. Ends with 0 if they hold. */
 #undef NDEBUG
 #include <assert.h>
 #include <linux/futex.h>
@@ -102,11 +102,50 @@ static void announcement(void)
     assert(bell.rings == 1);
 }
 
+static void places(void)
+{
+    struct bps_apart apart = {0};
+    uint64_t waiting = 0;
+    cpu_set_t all, chosen, after;
+    assert(sched_getaffinity(0, sizeof all, &all) == 0);
+    for (int cpu = BPS_APART_CPUS; cpu < CPU_SETSIZE; cpu++)
+        CPU_CLR(cpu, &all);
+    if (CPU_COUNT(&all) == 0)
+        return;
+    assert(sched_setaffinity(0, sizeof all, &all) == 0);
+    assert(bps_apart_enter(&apart, &waiting, 0) == -1 && waiting == 0); /* of many CPUs */
+    apart.few = 1;
+    int cpu = bps_apart_enter(&apart, &waiting, 0);
+    assert(cpu >= 0 && waiting == 1ull << cpu);
+    bps_apart_leave(&waiting, cpu);
+    assert(waiting == 0);
+
+    CPU_ZERO(&chosen);
+    CPU_SET(1, &chosen);
+    CPU_SET(3, &chosen);
+    assert(bps_apart_choose(1u << 1, &chosen) == 3 && bps_apart_choose(1u << 1 | 1u << 3, &chosen) == -1);
+
+    waiting = ~0ull; /* others are everywhere */
+    assert(bps_apart_enter(&apart, &waiting, 4 * MS) == -1 && waiting == ~0ull);
+    assert(apart.next_ns == 5 * MS);
+    assert(bps_apart_enter(&apart, &waiting, 5 * MS - 1) == -1 && apart.next_ns == 5 * MS); /* not each time */
+    for (int one = 0; one < BPS_APART_CPUS; one++)
+        if (CPU_ISSET(one, &all)) { /* this is the only one left: it runs there, or goes there */
+            waiting = ~(1ull << one);
+            apart.next_ns = 0;
+            assert(bps_apart_enter(&apart, &waiting, MS) == one && waiting == ~0ull);
+            assert(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&after, &all)); /* and is not bound */
+            bps_apart_leave(&waiting, one);
+            assert(waiting == ~(1ull << one));
+        }
+}
+
 int main(void)
 {
     pauses();
     patience();
     doorbell();
     announcement();
+    places();
     return 0;
 }
