@@ -29,13 +29,16 @@ def streams(variant: str, n_local: int, nbytes: int) -> int:
 
 
 def touched_nbytes(variant: str, n_local: int, nbytes: int) -> int:
-    """Return how many different bytes of memory a push_pull goes through, in all *n_local* ranks together."""
+    """Return how many different bytes of memory push_pulls go through, in all *n_local* ranks together.
+
+    One after another: their results are in two places by turns.
+    """
     if variant == "numpy":
-        return (n_local + 1) * nbytes
+        return (n_local + 2) * nbytes
     if variant == "in place":
         return n_local * nbytes
     staged = window_parts(n_local) * Settings().partition_bytes if _is_streamed(n_local, nbytes) else nbytes
-    return (n_local + 1) * nbytes + n_local * staged
+    return (n_local + 2) * nbytes + n_local * staged
 
 
 def _is_streamed(n_local: int, nbytes: int) -> bool:

@@ -41,11 +41,38 @@ def test_what_one_turn_of_three_suffered_is_no_cliff():
         rows = [record(1000, 1.0, samples_s=[1.0] * 12), record(2000, 2.0, samples_s=[*turns_s] * 4)]
         for row in rows:
             row["chosen"]["n_per_round"], row["measured"]["p99_s"] = 4, max(row["measured"]["samples_s"])
+            row["measured"]["cpu_s"] = row["measured"]["cpu_s"] * 3
         rows[1]["measured"]["samples_s"].sort()  # turns of four
         return [step.quantity for step in cliffs.cliffs(cliffs.curves(rows))]
 
     assert at(2.0, 2.0, 9.0) == []
     assert at(2.0, 9.0, 9.0) == ["p99"]
+
+
+def turns(nbytes, *medians_s):
+    row = record(nbytes, sorted(medians_s)[len(medians_s) // 2], samples_s=[each for each in medians_s for _ in range(4)])
+    row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = 4, [1e-9 * nbytes] * len(medians_s)
+    row["measured"]["p99_s"] = max(medians_s)
+    return row
+
+
+def test_a_cliff_is_certain_if_it_stays_one_however_turns_are_drawn():
+    before = turns(1000, *[1.0] * 9)
+    [goodput, p99] = cliffs.cliffs(cliffs.curves([before, turns(2000, *[4.0] * 8, 3.9)]))
+    assert goodput.is_certain and p99.is_certain and goodput.low <= goodput.share == 0.5 <= goodput.high < 0.53
+    two_ways = [before, turns(2000, *[4.0] * 5, *[2.0] * 4)]
+    [goodput, p99] = cliffs.cliffs(cliffs.curves(two_ways))
+    assert goodput.is_ours and not goodput.is_certain and (goodput.low, goodput.high) == (0.5, 1.0)
+    assert str(goodput).endswith("goodput is 0.50 (0.50 to 1.00) times as good at 2000 B as at 1000 B")
+    assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # the same draws each time
+    verdict = found(*two_ways)["cliffs"]
+    assert verdict.is_good is None and "not certain, of more turns: by size: numpy: goodput" in verdict.answer
+    assert found(before, turns(2000, *[4.0] * 9))["cliffs"].is_good is False
+
+
+def test_two_turns_make_no_cliff_certain():
+    steps = cliffs.cliffs(cliffs.curves([turns(1000, 1.0, 1.0), turns(2000, 9.0, 9.0)]))
+    assert steps and all((step.low, step.high) == (0.0, float("inf")) and not step.is_certain for step in steps)
 
 
 def test_a_cliff_of_the_possible_is_not_ours():

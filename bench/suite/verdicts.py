@@ -117,9 +117,15 @@ def _cliffs(outcomes: Sequence[Outcome]) -> list[Verdict]:
     if not curves:
         return []
     ours = sorted((step for step in steps if step.is_ours), key=lambda step: step.share / step.possible)
-    falls = len(steps) - len(ours)
-    also = f"; where the possible falls, too: {falls}" if falls else ""
-    if not ours:
-        return [Verdict("cliffs", f"none in {len(curves)} curves (goodput, p99, CPU per byte){also}", True)]
-    more = f"; {len(ours) - _MOST_CLIFFS} more" if len(ours) > _MOST_CLIFFS else ""
-    return [Verdict("cliffs", "; ".join(map(str, ours[:_MOST_CLIFFS])) + more + also, False)]
+    certain, perhaps = ([step for step in ours if step.is_certain is known] for known in (True, False))
+    falls = f"; where the possible falls, too: {len(steps) - len(ours)}" if len(steps) > len(ours) else ""
+    also = f"; not certain, of more turns: {_listed(perhaps)}{falls}" if perhaps else falls
+    if not certain:
+        return [Verdict("cliffs", f"none in {len(curves)} curves (goodput, p99, CPU per byte){also}",
+                        None if perhaps else True)]
+    return [Verdict("cliffs", _listed(certain) + also, False)]
+
+
+def _listed(steps: Sequence[cliffs.Cliff]) -> str:
+    more = f"; {len(steps) - _MOST_CLIFFS} more" if len(steps) > _MOST_CLIFFS else ""
+    return "; ".join(map(str, steps[:_MOST_CLIFFS])) + more
