@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
-from bpsfast.orchestration.errors import MismatchError
+from bpsfast.orchestration.errors import MismatchError, PeerLostError
 from tests.hvd_ranks import begin, begun
 
 
@@ -224,3 +224,34 @@ def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
         assert operation._over.wait(10), f"{name} is over"
         operation.wait()
     assert service.close() and noted == [("first",)] and "cannot be noted" in caplog.text
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_who_connects_after_the_end_hears_of_it(failing, monkeypatch):
+    from bpsfast.hvd import service
+    from bpsfast.orchestration.order import negotiation_line
+    from bpsfast.orchestration.order.negotiation import Request
+
+    def execute(response, operations):
+        raise AssertionError("nothing is negotiated")
+
+    def check():
+        if failing:
+            raise PeerLostError("rank 7 is lost")
+        return False
+
+    def made(rank, line, check):
+        return service.Service((0, 1), rank, line, execute, check, fusion_nbytes=0, warn_s=0.0, timeout_s=100.0)
+
+    monkeypatch.setattr(service, "_FAREWELL_S", 100.0)
+    key = os.urandom(32)
+    line = negotiation_line.listen(key, "127.0.0.1")
+    first = made(0, line, check)
+    while first._error is None:  # it has ended before anybody has come
+        assert first._thread.is_alive()
+    second = made(1, negotiation_line.connect("127.0.0.1", line.port, key, "rank 0"), lambda: True)
+    operation = second.submit(service.Operation(Request(rank=1, name="x", kind="barrier")))
+    assert operation._over.wait(30), "the other rank is told"
+    with pytest.raises(PeerLostError, match="rank 7 is lost" if failing else "Rank 0 has left"):
+        operation.wait()
+    assert second.close() and first.close()

@@ -29,6 +29,8 @@ _TICK_S = 0.5
 _GOODBYE_S = 5.0
 #: How much longer the others wait than the first rank, which knows who is missing.
 _GRACE_S = 5.0
+#: How long the first rank goes on to tell those who are still connecting that it has ended: less than `_GOODBYE_S`.
+_FAREWELL_S = 3.0
 _DUPLICATE = ("Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
               "currently being processed.  If you want to request another tensor, use a different tensor name.")
 _SHUT_DOWN = ("Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to "
@@ -171,8 +173,7 @@ class Service:
                 self._turn(time.monotonic())
             if self._reason:
                 raise PeerLostError(f"rank {self.rank} is lost: {self._reason}")
-            self._say(says.Left(self.rank))
-            self._end(ClosedError(_SHUT_DOWN))
+            self._leave(says.Left(self.rank), ClosedError(_SHUT_DOWN))
         except BpsError as exc:
             self._fail(exc)
         except Exception as exc:
@@ -284,12 +285,36 @@ class Service:
             self._line.tell(message)
 
     def _fail(self, error: BpsError) -> None:
+        self._leave(says.Failed(type(error).__name__, str(error)), error)
+
+    def _leave(self, message: says.Failed | says.Left, error: BpsError) -> None:
+        """Let the others hear of the end, and this rank's operations end with *error*."""
+        told = self._line.present if isinstance(self._line, LeaderLine) else set[int]()
         try:
-            self._say(says.Failed(type(error).__name__, str(error)))
+            self._say(message)
         except Exception as exc:  # the end of this rank's operations must come, whatever the line does
-            log.debug("rank %d could not say that it failed: %s", self.rank, exc)
+            log.debug("rank %d could not say that it ends: %s", self.rank, exc)
         finally:
             self._end(error)
+        if not isinstance(error, StallError):  # who has not come in all that time comes no more
+            self._tell_late(message, told)
+
+    def _tell_late(self, message: says.Failed | says.Left, told: set[int]) -> None:
+        """Let whoever is still connecting to the first rank hear of the end: he would wait for somebody who is gone."""
+        if not isinstance(self._line, LeaderLine):
+            return
+        deadline = time.monotonic() + _FAREWELL_S
+        while len(told) < len(self.ranks) - 1 and (left_s := deadline - time.monotonic()) > 0:
+            self._wake.clear()
+            self._line.wait(self._wake.fileno(), left_s)
+            try:
+                self._line.recv_nowait()
+            except BpsError:
+                continue  # no message: what it says does not count any more
+            late = self._line.present - told
+            if late:
+                self._line.tell(message, but=told)
+                told |= late
 
     def _end(self, error: BpsError) -> None:
         with self._lock:
