@@ -143,7 +143,9 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
     if (bps_reached(seen, round))
         return bps_port_complete(port, word, part, round, 0);
     uint64_t begin_ns = bps_now_ns();
-    int cpu = bps_apart_enter(&port->apart, &port->doorbell->waiting, begin_ns);
+    int cpu = -1;
+    if (!bps_is_crowded(&bps_crowd, begin_ns))
+        cpu = bps_apart_enter(&port->apart, &port->doorbell->waiting, begin_ns);
     int rang = bps_linger(word, seen, bps_port_patience(port));
     bps_apart_leave(&port->doorbell->waiting, cpu);
     if (rang && bps_reached(bps_load(word), round))

@@ -37,9 +37,10 @@ def test_the_rules_hold(tmp_path: Path) -> None:
     ("port.h", "if (bps_load(&port->lane->tail) !=", "if (bps_load(&port->lane->tail) <="),
     ("apart.h", "(waiting >> cpu & 1) == 0)", "(waiting >> cpu & 1) != 0)"),
     ("apart.h", "now_ns < __atomic", "0 * now_ns < 0 * __atomic"),
-    ("apart.h", "    sched_setaffinity(0, sizeof all, &all);", "    ;"),
+    ("apart.h", "if (sched_setaffinity(0, sizeof *all, all) != 0)", "if (0)"),
+    ("apart.h", "others |= __atomic_fetch_or(waiting", "__atomic_fetch_or(waiting"),
 ], ids=["never longer", "not doubled", "the other way round", "one is enough", "nobody told", "two awake",
-        "rings always", "beside another", "each time", "bound"])
+        "rings always", "beside another", "each time", "bound", "both"])
 def test_a_rule_spoilt_on_purpose_is_found(header: str, right: str, wrong: str, tmp_path: Path) -> None:
     if header == "apart.h" and len(os.sched_getaffinity(0) & set(range(64))) < 2:
         pytest.skip("there is one CPU, or none of the first 64: nobody can move")

@@ -125,6 +125,10 @@ static void places(void)
     CPU_SET(3, &chosen);
     assert(bps_apart_choose(1u << 1, &chosen) == 3 && bps_apart_choose(1u << 1 | 1u << 3, &chosen) == -1);
 
+    waiting = 1u << 1; /* set since it looked: the next one */
+    assert(bps_apart_claim(&waiting, 0, &chosen) == 3 && waiting == (1u << 1 | 1u << 3));
+    assert(bps_apart_claim(&waiting, 0, &chosen) == -1);
+
     waiting = ~0ull; /* others are everywhere */
     assert(bps_apart_enter(&apart, &waiting, 4 * MS) == -1 && waiting == ~0ull);
     assert(apart.next_ns == 5 * MS);
@@ -133,7 +137,7 @@ static void places(void)
         if (CPU_ISSET(one, &all)) { /* this is the only one left: it runs there, or goes there */
             waiting = ~(1ull << one);
             apart.next_ns = 0;
-            assert(bps_apart_enter(&apart, &waiting, MS) == one && waiting == ~0ull);
+            assert(bps_apart_enter(&apart, &waiting, bps_now_ns()) == one && waiting == ~0ull);
             assert(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&after, &all)); /* and is not bound */
             bps_apart_leave(&waiting, one);
             assert(waiting == ~(1ull << one));
