@@ -50,7 +50,8 @@ def test_what_one_turn_of_three_suffered_is_no_cliff():
 
 
 def turns(nbytes, *medians_s):
-    row = record(nbytes, sorted(medians_s)[len(medians_s) // 2], samples_s=[each for each in medians_s for _ in range(4)])
+    samples_s = [each for each in medians_s for _ in range(4)]
+    row = record(nbytes, sorted(medians_s)[len(medians_s) // 2], samples_s=samples_s)
     row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = 4, [1e-9 * nbytes] * len(medians_s)
     row["measured"]["p99_s"] = max(medians_s)
     return row

@@ -1,4 +1,4 @@
-"""When waits stay awake, for how long and where, and who is woken: `tests/native/linger.c`, which fails if a rule is another."""
+"""When waits stay awake, for how long and where, and who is woken: `tests/native/linger.c`, which fails if not so."""
 from __future__ import annotations
 
 import os
