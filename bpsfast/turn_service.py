@@ -377,22 +377,7 @@ class TurnService:
                 except Exception:  # one caller's fault must not leave another one waiting
                     log.exception("rank %d: what was to hear that %s has failed has failed itself", self.rank,
                                   operation.entry)
-        if not isinstance(error, StallError):  # who has not come in all that time comes no more
-            self._tell_late(failed, told)
-
-    def _tell_late(self, failed: says.Failed, told: set[int]) -> None:
-        """Let whoever is still connecting to rank 0 hear of the end: he would wait for somebody who is gone."""
-        if not isinstance(self._line, LeaderLine):
-            return
-        deadline = (self._abandoned_at if self._abandoned is not None else time.monotonic()) + _FAREWELL_S
-        while len(told) < self.size - 1 and (left_s := deadline - time.monotonic()) > 0:
-            self._wake.clear()
-            self._line.wait(self._wake.fileno(), left_s)
-            try:
-                self._line.recv_nowait()
-            except BpsError:
-                continue  # no message: what it says does not count any more
-            late = self._line.present - told
-            if late:
-                self._line.tell(failed, but=told)
-                told |= late
+        if isinstance(self._line, LeaderLine) and not isinstance(error, StallError):
+            # who has not come in all the time of a stall comes no more
+            begun = self._abandoned_at if self._abandoned is not None else time.monotonic()
+            self._line.tell_late(failed, told, self.size - 1, begun + _FAREWELL_S)

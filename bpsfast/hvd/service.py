@@ -296,25 +296,9 @@ class Service:
             log.debug("rank %d could not say that it ends: %s", self.rank, exc)
         finally:
             self._end(error)
-        if not isinstance(error, StallError):  # who has not come in all that time comes no more
-            self._tell_late(message, told)
-
-    def _tell_late(self, message: says.Failed | says.Left, told: set[int]) -> None:
-        """Let whoever is still connecting to the first rank hear of the end: he would wait for somebody who is gone."""
-        if not isinstance(self._line, LeaderLine):
-            return
-        deadline = time.monotonic() + _FAREWELL_S
-        while len(told) < len(self.ranks) - 1 and (left_s := deadline - time.monotonic()) > 0:
-            self._wake.clear()
-            self._line.wait(self._wake.fileno(), left_s)
-            try:
-                self._line.recv_nowait()
-            except BpsError:
-                continue  # no message: what it says does not count any more
-            late = self._line.present - told
-            if late:
-                self._line.tell(message, but=told)
-                told |= late
+        if isinstance(self._line, LeaderLine) and not isinstance(error, StallError):
+            # who has not come in all the time of a stall comes no more
+            self._line.tell_late(message, told, len(self.ranks) - 1, time.monotonic() + _FAREWELL_S)
 
     def _end(self, error: BpsError) -> None:
         with self._lock:

@@ -6,7 +6,9 @@ through the group itself, so it is no safer than that.
 """
 from __future__ import annotations
 
+import contextlib
 import errno
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -160,6 +162,22 @@ class LeaderLine:
                 gone.append(rank)
         return gone
 
+    def tell_late(self, message: msgspec.Struct, told: Collection[int], n_others: int, deadline: float) -> None:
+        """Say *message*, the last one, to whoever is still connecting: he would wait for somebody who is gone.
+
+        Blocks until *n_others* ranks have been *told*, or `time.monotonic` reaches *deadline*. What they say does not
+        count any more.
+        """
+        heard = set(told)
+        while len(heard) < n_others and (left_s := deadline - time.monotonic()) > 0:
+            _wait((self._socket, self._doorkeeper.monitor), None, 0.0 if self._wrong is not None else left_s)
+            with contextlib.suppress(ProtocolError):
+                self.recv_nowait()
+            late = self.present - heard
+            if late:
+                self.tell(message, but=heard)
+                heard |= late
+
     def close(self) -> None:
         """Send what is still to be sent, for a second at most. Calling it again does nothing."""
         if not self._context.closed:
@@ -261,9 +279,10 @@ class FollowerLine:
             self._context.term()
 
 
-def _wait(sockets: tuple[zmq.Socket[bytes], ...], wake_fd: int, timeout_s: float) -> None:
+def _wait(sockets: tuple[zmq.Socket[bytes], ...], wake_fd: int | None, timeout_s: float) -> None:
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
-    poller.register(wake_fd, zmq.POLLIN)
+    if wake_fd is not None:
+        poller.register(wake_fd, zmq.POLLIN)
     poller.poll(int(timeout_s * 1000))
