@@ -67,7 +67,7 @@ def test_a_cliff_is_certain_if_it_stays_one_however_turns_are_drawn():
     assert str(goodput).endswith("goodput is 0.50 (0.50 to 1.00) times as good at 2000 B as at 1000 B")
     assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # the same draws each time
     verdict = found(*two_ways)["cliffs"]
-    assert verdict.is_good is None and "not certain, of more turns: by size: numpy: goodput" in verdict.answer
+    assert verdict.is_good is False and "not certain, of more turns: by size: numpy: goodput" in verdict.answer
     assert found(before, turns(2000, *[4.0] * 9))["cliffs"].is_good is False
 
 

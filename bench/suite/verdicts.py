@@ -119,11 +119,12 @@ def _cliffs(outcomes: Sequence[Outcome]) -> list[Verdict]:
     ours = sorted((step for step in steps if step.is_ours), key=lambda step: step.share / step.possible)
     certain, perhaps = ([step for step in ours if step.is_certain is known] for known in (True, False))
     falls = f"; where the possible falls, too: {len(steps) - len(ours)}" if len(steps) > len(ours) else ""
-    also = f"; not certain, of more turns: {_listed(perhaps)}{falls}" if perhaps else falls
-    if not certain:
-        return [Verdict("cliffs", f"none in {len(curves)} curves (goodput, p99, CPU per byte){also}",
-                        None if perhaps else True)]
-    return [Verdict("cliffs", _listed(certain) + also, False)]
+    if not ours:
+        return [Verdict("cliffs", f"none in {len(curves)} curves (goodput, p99, CPU per byte){falls}", True)]
+    found = [_listed(certain)] if certain else []
+    if perhaps:
+        found.append(f"not certain, of more turns: {_listed(perhaps)}")
+    return [Verdict("cliffs", "; ".join(found) + falls, False)]
 
 
 def _listed(steps: Sequence[cliffs.Cliff]) -> str:
