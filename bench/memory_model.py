@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bpsfast.settings import Settings
-from bpsfast.trainer.unit import window_parts
+from bpsfast.orchestration.placement.partition import CACHED_NBYTES
+from bpsfast.trainer.sliding_window import n_slots
 
 #: The `memory` operation of `ranks.Ranks` reads and writes each byte once.
 COPY_STREAMS = 2
@@ -24,8 +24,9 @@ def streams(variant: str, n_local: int, nbytes: int) -> int:
         return n_local + 1  # every input read, the result written
     if variant == "in place":  # the least an all-reduce of private memory can do: every buffer read, and written
         return 2 * n_local
-    copied_in, copied_out = n_local if _is_streamed(n_local, nbytes) else 3 * n_local, 2 * n_local
-    return copied_in + 1 + copied_out
+    if _slides(n_local, nbytes):  # through the caches but for what is private, and the sum: read, and written
+        return 2 * n_local + 2
+    return 3 * n_local + 1 + 2 * n_local
 
 
 def touched_nbytes(variant: str, n_local: int, nbytes: int) -> int:
@@ -37,13 +38,13 @@ def touched_nbytes(variant: str, n_local: int, nbytes: int) -> int:
         return (n_local + 2) * nbytes
     if variant == "in place":
         return n_local * nbytes
-    staged = window_parts(n_local) * Settings().partition_bytes if _is_streamed(n_local, nbytes) else nbytes
+    staged = n_slots(n_local) * CACHED_NBYTES if _slides(n_local, nbytes) else nbytes
     return (n_local + 2) * nbytes + n_local * staged
 
 
-def _is_streamed(n_local: int, nbytes: int) -> bool:
-    """Tell whether private tensors go in through a window that stays in the cache (`Unit.stream`)."""
-    return -(-nbytes // Settings().partition_bytes) >= 2 * window_parts(n_local)
+def _slides(n_local: int, nbytes: int) -> bool:
+    """Tell whether private tensors go in and out through a window that stays in the caches (`SlidingWindow`)."""
+    return -(-nbytes // CACHED_NBYTES) >= 2 * n_slots(n_local)
 
 
 def bandwidth(copies_s: Mapping[int, float], nbytes: int) -> float:

@@ -69,7 +69,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"
     allow_shm: Annotated[bool, _about("may two nodes of one host share memory", agree=True)] = True
     placement: Annotated[str, _about("who sums what: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
-    partition_bytes: Annotated[int, _about("largest partition of a tensor", "bytes", agree=True, ge=4096)] = 4_096_000
+    partition_bytes: Annotated[int, _about(
+        "largest partition of a tensor; 512 KiB at most of a lone one of the CPU's in a job of one machine", "bytes",
+        agree=True, ge=4096)] = 4_096_000
     fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0)] = 4_096_000
     min_compress_bytes: Annotated[int, _about("smaller tensors are not compressed, whatever is chosen", "bytes",
                                               agree=True, ge=0)] = 65_536
@@ -110,7 +112,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "
                                       "else taken to be more than its NIC brings", "Gbit/s", ge=0, le=10_000)] = 0.0
     engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
-    nontemporal_bytes: Annotated[int, _about("sums from this size on bypass the cache", "bytes", ge=0)] = 1_048_576
+    nontemporal_bytes: Annotated[int, _about(
+        "partitions from this size on are summed past the caches; within a machine so is what is pushed as a whole, "
+        "from 16 MiB on", "bytes", ge=0)] = 1_048_576
     awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps; a rank's four "
                                     "times as long, as long as its waits end within that", "us", ge=0,
                                     le=10_000)] = 50

@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 15
+VERSION = 16
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -51,7 +51,8 @@ class TensorSpec(Record):
     `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
     ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
     nodes, None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
-    `islands`: ranks of one machine sum it among their GPUs first, as far as that machine's strategy says.
+    `islands`: ranks of one machine sum it among their GPUs first, as far as that machine's strategy says. `on_device`:
+    its first rank has it there, and the CPU does not copy it.
 
     Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
     of them together; it is fused with nothing.
@@ -73,6 +74,7 @@ class TensorSpec(Record):
     max_rows: int = 0
     store: StoreSpec | None = None
     islands: bool = False
+    on_device: bool = False
 
 
 class MemberPlan(Record):

@@ -61,7 +61,8 @@ include "engine_counters.pxi"
 cdef class Engine:
     """Sum on *n_threads* native threads; publish on *board*; sleep on *doorbell* (formatted shared buffers).
 
-    *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores.
+    *nontemporal_nbytes*: partitions of at least so many bytes are summed with streaming stores (others, too, if that is
+    asked for where they are pushed).
     *awake_us*: how long an idle thread waits for work before it sleeps (one at a time does).
     *trace_capacity*: records kept for `trace` (0: tracing is off). *fifo*: what is complete first is summed first.
     All methods may be called from any thread, `events` and `close` from one; after `close` they raise ValueError.

@@ -40,6 +40,7 @@ struct bps_part {
     uint32_t owner; /* member: source of the owner */
     uint16_t partial_segment;
     uint8_t owned, to_wire;
+    uint8_t is_far; /* some input of this round came with BPS_FLAG_FAR */
     uint32_t generation;
     struct bps_weight_store *store; /* owned: what its pushes are applied to (store.h); NULL: the sum is the result */
     uint32_t applied;        /* of a store: the last round whose push was applied, */
@@ -76,6 +77,7 @@ static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32
             return BPS_TWICE;
         input->arrived = 1;
         input->empty = (flags & BPS_FLAG_EMPTY) != 0;
+        part->is_far |= (flags & BPS_FLAG_FAR) != 0;
         input->segment = segment;
         input->offset = offset;
         input->time_ns = time_ns;
@@ -128,6 +130,7 @@ static inline void bps_part_next_round(struct bps_part *part)
 {
     part->round++;
     part->n_missing = part->n_inputs;
+    part->is_far = 0;
     part->first_ns = 0;
     for (uint32_t i = 0; i < part->n_inputs; i++)
         part->inputs[i].arrived = 0;

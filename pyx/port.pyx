@@ -17,11 +17,11 @@ from libc.string cimport memcpy
 
 from pyx.words cimport (
     BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT, BPS_DONE,
-    BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_FLAG_RATE, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES,
-    BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, bps_board, bps_board_word, bps_convey,
-    bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_leg, bps_load, bps_now_ns,
-    bps_port, bps_port_announce, bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step,
-    bps_steps_blocked, bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
+    BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH,
+    BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, bps_board,
+    bps_board_word, bps_convey, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_leg,
+    bps_load, bps_now_ns, bps_port, bps_port_announce, bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add,
+    bps_step, bps_steps_blocked, bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
 )
 
 
@@ -34,7 +34,7 @@ TICKET = BPS_TICKET
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
 #: engine, or the rank, reads them (plain against streaming: 1 MB 0.68, 4 MB 0.6, 16 MB up to 1.9 of the time).
-cdef uint64_t STREAM_NBYTES = 16 << 20
+cdef uint64_t FAR_NBYTES = 16 << 20
 cdef uint64_t NEVER = <uint64_t>-1
 
 
@@ -99,10 +99,11 @@ cdef class Port:
         return 0
 
     def submit(self, uint32_t part, uint32_t n_parts, uint32_t round, uint16_t segment, uint64_t offset,
-               bint empty=False):
+               bint empty=False, uint64_t nbytes=0):
         """Announce that partitions *part* to *part* + *n_parts* lie in *segment* at *offset*, or contribute nothing.
 
-        The bytes must not change until the round is complete.
+        The bytes must not change until the round is complete. Where they are many, *nbytes* together, sums go past
+        the caches: who pushes them at once reads none of them soon.
 
         Raises
         ------
@@ -113,11 +114,12 @@ cdef class Port:
         """
         cdef int status = BPS_INTERRUPTED
         cdef uint64_t begin_ns = bps_now_ns()
+        cdef uint16_t flags = (BPS_FLAG_EMPTY if empty else 0) | (BPS_FLAG_FAR if nbytes >= FAR_NBYTES else 0)
         self._check(part, n_parts)
         try:
             while status == BPS_INTERRUPTED:
                 with nogil:
-                    status = self._announce(part, n_parts, round, segment, offset, BPS_FLAG_EMPTY if empty else 0)
+                    status = self._announce(part, n_parts, round, segment, offset, flags)
                     if status == BPS_DONE:
                         bps_record_add(&self.port.records, BPS_PUSH, 0, part, round, n_parts, begin_ns, bps_now_ns())
                 self._raise(status, begin_ns)
@@ -163,6 +165,7 @@ cdef class Port:
         cdef uint64_t at = 0, piece, begin_ns = 0, entered_ns = bps_now_ns()
         cdef uint32_t i = 0
         cdef int status = BPS_DONE
+        cdef bint is_far = nbytes >= FAR_NBYTES
         self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
         try:
             while at < nbytes:
@@ -172,10 +175,11 @@ cdef class Port:
                         if status == BPS_DONE:
                             begin_ns = bps_now_ns()
                             bps_copy(<void *>(destination + at), <void *>(source + at), piece,
-                                     0 if nbytes >= STREAM_NBYTES else NEVER)
+                                     0 if is_far else NEVER)
                             bps_record_add(&self.port.records, BPS_COPY_IN, 0, part + i, round, piece, begin_ns,
                                            bps_now_ns())
-                        status = self._announce(part + i, 1, round, segment, offset + at, 0)
+                        status = self._announce(part + i, 1, round, segment, offset + at,
+                                                BPS_FLAG_FAR if is_far else 0)
                         if status != BPS_DONE:
                             break
                         at += piece
@@ -183,49 +187,6 @@ cdef class Port:
                 self._raise(status, begin_ns)
         finally:
             bps_steps_blocked(&self.port.lane.tally, entered_ns)
-
-    def stream_in(self, uintptr_t window, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
-                  uint32_t round, uint16_t segment, uint64_t offset, uint32_t n_slots, uint32_t begin,
-                  double timeout_s):
-        """As `copy_in`, but through *n_slots* partitions' worth of memory, each reused once its partition is complete.
-
-        *window* is where *segment*, *offset* is mapped here. Begins with the unit's partition number *begin* and
-        returns (DONE or TIMED_OUT, the number of partitions announced so far): with DONE all are. A full lane counts as
-        waiting. Raises as `submit`, and what a signal handler raises.
-        """
-        cdef uint32_t i = begin
-        cdef uint32_t n_parts = <uint32_t>((nbytes + stride - 1) // stride)
-        cdef uint64_t slot, piece, begin_ns, entered_ns = bps_now_ns()
-        cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
-        cdef int status = BPS_DONE
-        self._check(part, n_parts)
-        try:
-            while i < n_parts:
-                with nogil:
-                    while i < n_parts:
-                        if i >= n_slots:
-                            status = bps_port_wait(&self.port, part + i - n_slots, round, deadline_ns)
-                            if status != BPS_DONE:
-                                break
-                        slot, piece = (i % n_slots) * stride, min(stride, nbytes - i * stride)
-                        begin_ns = bps_now_ns()
-                        bps_copy(<void *>(window + slot), <void *>(source + i * stride), piece, NEVER)
-                        bps_record_add(&self.port.records, BPS_COPY_IN, 0, part + i, round, piece, begin_ns,
-                                       bps_now_ns())
-                        status = self._announce(part + i, 1, round, segment, offset + slot, 0)
-                        if status != BPS_DONE:
-                            break
-                        i += 1
-                if status == BPS_INTERRUPTED:
-                    PyErr_CheckSignals()
-                    if bps_now_ns() >= deadline_ns:
-                        status = BPS_TIMED_OUT
-                if status == BPS_TIMED_OUT:
-                    break
-                self._raise(status if status != BPS_INTERRUPTED else BPS_DONE, 0)
-        finally:
-            bps_steps_blocked(&self.port.lane.tally, entered_ns)
-        return status, i
 
     cdef int _announce(self, uint32_t part, uint32_t count, uint32_t round, uint16_t segment, uint64_t offset,
                        uint16_t flags) noexcept nogil:
@@ -322,7 +283,7 @@ cdef class Port:
                         piece = min(stride, nbytes - at)
                         begin_ns = bps_now_ns()
                         bps_copy(<void *>(destination + at), <void *>(source + at), piece,
-                                 0 if nbytes >= STREAM_NBYTES else NEVER)
+                                 0 if nbytes >= FAR_NBYTES else NEVER)
                         bps_record_add(&self.port.records, BPS_DELIVER, 0, i, round, piece, begin_ns, bps_now_ns())
                         at += piece
                         i += 1

@@ -77,7 +77,8 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
     int before = bps_collect(core, part, in, 0, part->n_before, foreign_nbytes, 0);
     int local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
     int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, foreign_nbytes, local);
-    int nontemporal = part->nbytes >= core->nontemporal_nbytes, status = BPS_CODED;
+    int is_far = part->is_far && part->owned && !part->to_wire; /* else it leaves this machine at once */
+    int nontemporal = is_far || part->nbytes >= core->nontemporal_nbytes, status = BPS_CODED;
     if (total < 0) {
         bps_park(core, index);
         return;

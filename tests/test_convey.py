@@ -4,9 +4,9 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.collective.pipe import LEG
 from bpsfast.pyx import port as native
 from bpsfast.pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TICKET, TIMED_OUT
+from bpsfast.trainer.leg import LEG
 from tests.port_node import Node, alarms, interrupt, mortal
 
 

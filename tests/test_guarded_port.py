@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bpsfast.collective.pipe import LEG
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
 from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.pyx import ring
 from bpsfast.pyx.port import TICKET, Port
 from bpsfast.trainer.guarded_port import GuardedPort
+from bpsfast.trainer.leg import LEG
 from bpsfast.trainer.stall_inspector import StallInspector
 
 

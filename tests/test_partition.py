@@ -4,9 +4,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import CapacityError, UnsupportedError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.placement.partition import ITEM_NBYTES, MAX_PARTS, OPS, nbytes_of, plan_units, round_up
+from bpsfast.orchestration.placement.partition import (
+    CACHED_NBYTES,
+    ITEM_NBYTES,
+    MAX_PARTS,
+    OPS,
+    nbytes_of,
+    plan_units,
+    round_up,
+)
+from bpsfast.orchestration.store import StoreSpec
 
 PAGE = 4096
 
@@ -85,6 +95,38 @@ def test_a_megabyte_is_shared_by_two(n_floats, n_parts):
 def test_a_tensor_may_ask_for_its_own_partitions():
     (unit,) = plan(spec("channel", 16 * 262144, "uint8", partition_nbytes=262144))
     assert unit.stride == 262144 and [p.nbytes for p in unit.parts] == [262144] * 16
+
+
+def within(*specs, partition_nbytes=4096000, **options):
+    return plan_units(specs, 0, 0, partition_nbytes, 4096000, is_within=True, **options)
+
+
+@pytest.mark.parametrize(("fields", "stride"), [
+    ({}, CACHED_NBYTES), ({"partition_nbytes": 4 << 20}, 4 << 20), ({"group": "g"}, 2797568),
+    ({"on_device": True}, 2797568), ({"codec": CodecSpec(kind="onebit")}, 2797568), ({"store": StoreSpec()}, 2797568),
+])
+def test_within_one_machine_what_the_cpu_copies_stays_in_caches(fields, stride):
+    tensor = TensorSpec(**{"name": "x", "dtype": "float32", "shape": (2 << 20,), **fields})
+    assert [unit.stride for unit in within(tensor)] == [stride]
+    if not fields:
+        assert [unit.stride for unit in plan_units([tensor], 0, 0, 4096000, 4096000)] == [2797568]
+        assert [unit.stride for unit in within(tensor, partition_nbytes=64 << 10)] == [64 << 10]
+
+
+def test_a_table_by_rows_is_cut_as_between_machines():
+    table = TensorSpec(name="t", dtype="float32", shape=(1 << 18, 32), op="rows", max_rows=1 << 16)
+    assert within(table) == plan_units([table], 0, 0, 4096000, 4096000)
+
+
+def test_caches_count_only_while_the_job_has_few_partitions():
+    huge = TensorSpec(name="x", dtype="uint8", shape=(MAX_PARTS // 2 * CACHED_NBYTES,))
+    (unit,) = within(huge)
+    assert (unit.stride, len(unit.parts)) == (CACHED_NBYTES, MAX_PARTS // 2)
+    first, second = within(huge, spec("y", 1))
+    assert len(first.parts) == -(-huge.shape[0] // first.stride) and first.stride > 7 * CACHED_NBYTES
+    assert second.parts[0].part == len(first.parts)
+    (late,) = plan_units([huge], 0, 1, 4096000, 4096000, is_within=True)
+    assert late.stride == first.stride and late.parts[0].part == 1
 
 
 @pytest.mark.parametrize(("partition_nbytes", "stride"), [

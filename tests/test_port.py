@@ -131,41 +131,17 @@ def test_copy_in_announces_each_partition_after_its_bytes(node):
         assert bytes(memoryview(segment)[: source.nbytes]) == source.tobytes()
 
 
-def test_stream_in_reuses_a_slot_only_once_its_partition_is_complete(node):
-    with Segment(2 * 4096) as segment:
-        source = np.random.default_rng(0).integers(0, 256, 3 * 4096 + 100, np.uint8)
-        stream = (segment.address, source.ctypes.data, source.nbytes, 4, 4096, 9, 2, 65536, 2)
-        port = node.port()
-        assert port.stream_in(*stream, 0, 0.01) == (TIMED_OUT, 2)
-        assert [node.lane.pop() for _ in range(3)] == [(4, 1, 9, 0, 2, 65536), (5, 1, 9, 0, 2, 65536 + 4096), None]
-        assert bytes(memoryview(segment)) == source[: 2 * 4096].tobytes()
-        node.publish(5, 9)  # the second before the first: slots are reused in order
-        assert port.stream_in(*stream, 2, 0.01) == (TIMED_OUT, 2) and node.lane.pop() is None
-        node.publish(4, 9)
-        assert port.stream_in(*stream, 2, 10) == (DONE, 4)
-        assert [node.lane.pop() for _ in range(2)] == [(6, 1, 9, 0, 2, 65536), (7, 1, 9, 0, 2, 65536 + 4096)]
-        assert bytes(memoryview(segment)[:4096]) == source[2 * 4096 : 3 * 4096].tobytes()
-        assert bytes(memoryview(segment)[4096 : 4096 + 100]) == source[3 * 4096 :].tobytes()
-
-
-def test_a_full_lane_ends_a_stream_in_time(node):
-    with Segment(8 * 4096) as segment:
-        source = np.zeros(8 * 4096, np.uint8)
-        port = node.port()
-        outcome = port.stream_in(segment.address, source.ctypes.data, source.nbytes, 0, 4096, 1, 0, 0, 8, 0, 0.2)
-        assert outcome == (TIMED_OUT, 4)  # the lane of this node holds four entries
-        assert [node.lane.pop()[0] for _ in range(4)] == [0, 1, 2, 3]
-        outcome = port.stream_in(segment.address, source.ctypes.data, source.nbytes, 0, 4096, 1, 0, 0, 8, 4, 10)
-        assert outcome == (DONE, 8)
-
-
-def test_stream_in_raises_what_ended_the_job(node):
-    with Segment(2 * 4096) as segment:
-        node.abort(b"PeerLostError: rank 2 is gone")
-        source = bytearray(4 * 4096)
-        address = np.frombuffer(source, np.uint8).ctypes.data
-        with pytest.raises(ConnectionError, match="rank 2 is gone"):
-            node.port().stream_in(segment.address, address, len(source), 4, 4096, 9, 2, 0, 2, 0, 60)
+def test_sums_of_much_that_is_pushed_at_once_go_past_the_caches(node):
+    port, most = node.port(), 16 << 20
+    for nbytes in (0, most - 1, most):
+        port.submit(0, 4, 1, 0, 0, nbytes=nbytes)
+    assert [node.lane.pop()[3] for _ in range(3)] == [0, 0, 4]
+    with Segment(most) as segment:
+        source = np.ones(most, np.uint8)
+        for nbytes in (most - 1, most):
+            port.copy_in(segment.address, source.ctypes.data, nbytes, 0, most // 2, 1, 0, 0)
+        assert [node.lane.pop()[3] for _ in range(4)] == [0, 0, 4, 4]
+        assert np.frombuffer(segment, np.uint8).all()
 
 
 def test_deliver_copies_each_partition_once_it_is_published(node):

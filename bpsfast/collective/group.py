@@ -27,8 +27,9 @@ from ..orchestration.errors import (
 from ..orchestration.placement.partition import OPS
 from ..post import exchange
 from ..pyx.port import copy
+from ..trainer.leg import LEG
 from ..trainer.tensor_input import TensorInput
-from .pipe import LEG, TICKETS, Bore, Pipe, bores, cut, spec_of
+from .pipe import TICKETS, Bore, Pipe, bores, cut, spec_of
 
 if TYPE_CHECKING:
     from ..post.post import Post
@@ -352,6 +353,3 @@ def _ticket(text: str) -> np.ndarray[Any, Any]:
 def _check_size(x: TensorInput, out: TensorInput) -> None:
     if x.nbytes != out.nbytes:
         raise ConfigError(f"{x.nbytes} bytes of input for {out.nbytes} bytes of output")
-
-
-assert LEG.itemsize == 64, "convey.h says so"

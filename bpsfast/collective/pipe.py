@@ -15,14 +15,10 @@ from ..dtypes import TABLE
 from ..orchestration.messages import TensorSpec
 from ..orchestration.rounds import after
 from ..pyx.port import TICKET
+from ..trainer.leg import LEG
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
-
-#: `convey.h: bps_leg`.
-LEG = np.dtype([
-    ("source", "<u8"), ("destination", "<u8"), ("nbytes", "<u8"), ("staging", "<u8"), ("result", "<u8"),
-    ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
 
 
 class Bore(NamedTuple):

@@ -22,7 +22,6 @@ from .patience import Patience
 from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
-    from .memory import Region
     from .unit import Unit
 
 #: A wait sleeps at most this long before it looks whether the session was closed by another thread.
@@ -66,10 +65,10 @@ class GuardedPort:
         self._closing = False
         self._inside = _Inside(self)
 
-    def submit(self, part: int, n_parts: int, round: int, segment: int, offset: int) -> None:
+    def submit(self, part: int, n_parts: int, round: int, segment: int, offset: int, nbytes: int = 0) -> None:
         """Announce inputs (`Port.submit`)."""
         with self._inside as port:
-            port.submit(part, n_parts, round, segment, offset)
+            port.submit(part, n_parts, round, segment, offset, nbytes=nbytes)
 
     def submit_empty(self, part: int, n_parts: int, round: int) -> None:
         """Take part in a round without contributing."""
@@ -86,22 +85,6 @@ class GuardedPort:
         """Copy into the segment and announce, partition by partition (`Port.copy_in`)."""
         with self._inside as port:
             port.copy_in(destination, source, nbytes, part, stride, round, segment, offset)
-
-    def stream_in(self, unit: Unit, window: Region, n_slots: int, source: int, round: int, timeout_s: float) -> None:
-        """Copy *unit*'s bytes at *source* through *window*, *n_slots* partitions long (`Port.stream_in`).
-
-        Raises as `wait`.
-        """
-        announced = 0
-
-        def go_on(port: Port, wait_s: float) -> int:
-            nonlocal announced
-            outcome, announced = port.stream_in(
-                window.address, source, unit.nbytes, unit.first_part, unit.stride, round, window.segment, window.offset,
-                n_slots, announced, wait_s)
-            return outcome
-
-        self._in_slices(go_on, unit, unit.first_part, unit.n_parts, round, timeout_s)
 
     def land(self, part: int, round: int, segment: int, offset: int, nbytes: int, begin_ns: int) -> None:
         """Announce a partition that a line has brought from a device (`Port.land`)."""
@@ -141,12 +124,12 @@ class GuardedPort:
         self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),
                         unit, part, n_parts, round, timeout_s)
 
-    def exchange(self, unit: Unit, part: int, n_parts: int, round: int, place: tuple[int, int],
-                 timeout_s: float) -> None:
-        """Announce inputs at *place* (segment, offset) and wait: as `submit` and `wait`, with less around them."""
+    def exchange(self, unit: Unit, round: int, place: tuple[int, int], timeout_s: float) -> None:
+        """Announce *unit*'s inputs at *place* (segment, offset) and wait, with less around it than two calls have."""
+        part, n_parts = unit.first_part, unit.n_parts
         slice_s = min(timeout_s, _DEFERRED_SLICE_S if self._start_deferred() else _SLICE_S)
         with self._inside as port:
-            port.submit(part, n_parts, round, *place)
+            port.submit(part, n_parts, round, *place, nbytes=unit.nbytes)
             outcome = port.wait(part, n_parts, round, slice_s)
         if outcome != DONE:
             self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),

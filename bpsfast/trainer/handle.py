@@ -225,7 +225,8 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
-                      codec=codec, islands=source.place is not None and joins(session.settings, source.dtype, codec))
+                      codec=codec, islands=source.place is not None and joins(session.settings, source.dtype, codec),
+                      on_device=source.place is not None)
     if not session.tensors.knows(spec):
         session.devices.direct.cover(source.place.device if source.place is not None else None, [spec])
         session.tensors.declare([spec])
@@ -264,7 +265,8 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
         Higher goes first where bytes compete. None: the earlier a name is declared, the more urgent it is. Fixed by
         the first use of the name.
     out
-        Receives the result (it may be *x*) and is returned.
+        Receives the result (it may be *x*) and is returned. After an error parts of it have their sum, and others are
+        as they were.
     compression
         How *x* travels between nodes, the same for all pushes of *name*: a codec of `bpsfast.compression`, or what
         chooses one by the name (`compression.choice`; "" without one). Ranks of one node sum exactly, and so do

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import msgspec
+
 from ..orchestration.errors import BpsError, BusyError, MismatchError
 from ..orchestration.messages import Declare, TensorSpec
 from .inquiry import Inquiry
@@ -98,8 +100,10 @@ class Tensors:
         return any(name in self._specs and bool(self._specs[name].edition_of) for name in names)
 
     def knows(self, spec: TensorSpec) -> bool:
-        """Return whether exactly this was declared before: the short way of a repeated push."""
-        return self._specs.get(spec.name) == spec
+        """Return whether this was declared before, wherever it lies: the short way of a repeated push."""
+        known = self._specs.get(spec.name)
+        return known == spec or (known is not None and known.on_device != spec.on_device
+                                 and msgspec.structs.replace(known, on_device=spec.on_device) == spec)
 
     def _is_new(self, spec: TensorSpec, lenient: bool) -> bool:
         if spec.name in self._failed:

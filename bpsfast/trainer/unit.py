@@ -26,6 +26,7 @@ from ..pyx.pages import Segment, Window
 from ..trace.records import Part
 from .landing import Landing
 from .runs import Run, runs
+from .sliding_window import SlidingWindow, n_slots
 
 if TYPE_CHECKING:
     from ..device.arrivals import Arrival
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
-#: Least and most partitions on their way to the sum at once while a unit is streamed: while some are copied others are
-#: summed, and more would leave the cache.
-_WINDOW_PARTS = 2, 8
 NO_SEGMENTS: Mapping[int, DeviceSegment] = MappingProxyType({})
 #: A wait for a device looks this often whether the session was closed.
 _SLICE_S = 0.1
@@ -77,11 +75,11 @@ class Unit:
         self.in_flight = False
         self._is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
-        self._given_up: BpsError | None = None  # why the last round failed, if no handle stands for it
+        self._given_up: BaseException | None = None  # why the last round failed, if no handle stands for it
         self._complete = self.round  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
         self._staging: Region | None = None
-        self._window: Region | None = None
+        self._sliding: SlidingWindow | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
         self._runs = runs(ready, segments, on_device)
         #: The partitions, by number, whose results lie on a device: of this rank, or of another one of its machine.
@@ -158,7 +156,7 @@ class Unit:
         if self.n_parts == 0:
             return round
         if place is not None:
-            self.session.port.submit(self.first_part, self.n_parts, round, place[0], place[1])
+            self.session.port.submit(self.first_part, self.n_parts, round, *place, nbytes)
         else:
             assert staging is not None, "a unit with partitions has staging memory"
             self.session.port.copy_in(staging.address, address, nbytes, self.first_part, self.stride, round,
@@ -176,8 +174,8 @@ class Unit:
         self._require_host("memory of the host is pushed as")
         round = self._begin(nbytes)
         try:
-            self.session.port.exchange(self, self.first_part, self.n_parts, round, place, timeout_s)
-        except BpsError as exc:
+            self.session.port.exchange(self, round, place, timeout_s)
+        except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
             self._given_up = exc
             raise
         self.finish(round)
@@ -186,29 +184,32 @@ class Unit:
     def stream(self, source: int, destination: int, nbytes: int, timeout_s: float) -> bool:
         """Sum private bytes at *source*, wait, and copy the result to *destination* (it may be *source*).
 
-        The input passes through a window of a few partitions that stays in the cache, not through `staging`: a third
-        of the memory traffic less, and less shared memory. It is retained where it came from: *destination* is not
-        written before the whole unit is complete. Returns False, and does nothing, where this gains nothing: for units
-        of few partitions, bytes inside a segment, and jobs of several nodes, whose links want all partitions at once.
-        Raises as `push` and `wait`. After an error the rest of the input is announced by nobody: the round, and with it
-        the name, is lost to all ranks; *destination* is unchanged, or partly written if that was under way.
+        They go in and out a few partitions at a time (`SlidingWindow`): about half of the memory traffic, and less
+        shared memory. Returns False, and does nothing, where this gains nothing: for units of few partitions, bytes
+        inside a segment, and jobs of several nodes, whose links want all partitions at once; nor where *destination*
+        begins or ends inside the source. Raises as `push` and `wait`. After an error the rest of the input is announced
+        by nobody: the round, and with it the name, is lost to all ranks; some partitions of *destination* have their
+        sum then, the others are as they were.
         """
         session = self.session
-        n_slots = window_parts(session.local_size)
-        if (self.n_parts < 2 * n_slots or nbytes != self.nbytes or session.n_nodes + session.n_helpers > 1
-                or session.memory.locate(source, nbytes) is not None):
+        slots = n_slots(session.local_size)
+        if (self.n_parts < 2 * slots or nbytes != self.nbytes or self.on_device
+                or session.n_nodes + session.n_helpers > 1 or 0 < abs(source - destination) < nbytes
+                or session.memory.locate(source, nbytes) is not None
+                or session.memory.locate(destination, nbytes) is not None):
             return False
-        deadline = time.monotonic() + timeout_s
         with self._lock:
-            if self._window is None:
-                self._window = self._staging or session.memory.allocate(n_slots * self.stride)
-            window = self._window
+            if self._sliding is None and not self._is_retired:
+                window = self._staging or session.memory.allocate(slots * self.stride)
+                self._sliding = SlidingWindow(window, slots, self.first_part, self.n_parts, self.stride, nbytes,
+                                              self.result_address)
+            sliding = self._sliding
         round = self._begin(nbytes)
+        assert sliding is not None, "a round of what was retired does not begin"
         try:
-            session.port.stream_in(self, window, n_slots, source, round, timeout_s)
-            session.port.wait(self, self.first_part, self.n_parts, round, max(0.0, deadline - time.monotonic()))
-            self.deliver(round, destination, 0, nbytes, max(0.0, deadline - time.monotonic()))
-        except BpsError as exc:
+            session.port.convey(sliding.legs(source, destination, round), sliding.slots,
+                                lambda number: (self, self.first_part + number, round), timeout_s)
+        except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
             self._given_up = exc
             raise
         self.finish(round)  # not before: the next but one round overwrites this result
@@ -220,7 +221,7 @@ class Unit:
         staging = self.staging
         round = self._begin(self.nbytes if nbytes is None else nbytes)
         if self.n_parts:
-            self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset)
+            self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset, self.nbytes)
         return round
 
     def push_empty(self) -> int:
@@ -250,7 +251,8 @@ class Unit:
             if self.in_flight and self._given_up is not None:
                 raise BusyError(
                     f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the call "
-                    f"that pushed it, which nobody can wait for any more; use another name ({self._given_up})")
+                    f"that pushed it, which nobody can wait for any more; use another name "
+                    f"({str(self._given_up) or repr(self._given_up)})")
             if self.in_flight:
                 raise BusyError(
                     f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize the "
@@ -411,12 +413,7 @@ class Unit:
             self._views.clear()
             self._runs = []
             self._readers = []
-            self._staging = self._window = None
+            self._staging = self._sliding = None
             landing, self._landing = self._landing, None
         if landing is not None and landing.place is not None:
             self.session.devices.direct.release(landing.place)
-
-
-def window_parts(local_size: int) -> int:
-    """Return how many partitions the window of `Unit.stream` holds where *local_size* ranks share a machine."""
-    return min(max(_WINDOW_PARTS[0], local_size), _WINDOW_PARTS[1])

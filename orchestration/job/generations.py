@@ -106,7 +106,7 @@ class Generations:
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
-            first_unit=self._next_unit, first_part=MAX_PARTS - most)), family, most))
+            first_unit=self._next_unit, first_part=MAX_PARTS - most, is_within=len(self._nodes) == 1)), family, most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)

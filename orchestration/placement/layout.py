@@ -16,12 +16,13 @@ from .shares import Machine
 
 def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy: str, partition_nbytes: int,
             fusion_nbytes: int, page_nbytes: int = 4096, owned: Sequence[int] | None = None,
-            more: Sequence[int] | None = None, first_unit: int = 0, first_part: int = 0) -> list[UnitPlan]:
+            more: Sequence[int] | None = None, first_unit: int = 0, first_part: int = 0,
+            is_within: bool = False) -> list[UnitPlan]:
     """Return the units of *specs*, cut into partitions that all have an owner (an index into *machines*).
 
     With policy "optimal" the largest partitions are cut finer where the placement would else miss the optimum by more
     than `refinement.TOLERANCE`. *owned* are the bytes that each machine owns already, *more* those that its memory lets
-    it own besides (-1: any).
+    it own besides (-1: any). *is_within*: there is no machine but one (`plan_units`).
 
     Raises
     ------
@@ -32,7 +33,7 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
     ConfigError
         If *policy* is unknown or cannot place anything on *machines*.
     """
-    units = plan_units(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes)
+    units = plan_units(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes, is_within)
     if more is not None:
         waste = len(units) * page_nbytes  # the last partition of each takes a whole number of pages
         more = [rest if rest < 0 else max(0, rest - waste) for rest in more]

@@ -97,6 +97,13 @@ def has_state(spec: TensorSpec) -> bool:
 #: sum. Members of a group have each other for company: there a second partition only costs.
 _SHARED_NBYTES = 1 << 20
 
+#: Within one machine partitions of what its CPUs copy are of at most this: a few of them, of all ranks, stay in caches
+#: from their copy in to their copy out.
+CACHED_NBYTES = 512 << 10
+
+#: Tables that are fuller than this are not filled with such small ones.
+_MANY_PARTS = MAX_PARTS // 2
+
 
 def round_up(nbytes: int, multiple: int) -> int:
     """Return the smallest multiple of *multiple* that is not below *nbytes*."""
@@ -104,7 +111,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, partition_nbytes: int, fusion_nbytes: int,
-               page_nbytes: int = 4096) -> list[UnitPlan]:
+               page_nbytes: int = 4096, is_within: bool = False) -> list[UnitPlan]:
     """Pack *specs* into units and cut these into partitions; owners are left -1 for `placement`.
 
     Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
@@ -115,6 +122,8 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
+    If the job *is_within* one machine, lone tensors that the CPU copies have smaller ones (`CACHED_NBYTES`), while
+    there are few.
     *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side by side.
 
     Raises
@@ -124,12 +133,11 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     CapacityError
         If the job would have more than `MAX_PARTS` partitions.
     """
-    units: list[UnitPlan] = []
-    part = first_part
-    for name, members, priority in _bundles(specs, fusion_nbytes):
-        unit = _lay_out(first_unit + len(units), name, members, priority, part, partition_nbytes, page_nbytes)
-        part += len(unit.parts)
-        units.append(unit)
+    units = _cut(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes, is_within)
+    part = first_part + sum(len(unit.parts) for unit in units)
+    if is_within and part > _MANY_PARTS:
+        units = _cut(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes, False)
+        part = first_part + sum(len(unit.parts) for unit in units)
     if part > MAX_PARTS:
         n_bytes = sum(unit.nbytes for unit in units)
         raise CapacityError(
@@ -137,6 +145,24 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
             f"{MAX_PARTS}; raise partition_bytes (now {partition_nbytes}) or declare small tensors as a group"
         )
     return units
+
+
+def _cut(specs: Sequence[TensorSpec], first_unit: int, first_part: int, partition_nbytes: int, fusion_nbytes: int,
+         page_nbytes: int, is_within: bool) -> list[UnitPlan]:
+    units: list[UnitPlan] = []
+    part = first_part
+    for name, members, priority in _bundles(specs, fusion_nbytes):
+        most = min(partition_nbytes, CACHED_NBYTES) if is_within and _is_copied(members[0]) else partition_nbytes
+        unit = _lay_out(first_unit + len(units), name, members, priority, part, most, page_nbytes)
+        part += len(unit.parts)
+        units.append(unit)
+    return units
+
+
+def _is_copied(spec: TensorSpec) -> bool:
+    """Return whether ranks copy *spec* in and out by the CPU, as a whole, and owners keep nothing of it."""
+    return (not spec.on_device and spec.group is None and spec.op != rows.ROWS and spec.codec is None
+            and spec.store is None)
 
 
 def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[str, list[TensorSpec], int]]:
