@@ -174,8 +174,8 @@ class DenseExchange(Exchange):
 
     def send_rest(self) -> None:
         """Send what no backward pass has sent: zeros where there is no gradient, nothing where it would be sparse."""
-        gradients = self.gradients
-        for name in [*gradients.missing(), *self._stand_in.sparse]:
+        self.begin()
+        for name in [*self.gradients.missing(), *self._stand_in.sparse]:
             if name in self.parameters and name not in self._sparse and self.parameters[name].grad is not None:
                 self._send(name)
         for name in self._stand_in.sparse - set(self._sparse):

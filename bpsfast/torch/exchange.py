@@ -69,13 +69,9 @@ class Exchange:
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients as the job knows them. The first use declares them, and waits for all ranks if any was kept."""
-        gradients = self.declare()
-        self.kept.settle(gradients)
-        copies, self._copies = self._copies, {}
-        for name, gradient in copies.items():
-            self._fill(name, gradient)
-        return gradients
+        """The gradients as the job knows them, since `declare`."""
+        assert self._gradients is not None, "`begin` declares them; hooks keep copies before"
+        return self._gradients
 
     def declare(self) -> Gradients:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
@@ -187,8 +183,16 @@ class Exchange:
         self.send_rest()
         self.receive()
 
+    def begin(self) -> None:
+        """Send what the first step has kept; waits until all ranks have declared their gradients, if anything was."""
+        self.kept.settle(self.declare())
+        copies, self._copies = self._copies, {}
+        for name, gradient in copies.items():
+            self._fill(name, gradient)
+
     def send_rest(self) -> None:
         """Send what no backward pass has sent, zeros where there is no gradient."""
+        self.begin()
         for name in self.gradients.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)

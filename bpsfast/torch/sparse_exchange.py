@@ -72,9 +72,9 @@ class SparseExchange(Exchange):
 
     def send_rest(self) -> None:
         """Send what no backward pass has sent: zeros where there is no gradient, no rows where it would be sparse."""
-        self.declare()
+        self.begin()
         for name, table in self._tables.items():
-            if not table.busy and name not in self._copies:
+            if not table.busy:
                 self._push(name, self.parameters[name].grad)
         super().send_rest()
 
