@@ -11,13 +11,21 @@ from typing import Any
 
 import psutil
 
+from bpsfast.doctor import caches as caches_check
+from bpsfast.nic.host import Host
+
 _PACKAGES = ("bpsfast", "numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "pyzmq", "torch", "mpi4py",
              "cupy-cuda12x", "cupy-cuda13x")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def describe() -> dict[str, Any]:
-    """Return CPU, caches (bytes), memory (bytes), kernel and versions; absent packages are left out."""
+    """Return CPU, caches (bytes), memory (bytes), kernel and versions; absent packages are left out.
+
+    `handover_ns`: how long a cache line takes now between cores that share a cache by the kernel's word; None: nobody
+    knows. Those of a virtual machine may be near each other in one run and far in the next.
+    """
+    handover = caches_check.measure(Host())
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
@@ -25,6 +33,7 @@ def describe() -> dict[str, Any]:
         "n_threads": psutil.cpu_count(),
         "n_usable": len(os.sched_getaffinity(0)),
         "cache_nbytes": caches(),
+        "handover_ns": None if handover.error else handover.ns,
         "memory_nbytes": psutil.virtual_memory().total,
         "available_nbytes": psutil.virtual_memory().available,
         "load_average": list(os.getloadavg()),

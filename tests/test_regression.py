@@ -51,6 +51,16 @@ def test_rows_are_told_faster_slower_and_the_same(tmp_path):
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("ns", "words"), [
+    ((25.0, 180.0), "A 25 ns, B 180 ns; they share a cache in one only"), ((60.0, 25.0), "A 60 ns, B 25 ns\n"),
+    ((None, 25.0), ""),
+])
+def test_cores_that_were_nearer_in_one_run_are_named(tmp_path, ns, words):
+    paths = [write(tmp_path / name, {4: 1.0}, machine={**MACHINE, "handover_ns": each}) for name, each in zip("ab", ns)]
+    text = run(*paths).output
+    assert words in text if words else "cache line" not in text
+
+
 def test_turns_are_drawn_whole():
     """Samples of a turn that are all alike make an interval as wide as the few turns allow."""
     turns = [1.0, 2.0, 3.0, 4.0]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..bench.result_file import ResultFile
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+#: Cores that are so many times as far apart as in another run share no cache there.
+_FAR = 2.5
 _COLORS = {"slower": "red", "faster": "green"}
 
 
@@ -70,6 +72,12 @@ def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:
             lines.append(f"only in {file}: {len(names)} rows, such as {names[0]}")
     loads = [float(file.machine.get("load_average", [0.0])[0]) for file in (before, after)]
     lines.append(f"load average at the end: A {loads[0]:.1f}, B {loads[1]:.1f}")
+    apart = [file.machine.get("handover_ns") for file in (before, after)]
+    if all(apart):
+        far = max(apart) > _FAR * min(apart)
+        lines.append(f"a cache line between cores at the end: A {apart[0]:.0f} ns, B {apart[1]:.0f} ns"
+                     + ("; they share a cache in one only, so compare within one run (bpsfast explain RD21)" if far
+                        else ""))
     return "\n".join(lines)
 
 

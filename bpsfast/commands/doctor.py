@@ -74,7 +74,7 @@ def facts_of(host: Any, loaded: Settings, origins: dict[str, str], peer: str | N
     """Return the facts about *host* and, if *peer* is given, what is there at the other end."""
     import msgspec
 
-    from ..doctor import facts, peer as other, verbs_report
+    from ..doctor import caches, facts, peer as other, verbs_report
     from ..doctor.peer_report import PeerReport
     from ..launch.roles import given_key
     from ..nic.recorded import RecordedKernel
@@ -88,7 +88,9 @@ def facts_of(host: Any, loaded: Settings, origins: dict[str, str], peer: str | N
     if answers is not None:
         if address is not None and answers.peer is not None:
             found.peer_report = msgspec.convert(answers.peer, PeerReport)
-    elif address is not None:
+        return found
+    found.handover = caches.measure(host)
+    if address is not None:
         other.ask(found, address, port, other.key(given_key(loaded)), timeout_s, _provider(said))
     return found
 

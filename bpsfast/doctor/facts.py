@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..nic.devices import Port, RdmaDevice
 from ..nic.host import Host
@@ -12,6 +13,9 @@ from ..orchestration.errors import ConfigError
 from ..settings import Settings
 from .peer_report import PeerReport
 from .verbs_report import VerbsReport
+
+if TYPE_CHECKING:
+    from .caches import Handover
 
 _CAP_IPC_LOCK = 14
 #: distribution (ID or ID_LIKE of os-release) -> how to install libibverbs and its providers
@@ -52,6 +56,8 @@ class Facts:
         self.peer_silence = ""
         #: what became of a queue pair to the peer: "" it carried data, None nobody tried, else why it did not
         self.trial_error: str | None = None
+        #: how far apart cores are that are said to share a cache; None: nobody has measured it
+        self.handover: Handover | None = None
 
     # -- which device would be used ----------------------------------------------------------------------------------
 
