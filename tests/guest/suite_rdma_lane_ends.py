@@ -66,6 +66,7 @@ def write_and_wait_for_the_end() -> None:
     print(json.dumps([number, psn, gid.hex()]), flush=True)
     number, psn, gid, address, rkey = json.loads(input())
     side.connect(number, psn, bytes.fromhex(gid), rnr_retry=7)
+    print("connected", flush=True)
     assert side.lane.prove(30)
     side.start()
     input()
@@ -94,6 +95,7 @@ def test_a_stopped_peer_that_was_cut_off_writes_nothing_when_it_goes_on():
             left.connect(number, psn, bytes.fromhex(gid))
             mine = left.place
             say([mine[0], mine[1], mine[2].hex(), left.region.address, left.region.rkey])
+            assert child.stdout.readline() == "connected\n", "who proves to a pair that is not there gives up in 4 s"
             assert left.lane.prove(30)
             left.start()
             left.expect(1, 0, NBYTES)
