@@ -32,11 +32,17 @@ static inline int bps_handover_wait(struct bps_handover *h, uint32_t turn)
 {
     for (uint32_t looks = 0; bps_load(&h->word) != turn;)
         if (++looks % BPS_HANDOVER_LOOKS == 0) {
-            if (bps_now_ns() >= h->deadline_ns)
+            if (bps_now_ns() >= __atomic_load_n(&h->deadline_ns, __ATOMIC_RELAXED))
                 return ETIMEDOUT;
             sched_yield(); /* the other side may have this CPU */
         }
     return 0;
+}
+
+/* Nobody comes any more: let the other side not wait. */
+static inline void bps_handover_end(struct bps_handover *h)
+{
+    __atomic_store_n(&h->deadline_ns, 0, __ATOMIC_RELAXED);
 }
 
 static inline void *bps_handover_run(void *argument)
@@ -47,14 +53,17 @@ static inline void *bps_handover_run(void *argument)
     CPU_ZERO(&cpu);
     CPU_SET(h->cpus[own->side], &cpu);
     int rc = pthread_setaffinity_np(pthread_self(), sizeof cpu, &cpu);
+    if (rc != 0)
+        bps_handover_end(h);
     uint32_t turn = own->side;
     for (uint32_t series = 0; rc == 0 && series < BPS_HANDOVER_SERIES; series++) {
         uint64_t begin_ns = bps_now_ns();
-        if (begin_ns >= h->deadline_ns)
+        if (begin_ns >= __atomic_load_n(&h->deadline_ns, __ATOMIC_RELAXED))
             rc = ETIMEDOUT;
         for (uint32_t i = 0; rc == 0 && i < BPS_HANDOVER_TURNS; i++, turn += 2) {
             rc = bps_handover_wait(h, turn);
-            bps_store(&h->word, turn + 1);
+            if (rc == 0)
+                bps_store(&h->word, turn + 1);
         }
         uint64_t took_ns = bps_now_ns() - begin_ns;
         if (own->side == 0 && took_ns < h->least_ns)
@@ -75,11 +84,11 @@ static inline int bps_handover(int first, int second, uint64_t timeout_ns, doubl
         return rc;
     rc = bps_start_thread(&threads[1], bps_handover_run, &sides[1]);
     if (rc != 0)
-        __atomic_store_n(&h.deadline_ns, 0, __ATOMIC_RELAXED);
+        bps_handover_end(&h);
     else
         pthread_join(threads[1], NULL);
     pthread_join(threads[0], NULL);
-    /* a side that may not be where it should ends at once, and the other waits for it in vain */
+    /* why one side has failed says more than that the other has waited for it */
     for (int side = 0; side < 2; side++)
         if (rc == 0 || rc == ETIMEDOUT)
             rc = h.errors[side] != 0 ? h.errors[side] : rc;

@@ -12,7 +12,7 @@ nothing moved for `stall_s`, EIO for a bad completion (`VerbsLoop.failure`), or 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.errno cimport ENOSYS
+from libc.errno cimport ENOSYS, ETIMEDOUT
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 

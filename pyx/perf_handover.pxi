@@ -17,6 +17,8 @@ def handover_ns(int first, int second, double timeout_s=0.2):
         raise ValueError(f"a cache line goes between two CPUs, not from {first} to {second}")
     with nogil:
         rc = bps_handover(first, second, timeout_ns, &ns)
+    if rc == ETIMEDOUT:
+        raise OSError(rc, f"CPUs {first} and {second} are busy: no cache lines came through in {timeout_s:g} s")
     if rc:
         raise OSError(rc, f"cache lines between CPUs {first} and {second}: {os.strerror(rc)}")
     return ns

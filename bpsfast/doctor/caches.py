@@ -37,7 +37,7 @@ def measure(host: Host) -> Handover:
     try:
         ns, second = max((handover_ns(first, other), other) for other in others)
     except OSError as exc:
-        return Handover(error=str(exc))
+        return Handover(error=exc.strerror or str(exc))
     return Handover(first, second, ns)
 
 
