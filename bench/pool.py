@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import psutil
 
 from bpsfast import dtypes
 from bpsfast.bench import machine
@@ -45,7 +46,7 @@ def last_level_nbytes() -> int:
 
 def cold_nbytes(quick: bool) -> int:
     """Choose six times the last-level cache (quick: three times), at most a quarter of the free memory."""
-    available = machine.describe()["available_nbytes"]
+    available = psutil.virtual_memory().available
     wanted = max((3 if quick else 6) * last_level_nbytes(), 256 << 20)
     nbytes = min(wanted, available // 4)
     if nbytes < 2 * last_level_nbytes():

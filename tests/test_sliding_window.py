@@ -1,6 +1,8 @@
 """The sliding window: which of its places each partition goes through, and what a round's legs say."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -12,8 +14,9 @@ WINDOW, SEGMENT, OFFSET, FIRST = 1 << 40, 7, 8192, 100
 
 
 def sliding(n_parts, slots, stride, nbytes):
-    window = Region(np.zeros(0, np.uint8), SEGMENT, OFFSET, WINDOW)
-    return SlidingWindow(window, slots, FIRST, n_parts, stride, nbytes, lambda parity, at: (parity + 1 << 32) + at)
+    unit = SimpleNamespace(n_parts=n_parts, stride=stride, nbytes=nbytes, first_part=FIRST,
+                           result_address=lambda parity, at: (parity + 1 << 32) + at)
+    return SlidingWindow(unit, Region(np.zeros(0, np.uint8), SEGMENT, OFFSET, WINDOW), slots)
 
 
 @given(n_parts=st.integers(1, 40), slots=st.integers(1, 9), last=st.integers(1, 4096), round=st.integers(0, 2**32 - 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.orchestration.errors import BusyError, StallError
+from bpsfast.orchestration.errors import BusyError, ClosedError, StallError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer import current
 
@@ -79,13 +79,13 @@ class Rang(Exception):
     """What a signal handler raises."""
 
 
-def interrupted():
+def interrupted(shared):
     """A signal ends the only rank that waits for the other: the next push says so, and does not wait for the round."""
-    x = np.full(5_000_000, 1, "f4")
+    x = bpsfast.empty((5_000_000,)) if shared else np.empty(5_000_000, "f4")
+    x[:] = 1
     bpsfast.push_pull(x, False, "interrupted")
     if bpsfast.rank():
         return None
-    unit = current.current().tensors.unit("interrupted")
 
     def ring(*_):
         raise Rang
@@ -94,7 +94,7 @@ def interrupted():
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(Rang):
-            unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 60)
+            bpsfast.push_pull(x, False, "interrupted", out=None if shared else x)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -103,8 +103,23 @@ def interrupted():
     return bool((x == 1).all())
 
 
-def test_a_signal_ends_a_stream(job):
-    assert job(ranks=(2,)).run(interrupted) == [True, None]
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_signal_ends_the_call(job, shared):
+    assert job(ranks=(2,)).run(interrupted, shared) == [True, None]
+
+
+def retired():
+    x = np.full(5_000_000, bpsfast.rank() + 1, "f4")
+    bpsfast.push_pull(x, False, "retired")
+    unit = current.current().tensors.unit("retired")
+    unit.forget()
+    with pytest.raises(ClosedError, match="'retired' was retired"):
+        unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 10)
+    return bool((x == bpsfast.rank() + 1).all())
+
+
+def test_what_was_retired_is_not_streamed(one_node):
+    assert one_node.run(retired) == [True] * 3
 
 
 def declared():

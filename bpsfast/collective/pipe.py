@@ -15,7 +15,7 @@ from ..dtypes import TABLE
 from ..orchestration.messages import TensorSpec
 from ..orchestration.rounds import after
 from ..pyx.port import TICKET
-from ..trainer.leg import LEG
+from ..trainer.leg import laid_out, offsets, results
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
@@ -75,15 +75,8 @@ class Pipe:
         self.unit = unit = session.tensors.unit(spec.name, timeout_s)
         self._next = 0
         self._first_round = np.uint64(unit.first_round)
-        staging = unit.staging
-        slots = np.arange(unit.n_parts, dtype=np.uint64) * np.uint64(unit.stride)
-        self._slots = np.zeros(unit.n_parts, LEG)
-        self._slots["staging"] = slots + np.uint64(staging.address)
-        self._slots["offset"] = slots + np.uint64(staging.offset)
-        self._slots["segment"] = staging.segment
-        self._slots["part"] = np.arange(unit.first_part, unit.first_part + unit.n_parts)
-        self._results = np.array([[unit.result_address(parity, slot * unit.stride) for slot in range(unit.n_parts)]
-                                  for parity in (0, 1)], np.uint64)
+        self._slots = laid_out(unit, unit.staging, offsets(unit))
+        self._results = results(unit)
 
     def legs(self, n: int) -> np.ndarray[Any, Any]:
         """Return the next *n* turns, without what is conveyed."""

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .leg import LEG
+from .leg import Array, laid_out, offsets, results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .memory import Region
-
-Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
+    from .unit import Unit
 
 #: Least and most partitions on their way at once: while some are copied others are summed, and more of them would leave
 #: the caches.
@@ -30,25 +27,14 @@ def n_slots(local_size: int) -> int:
 
 
 class SlidingWindow:
-    """The legs of *n_parts* partitions, *stride* bytes apart, of *nbytes* together, from *first_part* on.
+    """The way of *unit*'s partitions through *region*, *slots* partitions long, in turns. One thread at a time."""
 
-    They take turns in *window*, *slots* partitions long. *result_address* tells where a byte of the result of an even
-    or odd round lies. One thread at a time.
-    """
-
-    def __init__(self, window: Region, slots: int, first_part: int, n_parts: int, stride: int, nbytes: int,
-                 result_address: Callable[[int, int], int]) -> None:
+    def __init__(self, unit: Unit, region: Region, slots: int) -> None:
         self.slots = slots
-        self._at = at = np.arange(n_parts, dtype=np.uint64) * np.uint64(stride)
-        self._legs = np.zeros(n_parts, LEG)
-        turns = at % np.uint64(slots * stride)
-        self._legs["nbytes"] = np.minimum(np.uint64(stride), np.uint64(nbytes) - at)
-        self._legs["staging"] = turns + np.uint64(window.address)
-        self._legs["offset"] = turns + np.uint64(window.offset)
-        self._legs["segment"] = window.segment
-        self._legs["part"] = np.arange(first_part, first_part + n_parts)
-        self._results = [np.array([result_address(parity, int(offset)) for offset in at], np.uint64)
-                         for parity in (0, 1)]
+        self._at = offsets(unit)
+        self._legs = laid_out(unit, region, self._at % np.uint64(slots * unit.stride))
+        self._legs["nbytes"] = np.minimum(np.uint64(unit.stride), np.uint64(unit.nbytes) - self._at)
+        self._results = results(unit)
 
     def legs(self, source: int, destination: int, round: int) -> Array:
         """Return the legs of *round* from *source* to *destination*, both addresses, valid until the next call."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..device.segments import DeviceSegment
 from ..dtypes import TABLE
-from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
+from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
@@ -75,7 +75,7 @@ class Unit:
         self.in_flight = False
         self._is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
-        self._given_up: BaseException | None = None  # why the last round failed, if no handle stands for it
+        self._given_up = ""  # why the last round failed, if no handle stands for it
         self._complete = self.round  # the last round that was seen complete: nothing to wait for any more
         self._lock = threading.Lock()
         self._staging: Region | None = None
@@ -176,7 +176,7 @@ class Unit:
         try:
             self.session.port.exchange(self, round, place, timeout_s)
         except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
-            self._given_up = exc
+            self.give_up(exc)
             raise
         self.finish(round)
         return round
@@ -200,9 +200,8 @@ class Unit:
             return False
         with self._lock:
             if self._sliding is None and not self._is_retired:
-                window = self._staging or session.memory.allocate(slots * self.stride)
-                self._sliding = SlidingWindow(window, slots, self.first_part, self.n_parts, self.stride, nbytes,
-                                              self.result_address)
+                region = self._staging or session.memory.allocate(slots * self.stride)
+                self._sliding = SlidingWindow(self, region, slots)
             sliding = self._sliding
         round = self._begin(nbytes)
         assert sliding is not None, "a round of what was retired does not begin"
@@ -210,7 +209,7 @@ class Unit:
             session.port.convey(sliding.legs(source, destination, round), sliding.slots,
                                 lambda number: (self, self.first_part + number, round), timeout_s)
         except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
-            self._given_up = exc
+            self.give_up(exc)
             raise
         self.finish(round)  # not before: the next but one round overwrites this result
         return True
@@ -238,9 +237,9 @@ class Unit:
         round = self._begin(nbytes, reads=False)
         return round, self._reading(round)
 
-    def give_up(self, error: BpsError) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Enter that the round that goes on will not be completed by this rank, because of *error*."""
-        self._given_up = error
+        self._given_up = str(error) or repr(error)  # not itself: its traceback holds what the caller has
 
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
@@ -248,11 +247,11 @@ class Unit:
         with self._lock:
             if self._is_retired:
                 raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
-            if self.in_flight and self._given_up is not None:
+            if self.in_flight and self._given_up:
                 raise BusyError(
                     f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the call "
                     f"that pushed it, which nobody can wait for any more; use another name "
-                    f"({str(self._given_up) or repr(self._given_up)})")
+                    f"({self._given_up})")
             if self.in_flight:
                 raise BusyError(
                     f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize the "
