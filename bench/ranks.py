@@ -11,16 +11,12 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench import pattern
+from bpsfast.bench import memory_bound, pattern
 from bpsfast.bench.compressed import step
 from bpsfast.bench.contestant import Operation
 from bpsfast.bench.post import ping_pong
 from bpsfast.models import catalog
-from bpsfast.pyx.port import copy
 from bpsfast.trainer.current import current
-
-#: What one rank copies in one call while the memory is measured: as large as a partition.
-_PIECE_NBYTES = 4 << 20
 
 
 class Ranks:
@@ -34,8 +30,8 @@ class Ranks:
         ResNet-50's gradients by `bpsfast.Gradients`, and as many bytes as one array (any *nbytes* means theirs).
     ``gradients of MODEL/N``
         A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
-    ``memory``
-        No communication: each rank streams its share of *nbytes* from one segment to another.
+    ``memory of OPERATION``
+        What memory alone takes for ``numpy`` or ``torch`` (`memory_bound`).
     ``ping-pong``
         A message from rank 0 to rank 1 and back.
     ``step of [...]``
@@ -53,10 +49,12 @@ class Ranks:
         if variant.startswith("gradients of "):
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
+        if variant.startswith(memory_bound.PREFIX):
+            return memory_bound.operation(variant, self.rank, self._size, nbytes)
         if variant.startswith(step.PREFIX):
             return step.operation(variant, self.rank, self._size)
         make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
-                "one tensor": self._numpy, "memory": self._memory, ping_pong.VARIANT: self._ping_pong}[variant]
+                "one tensor": self._numpy, ping_pong.VARIANT: self._ping_pong}[variant]
         return make(nbytes)
 
     def barrier(self) -> None:
@@ -115,16 +113,6 @@ class Ranks:
             return sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward)
 
         return Operation(run, fill, n_wrong)
-
-    def _memory(self, nbytes: int) -> Operation:
-        share = nbytes // self._size
-        source, target = (bpsfast.empty(share, np.uint8) for _ in range(2))
-
-        def run() -> None:
-            for at in range(0, share, _PIECE_NBYTES):
-                copy(target.ctypes.data + at, source.ctypes.data + at, min(_PIECE_NBYTES, share - at))
-
-        return Operation(run, lambda known: None, lambda: 0)
 
     def _ping_pong(self, nbytes: int) -> Operation:
         post, array = current().post, np.zeros(nbytes, np.uint8)

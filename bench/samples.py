@@ -1,12 +1,15 @@
 """Rows of raw samples, taken in turns: every contestant once per round, so that a neighbour's load hits all of them."""
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bpsfast.bench.group import Group
+from bpsfast.doctor import caches
+from bpsfast.nic.host import Host
 
 _BATCH_NBYTES = 192 << 20
 _MAX_BATCH = 200
@@ -17,7 +20,8 @@ class Row:
     """One contestant's operation at one size.
 
     `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all
-    cores (other programs included), and `cpu_s`, the contestant's own CPU seconds per operation.
+    cores (other programs included), `cpu_s`, the contestant's own CPU seconds per operation, and `handover_ns`, how
+    long a cache line took before it between cores of this machine that share a cache (0: nobody knows).
     """
 
     group: Group = field(repr=False)
@@ -30,6 +34,7 @@ class Row:
     n_wrong: int = 0
     cpu_busy: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    handover_ns: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -46,10 +51,22 @@ class Row:
         """Median of its CPU seconds per operation, all processes and threads together."""
         return statistics.median(self.cpu_s)
 
+    @property
+    def turns_s(self) -> list[float]:
+        """Median of each turn's samples."""
+        n = self.n_per_round
+        return [statistics.median(self.samples_s[i:i + n]) for i in range(0, len(self.samples_s), n)]
+
     def percentile_s(self, percent: float) -> float:
         """Return the smallest sample that *percent* of the samples do not exceed."""
         ordered = sorted(self.samples_s)
         return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+@functools.cache
+def nearness() -> caches.Handover:
+    """Return which cores `Row.handover_ns` is measured between: the farthest of those that share a cache."""
+    return caches.measure(Host())
 
 
 def batch(nbytes: int) -> int:
@@ -69,6 +86,7 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
             row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
             if not row.samples_s:  # its arrays and its check are no operation of a turn
                 row.group.prepare(row.variant, row.nbytes)
+            row.handover_ns.append(caches.again(nearness()).ns)
             if around is not None:
                 around(row, True)
             turn = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)

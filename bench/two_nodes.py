@@ -4,14 +4,13 @@ from __future__ import annotations
 from typing import Any
 
 from bpsfast.bench import raw_sockets, table
+from bpsfast.bench.cliffs import SILENT
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.plan import Plan
 from bpsfast.bench.samples import Row, best, take_turns
 from bpsfast.bench.steady_state import python_s_per_partition
 from bpsfast.cluster import Cluster, netns
 
-#: A job of ours that moves bytes and sums nothing.
-SILENT = "numpy, sums off"
 _RAW = tuple(raw_sockets.VARIANTS)
 #: Of shaped links: the CPUs are not their limit.
 _RATE = "1gbit"
@@ -54,16 +53,13 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
 def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> list[dict[str, Any]]:
     """Print the tables of one network, and return its records."""
     records = []
-    bounds = {}
-    for nbytes in plan.sizes:
-        raw = best(rows, _RAW, nbytes)
-        assert raw is not None
-        bounds[nbytes] = nbytes / raw.median_s
+    raw = {nbytes: found for nbytes in plan.sizes if (found := best(rows, _RAW, nbytes)) is not None}
+    bounds = {nbytes: nbytes / row.median_s for nbytes, row in raw.items()}
     for name in dict.fromkeys(row.name for row in rows):
         chosen = [row for row in rows if row.name == name]
         title = f"{name} ({chosen[0].group.name}), two nodes, {where}"
         plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds, has_sums=name != SILENT) + "\n")
-        records += [table.record(where, row, plan.n_ranks, 2, bounds[row.nbytes]) for row in chosen]
+        records += [table.record(where, row, plan.n_ranks, 2, raw[row.nbytes]) for row in chosen]
     lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
     for row in rows:
         gloo = best(rows, ["gloo"], row.nbytes)

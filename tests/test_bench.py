@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from bpsfast.bench import (
-    memory_model,
     one_machine,
     pattern,
     push_pull,
@@ -88,24 +87,13 @@ def test_the_best_row_is_the_fastest(row):
     assert samples.best([slow, row], ["mpi"], 8) is None
 
 
-def test_the_memory_model_counts_streams():
-    assert memory_model.streams("numpy", 2, 64 << 20) == 3
-    assert memory_model.streams("torch", 2, 1 << 20) == 11
-    assert memory_model.streams("torch", 2, 64 << 20) == memory_model.streams("torch", 2, 4 << 20) == 6
-    assert memory_model.streams("in place", 2, 64 << 20) == 4
-    assert memory_model.bandwidth({100: 2.0}, 200) == pytest.approx(100.0)
-    assert memory_model.predicted_s("numpy", 2, 100, {100: 4 / 3}) == pytest.approx(2.0)
-
-
-def test_the_memory_model_takes_the_speed_of_as_much_memory_as_is_touched():
-    assert memory_model.touched_nbytes("numpy", 2, 1 << 20) == 4 << 20
-    assert memory_model.touched_nbytes("in place", 2, 1 << 20) == 2 << 20
-    assert memory_model.touched_nbytes("torch", 2, 1 << 20) == 6 << 20
-    assert memory_model.touched_nbytes("torch", 2, 64 << 20) == (4 * 64 << 20) + 2 * 4 * (512 << 10)
-    copies_s = {100: 1.0, 400: 16.0}  # memory of 200 and of 800 bytes: 200 and 50 bytes a second
-    assert memory_model.predicted_s("in place", 2, 50, copies_s) == pytest.approx(4 * 50 / 200)
-    assert memory_model.predicted_s("in place", 2, 200, copies_s) == pytest.approx(4 * 200 / 100)  # half way
-    assert memory_model.predicted_s("in place", 2, 4000, copies_s) == pytest.approx(4 * 4000 / 50)
+def test_a_record_says_what_was_possible_in_each_turn(row):
+    bound = samples.Row(NamedGroup("bpsfast"), "memory of numpy", 4 << 20, n_per_round=2,
+                        samples_s=[0.001, 0.003, 0.004, 0.004])
+    measured = table.record("by size", row, 2, 1, bound)["measured"]
+    assert measured["bound_s"] == [0.002, 0.004] and measured["bound"] == (4 << 20) / 0.0035
+    assert measured["efficiency"] == pytest.approx(0.0035 / 0.003)
+    assert table.record("by size", row, 2, 1)["measured"]["bound"] is None
 
 
 def test_the_pattern_finds_wrong_elements():
@@ -157,15 +145,31 @@ def test_what_a_check_takes_is_in_no_turn():
     assert calls == ["prepare", *[True, "measure", False] * 2]
 
 
+def test_each_turn_knows_how_near_the_cores_were():
+    class Quick(NamedGroup):
+        def prepare(self, variant, nbytes):
+            pass
+
+        def measure(self, variant, nbytes, n_warmup, n):
+            return Turn(samples_s=[1.0] * n, n_wrong=0, cpu_busy=0.5, cpu_s=1.0)
+
+    rows = [samples.Row(Quick("bpsfast"), name, 4) for name in ("numpy", "torch")]
+    samples.take_turns(rows, 3, n=2)
+    for each in rows:
+        assert len(each.handover_ns) == 3 and each.turns_s == [1.0] * 3
+        assert all(ns > 0 for ns in each.handover_ns) or samples.nearness().error
+        assert table.record("by size", each, 2, 1)["measured"]["handover_ns"] == each.handover_ns
+
+
 def test_tables_of_one_machine_are_at_most_120_columns_wide():
     rows = [samples.Row(NamedGroup("bpsfast"), name, 64 << 20, samples_s=[0.0123456, 0.1], cpu_s=[0.01])
-            for name in ("numpy", "torch", "memory")]
+            for name in ("numpy", "torch", "memory of numpy", "memory of torch")]
     plan = Plan((4096, 64 << 20), 2, ("numpy", "torch"), (), quick=True)
-    model = one_machine._model(plan, rows).splitlines()
-    assert [line.split()[:2] for line in model[1:]] == [["numpy", "67108864"], ["torch", "67108864"]]
+    memory = one_machine._memory(plan, rows).splitlines()
+    assert [line.split()[:2] for line in memory[1:]] == [["numpy", "67108864"], ["torch", "67108864"]]
     rows[0].label = "numpy, beside Python"
     latency = one_machine._percentiles("a title that says of how many bytes, and what else the ranks do (us)", rows)
-    assert max(map(len, [*model, *latency.splitlines()])) <= 120
+    assert max(map(len, [*memory, *latency.splitlines()])) <= 120
 
 
 def test_python_time_is_per_partition():
@@ -179,6 +183,11 @@ def test_one_machine_writes_what_it_measured(tmp_path, capsys):
     push_pull.run({"sizes": "4K,1M", "api": "numpy", "quick": True, "json_path": str(path)})
     manifest, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert manifest["bench"] == "push_pull" and "numpy" in manifest["machine"]["versions"]
+    by_size = {(row["chosen"]["operation"], row["chosen"]["nbytes"]): row["measured"] for row in rows
+               if row["section"] == "by size"}
+    assert set(by_size) == {("numpy", 4 << 10), ("numpy", 1 << 20), ("memory of numpy", 1 << 20)}
+    assert len(by_size["numpy", 1 << 20]["bound_s"]) == len(by_size["numpy", 1 << 20]["cpu_s"]) >= 3
+    assert "bound_s" not in by_size["numpy", 4 << 10]
     sections = {row["section"] for row in rows}
     assert sections == {"by size", "latency", "beside Python", "gradient list", "steady state"}
     for row in rows[:-1]:

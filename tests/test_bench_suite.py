@@ -1,4 +1,4 @@
-"""bench suite: cliffs are found, verdicts say what figures mean, one report of benches that run, cannot, and fail."""
+"""bench suite: verdicts say what figures mean, one report of benches that run, cannot, and fail."""
 from __future__ import annotations
 
 import json
@@ -8,93 +8,26 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast.bench import codecs, plots, suite
-from bpsfast.bench.suite import cliffs, page, pieces, verdicts
+from bpsfast.bench.suite import page, pieces, verdicts
 from bpsfast.bench.suite.pieces import Outcome, Piece
 from bpsfast.cli import cli
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
-
-
-def record(nbytes, median_s, operation="numpy", contestant="bpsfast", section="by size", **measured):
-    return {"section": section, "chosen": {"contestant": contestant, "operation": operation, "nbytes": nbytes},
-            "measured": {"median_s": median_s, "p99_s": 2 * median_s, "cpu_s": [median_s], "n_wrong": 0,
-                         "cpu_busy": [0.1], **measured}}
+from tests.curve_records import record, turns
 
 
 def found(*records, name="push_pull"):
     return {each.question: each for each in verdicts.judge([Outcome(name, records=list(records))])}
 
 
-def test_a_cliff_is_a_next_size_slower_than_allowed_per_byte():
-    smooth = [record(1 << at, 1.25**at * 1e-6) for at in range(12)]  # cheaper per byte with each size
-    assert cliffs.cliffs(cliffs.curves(smooth)) == []
-    edge = [record(1000, 1.0), record(2000, 2.49), record(4000, 6.3)]
-    steps = cliffs.cliffs(cliffs.curves(edge))
-    assert {(step.quantity, step.from_nbytes, step.to_nbytes) for step in steps} == {
-        (quantity, 2000, 4000) for quantity in ("goodput", "p99", "CPU")}
-    assert steps[0].share == pytest.approx(2 * 2.49 / 6.3)
-    only_cpu = [record(1000, 1.0), record(2000, 2.0, cpu_s=[4.0])]
-    assert [step.quantity for step in cliffs.cliffs(cliffs.curves(only_cpu))] == ["CPU"]
-
-
-def test_what_one_turn_of_three_suffered_is_no_cliff():
-    def at(*turns_s):
-        rows = [record(1000, 1.0, samples_s=[1.0] * 12), record(2000, 2.0, samples_s=[*turns_s] * 4)]
-        for row in rows:
-            row["chosen"]["n_per_round"], row["measured"]["p99_s"] = 4, max(row["measured"]["samples_s"])
-            row["measured"]["cpu_s"] = row["measured"]["cpu_s"] * 3
-        rows[1]["measured"]["samples_s"].sort()  # turns of four
-        return [step.quantity for step in cliffs.cliffs(cliffs.curves(rows))]
-
-    assert at(2.0, 2.0, 9.0) == []
-    assert at(2.0, 9.0, 9.0) == ["p99"]
-
-
-def turns(nbytes, *medians_s):
-    samples_s = [each for each in medians_s for _ in range(4)]
-    row = record(nbytes, sorted(medians_s)[len(medians_s) // 2], samples_s=samples_s)
-    row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = 4, [1e-9 * nbytes] * len(medians_s)
-    row["measured"]["p99_s"] = max(medians_s)
-    return row
-
-
-def test_a_cliff_is_certain_if_it_stays_one_however_turns_are_drawn():
-    before = turns(1000, *[1.0] * 9)
-    [goodput, p99] = cliffs.cliffs(cliffs.curves([before, turns(2000, *[4.0] * 8, 3.9)]))
-    assert goodput.is_certain and p99.is_certain and goodput.low <= goodput.share == 0.5 <= goodput.high < 0.53
-    two_ways = [before, turns(2000, *[4.0] * 5, *[2.0] * 4)]
-    [goodput, p99] = cliffs.cliffs(cliffs.curves(two_ways))
-    assert goodput.is_ours and not goodput.is_certain and (goodput.low, goodput.high) == (0.5, 1.0)
-    assert str(goodput).endswith("goodput is 0.50 (0.50 to 1.00) times as good at 2000 B as at 1000 B")
-    assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # the same draws each time
-    verdict = found(*two_ways)["cliffs"]
+def test_cliffs_are_a_verdict():
+    before, after = turns(1000, *[1.0] * 9), turns(2000, *[4.0] * 5, *[2.0] * 4)
+    verdict = found(before, after)["cliffs"]
     assert verdict.is_good is False and "not certain, of more turns: by size: numpy: goodput" in verdict.answer
-    assert found(before, turns(2000, *[4.0] * 9))["cliffs"].is_good is False
-
-
-def test_two_turns_make_no_cliff_certain():
-    steps = cliffs.cliffs(cliffs.curves([turns(1000, 1.0, 1.0), turns(2000, 9.0, 9.0)]))
-    assert steps and all((step.low, step.high) == (0.0, float("inf")) and not step.is_certain for step in steps)
-
-
-def test_a_cliff_of_the_possible_is_not_ours():
-    def at(bound, median_s):
-        return [record(1000, 1.0, bound=1e4), record(2000, median_s, bound=bound)]
-
-    [goodput, p99, cpu] = cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=4.0)))  # both half as good per byte
-    assert goodput.share == goodput.possible == 0.5 and not (goodput.is_ours or p99.is_ours or cpu.is_ours)
-    assert str(goodput).endswith("is 0.50 times as good at 2000 B as at 1000 B, the possible 0.50 times")
-    assert all(step.is_ours for step in cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=5.1))))
-    [step, *_] = cliffs.cliffs(cliffs.curves(at(bound=4e4, median_s=2.6)))  # what is possible rises
-    assert step.possible == 1 and step.is_ours and str(step).endswith("as at 1000 B")
-    assert found(*at(bound=5e3, median_s=4.0))["cliffs"] == verdicts.Verdict(
+    certain = found(before, turns(2000, *[4.0] * 9))["cliffs"]
+    assert certain.is_good is False and "not certain" not in certain.answer
+    falls = record(1000, 1.0, bound=1e4), record(2000, 4.0, bound=5e3)
+    assert found(*falls)["cliffs"] == verdicts.Verdict(
         "cliffs", "none in 1 curves (goodput, p99, CPU per byte); where the possible falls, too: 3", True)
-
-
-def test_others_and_rows_without_sums_are_no_curves_of_ours():
-    rows = [record(nbytes, 1.0, operation, contestant) for nbytes in (8, 16) for operation, contestant in
-            (("numpy", "bpsfast"), ("memory", "bpsfast"), ("numpy, sums off", "bpsfast"), ("gloo", "gloo"))]
-    assert list(cliffs.curves(rows)) == ["by size: numpy"]
-    assert len(cliffs.curves(rows, ours=False)) == 4
 
 
 def test_verdicts_of_one_machine():
@@ -109,7 +42,7 @@ def test_verdicts_of_one_machine():
 
 
 def test_rows_that_nobody_checked_are_not_called_right():
-    unchecked = [record(8, 1.0, "memory"), record(8, 1.0, "numpy, sums off", n_wrong=8),
+    unchecked = [record(8, 1.0, "memory of numpy"), record(8, 1.0, "numpy, sums off", n_wrong=8),
                  record(8, 1.0, "raw 2 small", "raw")]
     verdict = found(*unchecked)["wrong results"]
     assert verdict.is_good is None and verdict.answer == "no row was checked"

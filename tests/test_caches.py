@@ -73,7 +73,11 @@ def test_this_machine() -> None:
     before = os.sched_getaffinity(0)
     found = caches.measure(Host())
     assert found.error or (0 < found.ns < 1e6 and found.first < found.second), found
+    again = caches.again(found)
+    assert (again.first, again.second) == (found.first, found.second) and (found.error or again.error or again.ns > 0)
     assert os.sched_getaffinity(0) == before
+    assert caches.again(Handover(error="alone")) == Handover(error="alone")
+    assert "1023" in caches.again(Handover(0, 1023, 40.0)).error
 
 
 def test_a_cpu_that_may_not_be_used() -> None:

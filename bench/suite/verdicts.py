@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bpsfast.bench.suite import cliffs
+from bpsfast.bench import cliffs
 from bpsfast.bench.suite.pieces import Outcome
 
 _NEAR = 0.8
@@ -44,7 +44,7 @@ def _wrong(outcomes: Sequence[Outcome]) -> Verdict:
     for outcome in outcomes:
         for record in outcome.records:
             measured, chosen = record.get("measured", {}), record.get("chosen", {})
-            if "n_wrong" in measured and chosen.get("operation") not in cliffs.NO_SUMS and (
+            if "n_wrong" in measured and cliffs.has_sums(chosen.get("operation") or "") and (
                     chosen.get("contestant") != _RAW):
                 n_checked, n_wrong = n_checked + 1, n_wrong + int(measured["n_wrong"])
                 n_wrong += not measured.get("losses_alike", True)
@@ -70,11 +70,11 @@ def _one_machine(records: Sequence[Record]) -> Verdict:
     rows = [record for record in records if record["section"] == "by size" and record["measured"].get("efficiency")
             and record["chosen"]["operation"] == "numpy"]
     if not rows:
-        return Verdict("push_pull, one machine", "no size that the memory model holds for")
+        return Verdict("push_pull, one machine", "no size at which it was asked what memory allows")
     largest = max(rows, key=lambda record: record["chosen"]["nbytes"])
     share, nbytes = largest["measured"]["efficiency"], largest["chosen"]["nbytes"]
     what = "memory limits it" if share >= _NEAR else "not memory alone: other programs, or the CPU"
-    return Verdict("push_pull, one machine", f"{share:.2f} of the memory model at {nbytes} B: {what}", share >= _NEAR)
+    return Verdict("push_pull, one machine", f"{share:.2f} of what memory allows at {nbytes} B: {what}", share >= _NEAR)
 
 
 def _nodes(records: Sequence[Record]) -> list[Verdict]:

@@ -1,0 +1,100 @@
+"""Cliffs of curves over sizes: turn by turn, beside the possible, with an interval."""
+from __future__ import annotations
+
+import pytest
+
+from bpsfast.bench import cliffs
+from tests.curve_records import record, turns
+
+
+def test_a_cliff_is_a_next_size_slower_than_allowed_per_byte():
+    smooth = [record(1 << at, 1.25**at * 1e-6) for at in range(12)]  # cheaper per byte with each size
+    assert cliffs.cliffs(cliffs.curves(smooth)) == []
+    edge = [record(1000, 1.0), record(2000, 2.49), record(4000, 6.3)]
+    steps = cliffs.cliffs(cliffs.curves(edge))
+    assert {(step.quantity, step.from_nbytes, step.to_nbytes) for step in steps} == {
+        (quantity, 2000, 4000) for quantity in ("goodput", "p99", "CPU")}
+    assert steps[0].share == pytest.approx(2 * 2.49 / 6.3)
+    only_cpu = [record(1000, 1.0), record(2000, 2.0, cpu_s=[4.0])]
+    assert [step.quantity for step in cliffs.cliffs(cliffs.curves(only_cpu))] == ["CPU"]
+
+
+def test_what_one_turn_of_three_suffered_is_no_cliff():
+    def at(*turns_s):
+        rows = [record(1000, 1.0, samples_s=[1.0] * 12), record(2000, 2.0, samples_s=[*turns_s] * 4)]
+        for row in rows:
+            row["chosen"]["n_per_round"], row["measured"]["p99_s"] = 4, max(row["measured"]["samples_s"])
+            row["measured"]["cpu_s"] = row["measured"]["cpu_s"] * 3
+        rows[1]["measured"]["samples_s"].sort()  # turns of four
+        return [step.quantity for step in cliffs.cliffs(cliffs.curves(rows))]
+
+    assert at(2.0, 2.0, 9.0) == []
+    assert at(2.0, 9.0, 9.0) == ["goodput", "p99"]
+
+
+def test_a_cliff_is_certain_if_it_stays_one_however_turns_are_drawn():
+    before = turns(1000, *[1.0] * 9)
+    [goodput, p99] = cliffs.cliffs(cliffs.curves([before, turns(2000, *[4.0] * 8, 3.9)]))
+    assert goodput.is_certain and p99.is_certain and goodput.low <= goodput.share == 0.5 <= goodput.high < 0.53
+    two_ways = [before, turns(2000, *[4.0] * 5, *[2.0] * 4)]
+    [goodput, p99] = cliffs.cliffs(cliffs.curves(two_ways))
+    assert goodput.is_ours and not goodput.is_certain and (goodput.low, goodput.high) == (0.5, 1.0)
+    assert str(goodput).endswith("goodput is 0.50 (0.50 to 1.00) times as good at 2000 B as at 1000 B")
+    assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # the same draws each time
+
+
+def test_two_turns_make_no_cliff_certain():
+    steps = cliffs.cliffs(cliffs.curves([turns(1000, 1.0, 1.0), turns(2000, 9.0, 9.0)]))
+    assert steps and all((step.low, step.high) == (0.0, float("inf")) and not step.is_certain for step in steps)
+
+
+def test_a_cliff_of_the_possible_is_not_ours():
+    def at(bound, median_s):
+        return [record(1000, 1.0, bound=1e4), record(2000, median_s, bound=bound)]
+
+    [goodput, p99, cpu] = cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=4.0)))  # both half as good per byte
+    assert goodput.share == goodput.possible == 0.5 and not (goodput.is_ours or p99.is_ours or cpu.is_ours)
+    assert str(goodput).endswith("is 0.50 times as good at 2000 B as at 1000 B, the possible 0.50 times")
+    assert all(step.is_ours for step in cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=5.1))))
+    [step, *_] = cliffs.cliffs(cliffs.curves(at(bound=4e4, median_s=2.6)))  # what is possible rises
+    assert step.possible == 1 and step.is_ours and str(step).endswith("as at 1000 B")
+
+
+def test_turns_of_one_round_are_compared():
+    """A machine that was half as fast for some rounds is that at both sizes, in each of these."""
+    slow = [1.0, 2.0] * 4
+    assert cliffs.cliffs(cliffs.curves([turns(1000, *slow), turns(2000, *(2.2 * each for each in slow))])) == []
+    steps = cliffs.cliffs(cliffs.curves([turns(1000, *slow), turns(2000, *(4 * each for each in slow))]))
+    assert [(step.low, step.high) for step in steps] == [(0.5, 0.5)] * 2
+
+
+def test_the_possible_is_that_of_the_same_round():
+    before, after = turns(1000, *[1.0] * 9), turns(2000, *[2.0, 4.0, 4.0] * 3)
+    before["measured"]["bound_s"], after["measured"]["bound_s"] = [0.5] * 9, [1.0, 2.0, 2.0] * 3
+    steps = cliffs.cliffs(cliffs.curves([before, after]))
+    assert [(step.share, step.possible, step.is_ours, step.low, step.high) for step in steps] == [
+        (0.5, 0.5, False, 0.5, 0.5)] * 2
+    after["measured"]["bound_s"] = [1.0] * 9
+    assert all(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves([before, after])))
+
+
+def test_turns_between_which_the_cpus_were_moved_are_left_out():
+    before, after = turns(1000, *[1.0] * 9), turns(2000, *[4.0] * 5, *[2.0] * 4)
+    before["measured"]["handover_ns"], after["measured"]["handover_ns"] = [40.0] * 9, [190.0] * 5 + [45.0] * 4
+    assert cliffs.cliffs(cliffs.curves([before, after])) == []
+    before["measured"]["handover_ns"] = [190.0] * 5 + [40.0] * 4
+    assert cliffs.cliffs(cliffs.curves([before, after]))
+    after["measured"]["handover_ns"] = [0.0] * 9  # nobody knows
+    assert cliffs.cliffs(cliffs.curves([before, after]))
+    after["measured"]["handover_ns"] = [190.0] * 2 + [40.0] * 3 + [190.0] * 4  # two pairs are left
+    assert all(step.high == float("inf") for step in cliffs.cliffs(cliffs.curves([before, after])))
+    after["measured"]["handover_ns"] = [40.0] * 5 + [190.0] * 4  # none is
+    steps = cliffs.cliffs(cliffs.curves([before, after]))
+    assert steps and not any(step.is_certain for step in steps)
+
+
+def test_others_and_rows_without_sums_are_no_curves_of_ours():
+    rows = [record(nbytes, 1.0, operation, contestant) for nbytes in (8, 16) for operation, contestant in
+            (("numpy", "bpsfast"), ("memory of numpy", "bpsfast"), ("numpy, sums off", "bpsfast"), ("gloo", "gloo"))]
+    assert list(cliffs.curves(rows)) == ["by size: numpy"]
+    assert len(cliffs.curves(rows, ours=False)) == 4
