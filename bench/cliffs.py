@@ -1,7 +1,8 @@
 """Curves over sizes have no cliff: no size where the next larger one is slower than 0.8 times per byte.
 
 Where the possible (memory's speed, raw sockets') falls from one size to the next, as where a cache ends, a curve that
-falls with it is as good as before: what counts is then how much nearer it was.
+falls with it is as good as before: what counts is then how much nearer it was. The possible of p99 and CPU is that of
+the median time.
 
 Sizes are compared turn by turn, since those of one round were measured within seconds: what a machine is like for
 minutes both had, and turns between which its CPUs were moved out of one cache, or into one, are left out. Turns
@@ -19,47 +20,49 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bpsfast.bench import memory_bound
-from bpsfast.doctor.caches import MOST_NS
+from bpsfast.doctor import caches
 
 LEAST_SHARE = 0.8
 _CONFIDENCE = 0.95
 _DRAWS = 2000
-_FEWEST = 3
+#: Of fewer pairs all can be beyond the limit by chance more often than the confidence says.
+_FEWEST = 6
 _OURS = "bpsfast"
-#: What has a curve, and the field of a turn that tells it.
-_QUANTITIES = (("goodput", "median_s"), ("p99", "p99_s"), ("CPU", "cpu_s"))
+_QUANTITIES = ("goodput", "p99", "CPU")
 #: The row of a job that moves gradients and does not sum them.
 SILENT = "numpy, sums off"
 
 
 class Turn(NamedTuple):
-    """One turn of one size: seconds, the 99th percentile's, and CPU seconds of an operation; the best possible time in
-    that round (None: nobody knows); how long a cache line took between cores that share a cache (0: nobody knows).
+    """One turn of one size: seconds of each operation, CPU seconds of one; the best possible time in that round (None:
+    nobody knows); how long a cache line took between cores that share a cache (0: nobody knows).
     """
 
-    median_s: float
-    p99_s: float
+    samples_s: tuple[float, ...]
     cpu_s: float
     bound_s: float | None = None
     handover_ns: float = 0.0
 
 
 class Point(NamedTuple):
-    """One size of a curve, of all its turns; `turns` are empty where they are not known.
+    """One size of a curve: medians of all its turns, the best possible time; and the turns, none if nobody knows them.
 
     The percentile is that of the median turn: what else the machine did in one turn is no cliff of ours.
     """
 
     nbytes: int
-    whole: Turn
+    median_s: float
+    p99_s: float
+    cpu_s: float
+    bound_s: float | None = None
     turns: tuple[Turn, ...] = ()
 
 
 class Cliff(NamedTuple):
     """From one size to the next *quantity* per byte gets worse: *share* is what is left of it, 1 being as good.
 
-    *possible* is what is left of the possible, at most 1. *low* and *high* are the ends of the share's interval, 0 and
-    infinite where there are too few turns, the share where turns are not known.
+    *possible* is what is left of the possible, at most 1. *low* and *high* are the ends of the interval of share by
+    possible; 0 and infinite where there are too few turns.
     """
 
     curve: str
@@ -79,13 +82,14 @@ class Cliff(NamedTuple):
     @property
     def is_certain(self) -> bool:
         """Tell whether it is worse than the possible's however turns are drawn."""
-        return self.high < LEAST_SHARE * self.possible
+        return self.high < LEAST_SHARE
 
     def __str__(self) -> str:
         what = self.quantity if self.quantity == "goodput" else f"{self.quantity} per byte"
-        between = f" ({self.low:.2f} to {self.high:.2f})" if self.low < self.high else ""
-        return (f"{self.curve}: {what} is {self.share:.2f}{between} times as good at {self.to_nbytes} B as at "
-                f"{self.from_nbytes} B" + (f", the possible {self.possible:.2f} times" if self.possible < 1 else ""))
+        between = f" ({self.low:.2f} to {self.high:.2f})" if self.high < math.inf else ""
+        beside = f"the possible {self.possible:.2f} times: {self.share / self.possible:.2f}{between} of it"
+        return (f"{self.curve}: {what} is {self.share:.2f}{'' if self.possible < 1 else between} times as good at "
+                f"{self.to_nbytes} B as at {self.from_nbytes} B" + (f", {beside}" if self.possible < 1 else ""))
 
 
 def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str, list[Point]]:
@@ -100,27 +104,26 @@ def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str,
             continue
         nodes = f", {chosen['n_nodes']} nodes" if chosen.get("n_nodes", 1) > 1 else ""
         bound, turns = measured.get("bound"), _turns(chosen, measured)
-        p99_s = statistics.median(turn.p99_s for turn in turns) if turns else float(measured["p99_s"])
-        whole = Turn(measured["median_s"], p99_s, statistics.median(measured["cpu_s"]),
-                     chosen["nbytes"] / bound if bound else None)
+        p99_s = statistics.median(_p99_s(turn.samples_s) for turn in turns) if turns else float(measured["p99_s"])
         found.setdefault(f"{record['section']}: {name}{nodes}", {})[chosen["nbytes"]] = Point(
-            chosen["nbytes"], whole, turns)
+            chosen["nbytes"], measured["median_s"], p99_s, statistics.median(measured["cpu_s"]),
+            chosen["nbytes"] / bound if bound else None, turns)
     return {name: [points[nbytes] for nbytes in sorted(points)] for name, points in found.items() if len(points) > 1}
 
 
 def has_sums(operation: str) -> bool:
     """Tell whether a row of ours called so is an exchange whose sums are checked."""
-    return operation != SILENT and not operation.startswith(memory_bound.PREFIX)
+    return operation != SILENT and not memory_bound.is_row(operation)
 
 
 def _turns(chosen: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[Turn, ...]:
     samples, n, cpu_s = measured.get("samples_s", ()), chosen.get("n_per_round", 0), measured["cpu_s"]
     if not samples or not n or len(samples) != n * len(cpu_s):
         return ()
-    medians_s, p99_s = np.percentile(np.reshape(samples, (-1, n)), [50, 99], axis=1)
-    beside = itertools.zip_longest(measured.get("bound_s", ()), measured.get("handover_ns", ()))
-    return tuple(Turn(*times, bound_s, ns or 0.0) for times, (bound_s, ns) in zip(
-        zip(medians_s.tolist(), p99_s.tolist(), cpu_s), itertools.chain(beside, itertools.repeat((None, 0.0)))))
+    bounds_s, handover_ns = (measured.get(name) or [missing] * len(cpu_s)
+                             for name, missing in (("bound_s", None), ("handover_ns", 0.0)))
+    return tuple(Turn(tuple(samples[i * n:(i + 1) * n]), *each)
+                 for i, each in enumerate(zip(cpu_s, bounds_s, handover_ns)))
 
 
 def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
@@ -132,37 +135,55 @@ def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
     steps = []
     for name, points in found.items():
         for before, after in itertools.pairwise(points):
-            pairs, grown = _pairs(before, after), after.nbytes / before.nbytes
-            is_known, possible = bool(before.turns and after.turns), [grown * _possible(*pair) for pair in pairs]
-            for quantity, field in _QUANTITIES:
-                shares = [grown * getattr(small, field) / getattr(large, field) for small, large in pairs
-                          if getattr(large, field) > 0]
-                if len(shares) == len(pairs) and (share := statistics.median(shares)) < LEAST_SHARE:
-                    most = min(1.0, statistics.median(possible))
-                    low, high = _interval(shares, possible, rng) if is_known else (share / most, share / most)
-                    steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, share, most, low * most,
-                                       high * most))
+            pairs = [(small, large) for small, large in zip(before.turns, after.turns)
+                     if not caches.differ(small.handover_ns, large.handover_ns)]
+            for quantity in _QUANTITIES:
+                grown = after.nbytes / before.nbytes
+                left = [(grown * ratio, grown * _possible(*pair)) for pair in pairs
+                        if (ratio := _ratio(quantity, *pair))]
+                whole = grown * _whole(quantity, before, after), grown * _possible(before, after)
+                share = statistics.median(each for each, _ in left) if left else whole[0]
+                if 0 < share < LEAST_SHARE:
+                    known = [each for _, each in left if each]
+                    most = min(1.0, statistics.median(known) if known else whole[1] or 1.0)
+                    beside = [(each, 1.0 if most == 1 else best) for each, best in left if best or most == 1]
+                    steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, share, most,
+                                       *_interval(beside, rng)))
     return steps
 
 
-def _pairs(before: Point, after: Point) -> list[tuple[Turn, Turn]]:
-    """Return turns of one round each; where there are none that can be compared, both points as a whole."""
-    found = [(small, large) for small, large in zip(before.turns, after.turns)
-             if not small.handover_ns or not large.handover_ns
-             or (small.handover_ns <= MOST_NS) == (large.handover_ns <= MOST_NS)]
-    return found or [(before.whole, after.whole)]
+def _possible(small: Turn | Point, large: Turn | Point) -> float:
+    """Return the best possible time of *small* by that of *large*; 0: nobody knows."""
+    return small.bound_s / large.bound_s if small.bound_s and large.bound_s else 0.0
 
 
-def _possible(small: Turn, large: Turn) -> float:
-    return small.bound_s / large.bound_s if small.bound_s and large.bound_s else math.inf
+def _ratio(quantity: str, small: Turn, large: Turn) -> float:
+    """Return the time of one operation of *small* by that of *large*; 0: nobody knows."""
+    if quantity == "CPU":
+        return small.cpu_s / large.cpu_s if small.cpu_s > 0 and large.cpu_s > 0 else 0.0
+    if quantity == "goodput":
+        return statistics.median(small.samples_s) / statistics.median(large.samples_s)
+    n = len(large.samples_s)  # of more samples the percentile is nearer to the worst one
+    parts = [small.samples_s[i:i + n] for i in range(0, max(1, len(small.samples_s) - n + 1), n)]
+    return statistics.median(map(_p99_s, parts)) / _p99_s(large.samples_s)
 
 
-def _interval(shares: list[float], possible: list[float], rng: np.random.Generator) -> tuple[float, float]:
-    """Return between what lies what is left by what is left of the possible."""
-    if len(shares) < _FEWEST:
+def _whole(quantity: str, before: Point, after: Point) -> float:
+    """Return what `_ratio` does, of all turns: where they are not known, or none can be compared."""
+    field = {"goodput": "median_s", "p99": "p99_s", "CPU": "cpu_s"}[quantity]
+    small, large = getattr(before, field), getattr(after, field)
+    return float(small / large) if small > 0 and large > 0 else 0.0
+
+
+def _p99_s(samples_s: Iterable[float]) -> float:
+    return float(np.percentile(list(samples_s), 99))
+
+
+def _interval(left: list[tuple[float, float]], rng: np.random.Generator) -> tuple[float, float]:
+    """Return between what lies what is left by what is left of the possible: of pairs of turns, both of each."""
+    if len(left) < _FEWEST:
         return 0.0, math.inf
-    draws = rng.integers(len(shares), size=(_DRAWS, len(shares)))
-    left = np.median(np.array(shares)[draws], axis=1)
+    shares, possible = np.median(rng.choice(np.array(left), (_DRAWS, len(left))), axis=1).T
     tail = (1 - _CONFIDENCE) / 2
-    low, high = np.quantile(left / np.minimum(1.0, np.median(np.array(possible)[draws], axis=1)), [tail, 1 - tail])
+    low, high = np.quantile(shares / possible, [tail, 1 - tail])
     return float(low), float(high)

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +93,37 @@ class Group:
         Raises
         ------
         PeerLostError
-            If one fails; the text is its traceback.
+            As soon as one fails, whatever the others wait for; the text is its traceback.
+        StallError
+            If not all have answered within *timeout_s*.
         """
         chosen = [self._connections[rank] for rank in (range(self.size) if only is None else only)]
         for connection in chosen:
-            connection.send((name, arguments))
-        answers = []
-        for connection in chosen:
-            if not connection.poll(timeout_s):
-                raise StallError(f"{self.name} did not answer {name}{arguments} within {timeout_s:g} s")
             try:
-                well, answer = connection.recv()
-            except EOFError:
-                raise PeerLostError(f"a process of {self.name} ended during {name}{arguments}") from None
-            if not well:
-                raise PeerLostError(f"{self.name} failed in {name}{arguments}:\n{answer}")
-            answers.append(answer)
-        return answers
+                connection.send((name, arguments))
+            except OSError as exc:
+                raise PeerLostError(f"a process of {self.name} ended before {name}{arguments}: {exc}") from None
+        answers: dict[Connection, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(chosen):
+            missing = [connection for connection in chosen if connection not in answers]
+            ready = wait(missing, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise StallError(f"{len(missing)} of {len(chosen)} processes of {self.name} did not answer "
+                                 f"{name}{arguments} within {timeout_s:g} s")
+            for connection in missing:
+                if connection in ready:
+                    answers[connection] = self._answer(connection, f"{name}{arguments}")
+        return [answers[connection] for connection in chosen]
+
+    def _answer(self, connection: Connection, what: str) -> Any:
+        try:
+            well, answer = connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise PeerLostError(f"a process of {self.name} ended during {what}") from None
+        if not well:
+            raise PeerLostError(f"{self.name} failed in {what}:\n{answer}")
+        return answer
 
     def prepare(self, variant: str, nbytes: int) -> None:
         """Let all processes make *variant* on *nbytes* bytes and check its sums; `measure` does it if nobody has."""

@@ -1,13 +1,16 @@
 """Memory bound: what goes through memory for a push_pull on one machine, and nothing else. Nobody waits for anybody.
 
 As many processes as there are ranks move the same bytes between as many places as a push_pull does, and sum them with
-the same kernels, so that the bound falls where caches end, as the push_pull does. What one of them reads another has
-read or written before, as in a training: there, half of what is summed was written by others.
+the same kernels, so that the bound falls where caches end, as the push_pull does. What one process reads another one
+reads the next time. Sums, and what a rank gets, are stored in the caches, or past them; which is faster is a matter of
+size, and of where the cores are, so the faster one counts.
 
-A row of it is called as its operation with `PREFIX` before it.
+It is an estimate: ranks that do not wait drift apart, and the last one has memory to itself for a while.
 """
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +19,27 @@ import numpy as np
 
 import bpsfast
 from bpsfast.bench.contestant import Operation
+from bpsfast.orchestration.errors import CapacityError
 from bpsfast.orchestration.placement.partition import CACHED_NBYTES
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.port import FAR_NBYTES, copy
+from bpsfast.pyx.port import copy
 from bpsfast.trainer.sliding_window import n_slots
 
-PREFIX = "memory of "
+_PREFIX, _PAST = "memory of ", ", past caches"
 Array = np.ndarray[Any, Any]
-#: Shares begin where no two of them have a page in common.
+#: Arrays, and shares of them, begin where no two have a page in common.
 _ALIGN = 1024
+_PIECE = CACHED_NBYTES // 4
+
+
+def rows(variant: str) -> tuple[str, str]:
+    """Return how the rows are called that tell what memory allows *variant*."""
+    return _PREFIX + variant, _PREFIX + variant + _PAST
+
+
+def is_row(name: str) -> bool:
+    """Tell whether a row called *name* is one of `rows`."""
+    return name.startswith(_PREFIX)
 
 
 def streams(variant: str, n_local: int, nbytes: int) -> int:
@@ -36,94 +51,181 @@ def streams(variant: str, n_local: int, nbytes: int) -> int:
         return n_local + 1  # every input read, the result written
     if variant == "in place":  # the least an all-reduce of private memory can do: every buffer read, and written
         return 2 * n_local
-    if -(-nbytes // CACHED_NBYTES) >= 2 * n_slots(n_local):  # it slides: through the caches but for what is private,
-        return 2 * n_local + 2  # and the sum: read, and written
+    if slides(n_local, nbytes):  # through the caches but for what is private, and the sum: read, and written
+        return 2 * n_local + 2
     return 3 * n_local + 1 + 2 * n_local
 
 
-def operation(variant: str, rank: int, size: int, nbytes: int) -> Operation:
-    """Return *variant*'s streams for gradients of *nbytes* of float32. All *size* ranks call it at once."""
-    if variant.removeprefix(PREFIX) == "numpy":
-        memory = _shared(rank, size, Sums.total_nbytes(size, nbytes), nbytes)
-        return Operation(Sums(rank, size, nbytes, memory).run, lambda known: None, lambda: 0)
-    return Operation(Passage(size, nbytes).run, lambda known: None, lambda: 0)
+def slides(n_local: int, nbytes: int) -> bool:
+    """Tell whether private tensors go in and out through a window that stays in the caches (`SlidingWindow`)."""
+    return -(-nbytes // CACHED_NBYTES) >= 2 * n_slots(n_local)
+
+
+class Places:
+    """Memory of one rank that all rows use: as much as the largest of them wanted. Elements are float32."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.shared, self.private = np.empty(0, np.float32), np.empty(0, np.float32)
+        self._base, self._n_grown = 0, 0
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """Return what the row called *variant* times, for gradients of *nbytes*. All ranks call it alike, at once.
+
+        Raises
+        ------
+        CapacityError
+            In all ranks, if there is not as much memory that all can map.
+        """
+        kind = Sums if variant.removesuffix(_PAST) == _PREFIX + "numpy" else Passage
+        found = kind(self, nbytes, variant.endswith(_PAST))
+        self._share(found.n_shared)
+        if kind is Passage and self.private.nbytes < nbytes:  # as torch allocates: no huge pages unless all have them
+            self.private = np.frombuffer(mmap.mmap(-1, nbytes), np.float32)
+        return Operation(found.run, lambda known: None, lambda: 0)
+
+    def address(self, element: int) -> int:
+        """Return where an element of `shared` is."""
+        return self._base + 4 * element
+
+    def _share(self, n: int) -> None:
+        """Let `shared` have *n* elements at least: rank 0's."""
+        if self.shared.size >= n:
+            return
+        self._n_grown += 1
+        segment, error, place = None, "", np.zeros(2, np.int64)
+        if self.rank == 0:
+            try:
+                segment = Segment(4 * n, name="bpsfast bench")
+                place[:] = os.getpid(), segment.fileno()
+            except OSError as exc:
+                error = str(exc)
+        pid, fd = self._sum(place, "place")
+        if self.rank != 0 and pid:
+            try:
+                segment = _attach(pid, fd)
+            except OSError as exc:
+                error = f"memory of process {pid}: {exc}"
+        [n_mapped] = self._sum(np.array([segment is not None], np.int64), "mapped")
+        if segment is None or n_mapped < self.size:
+            raise CapacityError(f"{n_mapped} of {self.size} ranks have mapped the {4 * n} bytes that the bench shares"
+                                + (f": {error}" if error else ""))
+        self.lay_out(np.frombuffer(segment, np.float32))
+
+    def lay_out(self, shared: Array) -> None:
+        """Use *shared*, which has all that the rows so far wanted."""
+        self.shared, self._base = shared, shared.ctypes.data
+
+    def _sum(self, values: Array, what: str) -> list[int]:
+        name = f"memory bound: {what}, {self._n_grown}"
+        total: list[int] = bpsfast.push_pull(values, average=False, name=name).tolist()
+        return total
 
 
 class Sums:
     """Inputs of all ranks are read where they are, and their sum is written to one of two places by turns.
 
-    All ranks give the same *memory* of `total_nbytes`.
+    *past*: past the caches.
     """
 
-    def __init__(self, rank: int, size: int, nbytes: int, memory: Segment) -> None:
-        self._rank, self._size, self._turn, self._sum = rank, size, 0, _kernel()
-        stride = _stride(nbytes)
-        whole = np.frombuffer(memory, np.float32)
-        arrays = [whole[i * stride:(i + 1) * stride][:nbytes // 4] for i in range(size + 2)]
-        self.inputs, self.results = arrays[:size], arrays[size:]
-        self._is_far = nbytes >= FAR_NBYTES
+    def __init__(self, places: Places, nbytes: int, past: bool) -> None:
+        self._places, self._n, self._past, self._turn, self._sum = places, nbytes // 4, past, 0, _kernel()
+        self._stride = -(-self._n // _ALIGN) * _ALIGN
+        self.n_shared = self._stride * (places.size + 2)
 
-    @staticmethod
-    def total_nbytes(size: int, nbytes: int) -> int:
-        """Return how much memory *size* ranks need for gradients of *nbytes*."""
-        return 4 * _stride(nbytes) * (size + 2)
+    @property
+    def inputs(self) -> list[Array]:
+        """All ranks'."""
+        return [self._array(rank) for rank in range(self._places.size)]
 
-    def share(self, turn: int) -> slice:
-        """Return the elements that this rank sums in a turn: another share in the next."""
-        n, size, which = self.inputs[0].size, self._size, (self._rank + turn) % self._size
+    @property
+    def results(self) -> list[Array]:
+        """The two."""
+        return [self._array(self._places.size + parity) for parity in (0, 1)]
+
+    def _array(self, index: int) -> Array:
+        return self._places.shared[index * self._stride:index * self._stride + self._n]
+
+    def share(self, turn: int) -> tuple[int, int]:
+        """Return the first element that this rank sums in a turn, and the end: another share in the next."""
+        n, size, which = self._n, self._places.size, (self._places.rank + turn) % self._places.size
         begin, end = (min(n, -(-n * i // (size * _ALIGN)) * _ALIGN) for i in (which, which + 1))
-        return slice(begin, end)
+        return begin, end
 
     def run(self) -> None:
         """Sum this turn's share."""
+        size, (begin, end) = self._places.size, self.share(self._turn)
+        parity = self._turn // size % 2  # no rank keeps one of the two
         self._turn += 1
-        share = self.share(self._turn)
-        if share.stop > share.start:
-            self._sum(self.results[self._turn % 2][share], (), [each[share] for each in self.inputs], (),
-                      nontemporal=self._is_far)
+        at = [self._places.address(index * self._stride + begin) for index in range(size + 2)]
+        self._sum(at[size + parity], _pointers(at[:size]), 0, size, 0, end - begin, 1, self._past)
 
 
 class Passage:
-    """Private memory goes through a window a piece at a time: copied in, the rank's share of it summed, copied out."""
+    """Private memory goes through a window a piece at a time: copied in, the rank's share of it summed, copied out.
 
-    def __init__(self, size: int, nbytes: int) -> None:
-        self.private, self._sum = np.zeros(nbytes // 4, np.float32), _kernel()
-        self._stream_nbytes = 0 if nbytes >= FAR_NBYTES else nbytes + 1
-        self._slots = min(-(-nbytes // CACHED_NBYTES), n_slots(size))
-        window = Segment((size + 1) * self._slots * CACHED_NBYTES, name="bpsfast bench")
-        *self._inputs, self._result = np.frombuffer(window, np.float32).reshape(size + 1, -1)
+    Windows of all ranks, and the two places of the sum by turns, are shared. *past*: copied out past the caches.
+    """
+
+    def __init__(self, places: Places, nbytes: int, past: bool) -> None:
+        self._places, self._n, self._turn, self._sum = places, nbytes // 4, 0, _kernel()
+        self._stream_nbytes = 0 if past else nbytes + 1
+        n_pieces = -(-self._n // _PIECE)
+        self._window = min(n_pieces, n_slots(places.size) if slides(places.size, nbytes) else n_pieces) * _PIECE
+        self._stride = n_pieces * _PIECE
+        self.n_shared = places.size * self._window + 2 * self._stride
+        self._legs: tuple[list[_Leg], list[_Leg]] = [], []
+        self._used: tuple[Array, Array] | None = None  # what the legs' addresses are of: kept as long as they are
+
+    def result(self, parity: int) -> Array:
+        """Return one of the two places of the sum."""
+        begin = self._places.size * self._window + parity * self._stride
+        return self._places.shared[begin:begin + self._n]
 
     def run(self) -> None:
         """Let all of the private memory through."""
-        result, inputs, piece = self._result, self._inputs, CACHED_NBYTES // 4
-        for i, begin in enumerate(range(0, self.private.size, piece)):
-            n = min(piece, self.private.size - begin)
-            at = i % self._slots * piece
-            outside = self.private.ctypes.data + 4 * begin
-            copy(inputs[0].ctypes.data + 4 * at, outside, 4 * n)
-            share = slice(at, at + -(-n // len(inputs)))
-            self._sum(result[share], (), [each[share] for each in inputs], (), nontemporal=False)
-            copy(outside, result.ctypes.data + 4 * at, 4 * n, self._stream_nbytes)
+        shared, private = self._places.shared, self._places.private
+        if self._used is None or self._used[0] is not shared or self._used[1] is not private:  # one has grown
+            self._used, self._legs = (shared, private), (self._leg_list(0), self._leg_list(1))
+        legs = self._legs[self._turn % 2]
+        self._turn += 1
+        for outside, inside, nbytes, target, sources, n, source in legs:
+            copy(inside, outside, nbytes, nbytes + 1)
+            self._sum(target, sources, 0, self._places.size, 0, n, 1, 0)
+            copy(outside, source, nbytes, self._stream_nbytes)
+
+    def _leg_list(self, parity: int) -> list[_Leg]:
+        rank, size, legs = self._places.rank, self._places.size, []
+        for begin in range(0, self._n, _PIECE):
+            n, at = min(_PIECE, self._n - begin), begin % self._window
+            first, end = (n * which // size for which in (rank, rank + 1))
+            source = self._places.address(size * self._window + parity * self._stride + begin)
+            windows = [self._places.address(i * self._window + at) for i in range(size)]
+            legs.append((self._places.private.ctypes.data + 4 * begin, windows[rank], 4 * n, source + 4 * first,
+                         _pointers([window + 4 * first for window in windows]), end - first, source))
+        return legs
+
+
+#: From where in private memory to which place of the window, bytes; what sums where and of what, elements; from where
+#: the whole sum goes back.
+_Leg = tuple[int, int, int, int, Any, int, int]
 
 
 def _kernel() -> Callable[..., None]:
     from bpsfast import kernels  # and numba: only where sums are measured
 
-    return kernels.fused_sum
+    return kernels.SIGNATURE(kernels.address("float32"))
 
 
-def _stride(nbytes: int) -> int:
-    """Return the elements from one array to the next."""
-    return -(-nbytes // (4 * _ALIGN)) * _ALIGN
+def _pointers(addresses: list[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def _shared(rank: int, size: int, total_nbytes: int, nbytes: int) -> Segment:
-    """Return memory that all ranks have mapped: rank 0's."""
-    place = np.zeros(2, np.int64)
-    if rank == 0:
-        own = Segment(total_nbytes, name="bpsfast bench")
-        place[:] = os.getpid(), own.fileno()
-    pid, fd = bpsfast.push_pull(place, average=False, name=f"{PREFIX}{nbytes}").tolist()
-    if rank == 0:
-        return own
-    return Segment.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), writable=True)
+def _attach(pid: int, fd: int) -> Segment:
+    """Map what is descriptor *fd* of process *pid*."""
+    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    try:
+        return Segment.attach(own, writable=True)
+    except OSError:
+        os.close(own)
+        raise

@@ -8,14 +8,15 @@ from bpsfast.bench import cliffs, memory_bound, peers, steady_state, table
 from bpsfast.bench.group import Group
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.plan import Plan
-from bpsfast.bench.samples import Row, best, find, take_turns
+from bpsfast.bench.samples import Row, best, bound_s, find, take_turns
 from bpsfast.models import catalog
 
 _LATENCY_NBYTES = 4 << 10
 _BESIDE_NBYTES = 64 << 20
 #: What memory alone takes is asked from here on: below, a round trip of threads takes longer.
 _BOUND_FROM_NBYTES = 64 << 10
-#: While it is not certain whether the curves have a cliff there are more rounds, up to so many times the plan's.
+#: If it is not certain whether our curves have a cliff, they get so many times the plan's rounds: asked once, since who
+#: measures until there is none finds none.
 _MOST_TIMES = 3
 
 
@@ -42,17 +43,15 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
             rows += [Row(group, variant, nbytes) for variant in peers.VARIANTS[name]
                      if nbytes > peers.PIECE_NBYTES or variant == name]
         if nbytes >= _BOUND_FROM_NBYTES:
-            rows += [Row(ours, memory_bound.PREFIX + variant, nbytes) for variant in plan.operations]
+            rows += [Row(ours, name, nbytes) for variant in plan.operations for name in memory_bound.rows(variant)]
     take_turns(rows, plan.n_rounds)  # not size by size: what the machine does for a while spoils one turn of each
     records = _records(plan, rows)
-    for _ in range(_MOST_TIMES * plan.n_rounds - plan.n_rounds):
-        if not any(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves(records))):
-            break
-        take_turns(rows, 1)
+    if any(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves(records))):
+        take_turns([row for row in rows if row.group is ours], (_MOST_TIMES - 1) * plan.n_rounds)
         records = _records(plan, rows)
-    for name in dict.fromkeys(row.name for row in rows if not row.name.startswith(memory_bound.PREFIX)):
+    for name in dict.fromkeys(row.name for row in rows if not memory_bound.is_row(row.name)):
         chosen = [row for row in rows if row.name == name]
-        bounds = {row.nbytes: row.nbytes / bound.median_s for row in chosen if (bound := _bound(rows, row))}
+        bounds = {row.nbytes: row.nbytes / least_s for row in chosen if (least_s := bound_s(row, _bounds(rows, row)))}
         plan.say(table.block(f"{name} ({chosen[0].group.name})", chosen, plan.n_ranks, 1, bounds) + "\n")
     if plan.peers:
         plan.say(_ratios(plan, rows) + "\n")
@@ -61,12 +60,12 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
 
 
 def _records(plan: Plan, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [table.record("by size", row, plan.n_ranks, 1, _bound(rows, row))
+    return [table.record("by size", row, plan.n_ranks, 1, _bounds(rows, row))
             for row in sorted(rows, key=lambda row: row.name)]
 
 
-def _bound(rows: Sequence[Row], row: Row) -> Row | None:
-    return find(rows, memory_bound.PREFIX + row.variant, row.nbytes)
+def _bounds(rows: Sequence[Row], row: Row) -> list[Row]:
+    return [each for each in rows if each.name in memory_bound.rows(row.variant) and each.nbytes == row.nbytes]
 
 
 def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
@@ -94,13 +93,13 @@ def _memory(plan: Plan, rows: Sequence[Row]) -> str:
               "memory/us"]]
     for operation in plan.operations:
         for nbytes in plan.sizes:
-            row, memory = (find(rows, name, nbytes) for name in (operation, memory_bound.PREFIX + operation))
-            if row is None or memory is None:
+            row = find(rows, operation, nbytes)
+            if row is None or (least_s := bound_s(row, _bounds(rows, row))) is None:
                 continue
-            streams, least = (memory_bound.streams(name, plan.n_ranks, nbytes) for name in (operation, "in place"))
-            lines.append([operation, str(nbytes), f"{streams * nbytes / memory.median_s / 1e9:.1f}", str(streams),
-                          f"{least / streams:.2f}", f"{memory.median_s * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
-                          f"{memory.median_s / row.median_s:.2f}"])
+            ours, in_place = (memory_bound.streams(name, plan.n_ranks, nbytes) for name in (operation, "in place"))
+            lines.append([operation, str(nbytes), f"{ours * nbytes / least_s / 1e9:.1f}", str(ours),
+                          f"{in_place / ours:.2f}", f"{least_s * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
+                          f"{least_s / row.median_s:.2f}"])
     return table.plain(lines)
 
 

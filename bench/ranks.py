@@ -31,7 +31,7 @@ class Ranks:
     ``gradients of MODEL/N``
         A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
     ``memory of OPERATION``
-        What memory alone takes for ``numpy`` or ``torch`` (`memory_bound`).
+        What memory alone takes for ``numpy`` or ``torch``; with ``, past caches`` or without (`memory_bound`).
     ``ping-pong``
         A message from rank 0 to rank 1 and back.
     ``step of [...]``
@@ -42,6 +42,7 @@ class Ranks:
         bpsfast.init()
         self.rank, self._size = bpsfast.rank(), bpsfast.size()
         self._gradients: bpsfast.Gradients | None = None
+        self._places = memory_bound.Places(self.rank, self._size)
         self._burning: threading.Event | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
@@ -49,8 +50,8 @@ class Ranks:
         if variant.startswith("gradients of "):
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
-        if variant.startswith(memory_bound.PREFIX):
-            return memory_bound.operation(variant, self.rank, self._size, nbytes)
+        if memory_bound.is_row(variant):
+            return self._places.operation(variant, nbytes)
         if variant.startswith(step.PREFIX):
             return step.operation(variant, self.rank, self._size)
         make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,

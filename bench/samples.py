@@ -1,7 +1,6 @@
 """Rows of raw samples, taken in turns: every contestant once per round, so that a neighbour's load hits all of them."""
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,8 @@ class Row:
 
     `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all
     cores (other programs included), `cpu_s`, the contestant's own CPU seconds per operation, and `handover_ns`, how
-    long a cache line took before it between cores of this machine that share a cache (0: nobody knows).
+    long a cache line took before it between two cores of this machine that share a cache, those that were the
+    farthest from each other at first (0: nobody knows).
     """
 
     group: Group = field(repr=False)
@@ -63,12 +63,6 @@ class Row:
         return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-@functools.cache
-def nearness() -> caches.Handover:
-    """Return which cores `Row.handover_ns` is measured between: the farthest of those that share a cache."""
-    return caches.measure(Host())
-
-
 def batch(nbytes: int) -> int:
     """Return how many operations of this size make one turn: enough to time, short enough to alternate."""
     return max(2, min(_MAX_BATCH, _BATCH_NBYTES // max(nbytes, 1)))
@@ -80,13 +74,14 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
 
     *around* is called with (row, True) before each turn and (row, False) after it.
     """
+    cores = caches.measure(Host())
     for _ in range(n_rounds):
         for row in rows:
             row.n_per_round = batch(row.nbytes) if n is None else n
             row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
             if not row.samples_s:  # its arrays and its check are no operation of a turn
                 row.group.prepare(row.variant, row.nbytes)
-            row.handover_ns.append(caches.again(nearness()).ns)
+            row.handover_ns.append(caches.again(cores).ns)
             if around is not None:
                 around(row, True)
             turn = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)
@@ -96,6 +91,25 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
             row.n_wrong = turn.n_wrong
             row.cpu_busy.append(turn.cpu_busy)
             row.cpu_s.append(turn.cpu_s)
+
+
+def bounds_s(row: Row, bounds: Iterable[Row]) -> list[float | None]:
+    """Return what was possible in each turn of *row*: the least of *bounds*' medians in that round.
+
+    None: the machine's cores were nearer to each other, or farther, in *row*'s turn.
+    """
+    least_s: list[float | None] = [None] * len(row.handover_ns)
+    for bound in bounds:
+        for i, (own_ns, ns, turn_s) in enumerate(zip(row.handover_ns, bound.handover_ns, bound.turns_s)):
+            if not caches.differ(own_ns, ns):
+                least_s[i] = min(turn_s, least_s[i] or turn_s)
+    return least_s
+
+
+def bound_s(row: Row, bounds: Iterable[Row]) -> float | None:
+    """Return the median of what was possible, where it is known."""
+    known = [each for each in bounds_s(row, bounds) if each is not None]
+    return statistics.median(known) if known else None
 
 
 def find(rows: Iterable[Row], name: str, nbytes: int) -> Row | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench import machine
+from bpsfast.bench import machine, samples
 from bpsfast.bench.samples import Row
 
 HEADER = (
@@ -67,21 +67,22 @@ def plain(cells: Sequence[Sequence[str]]) -> str:
     )
 
 
-def record(section: str, row: Row, n_ranks: int, n_nodes: int, bound: Row | None = None) -> dict[str, Any]:
+def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[Row] = ()) -> dict[str, Any]:
     """Return the row for the result file: what was chosen, and what was measured. Bytes and seconds.
 
-    *bound* is the row of what is possible, `bound_s` its median turn by turn.
+    *bounds* are rows of what is possible; `bound_s` is the best of them, turn by turn (None: cores were moved).
     """
-    best = bound.nbytes / bound.median_s if bound else None
+    best_s = samples.bound_s(row, bounds)
+    bound = row.nbytes / best_s if best_s else None
     return {
         "section": section,
         "chosen": {"contestant": row.group.name, "operation": row.name, "nbytes": row.nbytes, "dtype": "float32",
                    "redop": "sum", "n_ranks": n_ranks, "n_nodes": n_nodes, "n_per_round": row.n_per_round,
                    "n_warmup": row.n_warmup},
         "measured": {"median_s": row.median_s, "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s,
-                     "handover_ns": row.handover_ns, **({"bound_s": bound.turns_s} if bound else {}),
+                     "handover_ns": row.handover_ns, **({"bound_s": samples.bounds_s(row, bounds)} if bounds else {}),
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in PERCENTILES},
-                     **columns(row.nbytes, row.median_s, n_ranks, n_nodes, best), "samples_s": row.samples_s},
+                     **columns(row.nbytes, row.median_s, n_ranks, n_nodes, bound), "samples_s": row.samples_s},
     }
 
 

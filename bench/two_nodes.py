@@ -7,7 +7,7 @@ from bpsfast.bench import raw_sockets, table
 from bpsfast.bench.cliffs import SILENT
 from bpsfast.bench.hall import Hall
 from bpsfast.bench.plan import Plan
-from bpsfast.bench.samples import Row, best, take_turns
+from bpsfast.bench.samples import Row, best, bound_s, take_turns
 from bpsfast.bench.steady_state import python_s_per_partition
 from bpsfast.cluster import Cluster, netns
 
@@ -38,14 +38,13 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
         gloo = hall.gloo() if "gloo" in plan.peers else None
         before = ours.ask("counters", only=[0])[0]
         for nbytes in plan.sizes:
-            turn = [Row(ours, operation, nbytes) for operation in plan.operations]
+            rows += [Row(ours, operation, nbytes) for operation in plan.operations]
             if silent is not None:
-                turn.append(Row(silent, "numpy", nbytes, label=SILENT))
-            turn += [Row(raw, name, nbytes) for name in _RAW]
+                rows.append(Row(silent, "numpy", nbytes, label=SILENT))
+            rows += [Row(raw, name, nbytes) for name in _RAW]
             if gloo is not None:
-                turn.append(Row(gloo, "gloo", nbytes))
-            take_turns(turn, 2 if shaped and plan.quick else plan.n_rounds, n=2 if shaped else None)
-            rows += turn
+                rows.append(Row(gloo, "gloo", nbytes))
+        take_turns(rows, 2 if shaped and plan.quick else plan.n_rounds, n=2 if shaped else None)
         grown = {name: value - before.get(name, 0) for name, value in ours.ask("counters", only=[0])[0].items()}
     return _report(plan, where, rows, python_s_per_partition(grown))
 
@@ -53,18 +52,18 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
 def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> list[dict[str, Any]]:
     """Print the tables of one network, and return its records."""
     records = []
-    raw = {nbytes: found for nbytes in plan.sizes if (found := best(rows, _RAW, nbytes)) is not None}
-    bounds = {nbytes: nbytes / row.median_s for nbytes, row in raw.items()}
+    raw = {nbytes: [row for row in rows if row.name in _RAW and row.nbytes == nbytes] for nbytes in plan.sizes}
     for name in dict.fromkeys(row.name for row in rows):
         chosen = [row for row in rows if row.name == name]
         title = f"{name} ({chosen[0].group.name}), two nodes, {where}"
+        bounds = {row.nbytes: row.nbytes / least_s for row in chosen if (least_s := bound_s(row, raw[row.nbytes]))}
         plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds, has_sums=name != SILENT) + "\n")
         records += [table.record(where, row, plan.n_ranks, 2, raw[row.nbytes]) for row in chosen]
     lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
     for row in rows:
-        gloo = best(rows, ["gloo"], row.nbytes)
+        gloo, least_s = best(rows, ["gloo"], row.nbytes), bound_s(row, raw[row.nbytes])
         lines.append([f"{row.name} {row.nbytes}", f"{row.median_s * 1e6:.0f}",
-                      f"{row.nbytes / row.median_s / bounds[row.nbytes]:.3f}",
+                      f"{least_s / row.median_s:.3f}" if least_s else "-",
                       f"{gloo.median_s / row.median_s:.2f}" if gloo else "-",
                       f"{100 * sum(row.cpu_busy) / len(row.cpu_busy):.0f} %",
                       f"{row.median_cpu_s * 1e6:.0f}"])

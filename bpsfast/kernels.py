@@ -41,7 +41,8 @@ Array = np.ndarray[Any, Any]
 # to be read again from L2 or L3, above it the read-for-ownership that plain stores cost is 1.25-1.5x.
 NONTEMPORAL_NBYTES = 1 << 20
 
-_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
+#: Of every kernel. Calling one by it releases the GIL.
+SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
 # No writable folder, a full disk, a damaged or foreign entry (unpickled, it may be anything): no reason to fail a job.
 CACHE_FAULTS = (
@@ -68,7 +69,7 @@ def address(dtype_name: str, op: str = "sum") -> int:
     with _lock:
         if (dtype_name, op) not in _compiled:
             _compiled[dtype_name, op] = _compile(dtype_name, op)
-            _callable[dtype_name, op] = _SIGNATURE(_compiled[dtype_name, op].address)
+            _callable[dtype_name, op] = SIGNATURE(_compiled[dtype_name, op].address)
         return int(_compiled[dtype_name, op].address)
 
 

@@ -43,9 +43,42 @@ def test_a_cliff_is_certain_if_it_stays_one_however_turns_are_drawn():
     assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # the same draws each time
 
 
-def test_two_turns_make_no_cliff_certain():
-    steps = cliffs.cliffs(cliffs.curves([turns(1000, 1.0, 1.0), turns(2000, 9.0, 9.0)]))
-    assert steps and all((step.low, step.high) == (0.0, float("inf")) and not step.is_certain for step in steps)
+def test_few_turns_make_no_cliff_certain():
+    for n in (2, 5, 6):
+        steps = cliffs.cliffs(cliffs.curves([turns(1000, *[1.0] * n), turns(2000, *[9.0] * n)]))
+        assert len(steps) == 2 and all(step.is_ours and step.is_certain is (n == 6) for step in steps)
+    goodput, *_ = cliffs.cliffs(cliffs.curves([turns(1000, 1.0, 1.0), turns(2000, 9.0, 9.0)]))
+    assert str(goodput).endswith("goodput is 0.22 times as good at 2000 B as at 1000 B")
+
+
+def test_nothing_is_certain_where_turns_are_not_known():
+    steps = cliffs.cliffs(cliffs.curves([record(1000, 1.0), record(2000, 9.0)]))
+    assert [step.quantity for step in steps] == ["goodput", "p99", "CPU"]
+    assert all(step.is_ours and not step.is_certain for step in steps)
+
+
+def test_a_turn_whose_cpu_time_is_not_known_hides_no_cliff():
+    before, after = turns(1000, *[1.0] * 9), turns(2000, *[2.0] * 9)
+    after["measured"]["cpu_s"] = [4e-6] * 8 + [-1e-9]
+    assert [(step.quantity, step.share) for step in cliffs.cliffs(cliffs.curves([before, after]))] == [
+        ("CPU", pytest.approx(0.5))]
+    before["measured"]["cpu_s"] = [1e-6] * 8 + [0.0]
+    after["measured"]["cpu_s"] = [2e-6] * 9
+    assert cliffs.cliffs(cliffs.curves([before, after])) == []
+
+
+def test_percentiles_of_as_many_samples_are_compared():
+    def at(nbytes, n, worst_s):
+        """Nine turns of *n* samples, every fourth of which is slow."""
+        row = record(nbytes, 1e-6 * nbytes, samples_s=[*[1e-6 * nbytes] * 3, worst_s] * (9 * n // 4))
+        row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = n, [1e-9 * nbytes] * 9
+        return row
+
+    rare = at(1000, 8, 1e-3)
+    rare["measured"]["samples_s"][3::8] = [4e-3] * 9  # the worst of eight, and of every other four
+    assert cliffs.cliffs(cliffs.curves([rare, at(2000, 4, 4e-3)])) == []
+    [p99] = cliffs.cliffs(cliffs.curves([at(1000, 8, 1e-3), at(2000, 4, 8e-3)]))
+    assert p99.quantity == "p99" and p99.share == pytest.approx(2 / 8, rel=0.1)
 
 
 def test_a_cliff_of_the_possible_is_not_ours():
@@ -54,7 +87,7 @@ def test_a_cliff_of_the_possible_is_not_ours():
 
     [goodput, p99, cpu] = cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=4.0)))  # both half as good per byte
     assert goodput.share == goodput.possible == 0.5 and not (goodput.is_ours or p99.is_ours or cpu.is_ours)
-    assert str(goodput).endswith("is 0.50 times as good at 2000 B as at 1000 B, the possible 0.50 times")
+    assert str(goodput).endswith("is 0.50 times as good at 2000 B as at 1000 B, the possible 0.50 times: 1.00 of it")
     assert all(step.is_ours for step in cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=5.1))))
     [step, *_] = cliffs.cliffs(cliffs.curves(at(bound=4e4, median_s=2.6)))  # what is possible rises
     assert step.possible == 1 and step.is_ours and str(step).endswith("as at 1000 B")
@@ -73,7 +106,7 @@ def test_the_possible_is_that_of_the_same_round():
     before["measured"]["bound_s"], after["measured"]["bound_s"] = [0.5] * 9, [1.0, 2.0, 2.0] * 3
     steps = cliffs.cliffs(cliffs.curves([before, after]))
     assert [(step.share, step.possible, step.is_ours, step.low, step.high) for step in steps] == [
-        (0.5, 0.5, False, 0.5, 0.5)] * 2
+        (0.5, 0.5, False, 1.0, 1.0)] * 2
     after["measured"]["bound_s"] = [1.0] * 9
     assert all(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves([before, after])))
 

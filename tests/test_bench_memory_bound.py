@@ -9,7 +9,6 @@ import pytest
 from bpsfast.bench import memory_bound
 from bpsfast.orchestration.placement.partition import CACHED_NBYTES
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.port import FAR_NBYTES
 
 
 def test_streams():
@@ -19,31 +18,101 @@ def test_streams():
     assert memory_bound.streams("in place", 2, 64 << 20) == 4
 
 
-@pytest.mark.parametrize(("size", "nbytes"), [(1, 4096), (2, 4), (2, 1 << 20), (3, 100_004), (2, FAR_NBYTES)])
-def test_ranks_sum_all_of_it_together_and_another_share_each_time(size, nbytes):
-    memory = Segment(memory_bound.Sums.total_nbytes(size, nbytes))
-    sums = [memory_bound.Sums(rank, size, nbytes, memory) for rank in range(size)]
+@pytest.fixture
+def places():
+    def make(size, kind, nbytes, past):
+        """Return *size* ranks' places, as if each were in a process of its own, and their operations."""
+        ranks = [memory_bound.Places(rank, size) for rank in range(size)]
+        found = [kind(each, nbytes, past) for each in ranks]
+        assert len({each.n_shared for each in found}) == 1
+        shared = np.frombuffer(Segment(4 * found[0].n_shared), np.float32)
+        for each in ranks:
+            each.private = np.zeros(nbytes // 4, np.float32)
+            each.lay_out(shared)
+        return ranks, found
+
+    return make
+
+
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize(("size", "nbytes"), [(1, 4096), (2, 4), (2, 1 << 20), (3, 100_004), (2, 16 << 20)])
+def test_ranks_sum_all_of_it_together_and_another_share_each_time(places, size, nbytes, past):
+    _, sums = places(size, memory_bound.Sums, nbytes, past)
     rng = np.random.default_rng(1)
     for each in sums[0].inputs:
         each[:] = rng.integers(-1000, 1000, each.size)
-    for turn in (1, 2, 3):
+    written = set()
+    for _ in range(2 * size):
         with ThreadPoolExecutor(size) as ranks:
             list(ranks.map(lambda each: each.run(), sums))
-        result = sums[0].results[turn % 2]
-        np.testing.assert_array_equal(result, sum(sums[0].inputs))
-        result[:] = 0
+        both = sums[0].results
+        written |= {parity for parity in (0, 1) if both[parity].any()}
+        np.testing.assert_array_equal(both[0] + both[1], sum(sums[0].inputs))
+        for each in both:
+            each[:] = 0
+    assert written == {0, 1}
     assert size == 1 or all(each.share(1) != each.share(2) for each in sums)
 
 
-@pytest.mark.parametrize("nbytes", [4, 100_004, 3 << 20, FAR_NBYTES])
-def test_private_memory_comes_back_as_the_share_that_was_summed(nbytes):
-    values = np.arange(1, nbytes // 4 + 1, dtype=np.float32)
-    for size in (1, 2):
-        passage = memory_bound.Passage(size, nbytes)
-        passage.private[:] = values
-        passage.run()
-        for begin in range(0, values.size, CACHED_NBYTES // 4):
-            piece = slice(begin, begin + CACHED_NBYTES // 4)
-            n = -(-values[piece].size // size)
-            np.testing.assert_array_equal(passage.private[piece][:n], values[piece][:n])
-            assert not passage.private[piece][n:].any()  # the other rank's
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("nbytes", [4, 100_004, 3 << 20, 16 << 20])
+def test_all_of_what_is_private_goes_through_shared_memory(places, nbytes, past):
+    for size in (1, 2, 3):
+        ranks, passages = places(size, memory_bound.Passage, nbytes, past)
+        values = np.arange(1, nbytes // 4 + 1) % 9973
+        for parity in (0, 1):
+            for rank, (each, passage) in enumerate(zip(ranks, passages)):
+                each.private[:] = values if rank == 0 else 0
+                passage.run()  # one after the other: only a rank's own share is what it has to be
+            for rank, passage in enumerate(passages):
+                result = passage.result(parity)
+                for begin in range(0, values.size, CACHED_NBYTES // 4):
+                    piece = values[begin:begin + CACHED_NBYTES // 4]
+                    own = slice(piece.size * rank // size, piece.size * (rank + 1) // size)
+                    if rank == 0 or not memory_bound.slides(size, nbytes):
+                        np.testing.assert_array_equal(result[begin:begin + piece.size][own], piece[own])
+            np.testing.assert_array_equal(ranks[-1].private, passages[-1].result(parity))
+        assert passages[0].n_shared >= 2 * values.size
+
+
+def grow():
+    import bpsfast
+
+    places = memory_bound.Places(bpsfast.rank(), bpsfast.size())
+    sums = places.operation("memory of numpy", 64 << 10)
+    passage = places.operation("memory of torch, past caches", 1 << 20)
+    small = places.operation("memory of torch", 8)
+    for each in (small, sums, passage, small, sums):
+        each.fill(True)
+        each.run()
+    wide = places.operation("memory of torch", 1 << 20), places.operation("memory of torch", 2 << 20)
+    for each in (*wide, small, passage, sums, *wide):  # wherever memory has moved to
+        each.run()
+    bpsfast.barrier()
+    places.shared[bpsfast.rank()] = bpsfast.rank() + 1
+    bpsfast.barrier()
+    return places.shared[:2].tolist(), places.shared.nbytes, places.private.nbytes
+
+
+def fail_to_map(rank):
+    import bpsfast
+
+    def refuse(*arguments, **values):
+        raise OSError("no rights")
+
+    if bpsfast.rank() == rank:
+        memory_bound.Segment = memory_bound._attach = refuse
+    memory_bound.Places(bpsfast.rank(), bpsfast.size()).operation("memory of numpy", 64 << 10)
+
+
+def test_ranks_share_memory_and_let_it_grow(two):
+    first, second = two.run(grow)
+    assert first == second == ([1.0, 2.0], 8 << 20, 2 << 20)
+
+
+@pytest.mark.parametrize(("rank", "n_mapped"), [(0, 0), (1, 1)])
+def test_all_ranks_hear_that_one_has_no_memory(job, rank, n_mapped):
+    outcomes = job((2,)).attempt(fail_to_map, rank)
+    assert [outcome.error for outcome in outcomes] == ["CapacityError"] * 2
+    assert all(f"{n_mapped} of 2 ranks have mapped the 262144 bytes" in outcome.text for outcome in outcomes)
+    assert "no rights" in outcomes[rank].text

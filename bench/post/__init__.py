@@ -53,8 +53,7 @@ def _measure(n_nodes: int, sizes: Sequence[int], n_rounds: int) -> list[dict[str
     with Hall(2, n_nodes) as hall:
         groups = [hall.bpsfast(transport="tcp")] + ([] if lacking else [hall.gloo()])
         rows = [Row(group, VARIANT, nbytes, label=group.name) for nbytes in sizes for group in groups]
-        for nbytes in sizes:
-            take_turns([row for row in rows if row.nbytes == nbytes], n_rounds)
+        take_turns(rows, n_rounds)
     print(_table(n_nodes, rows, sizes) + "\n", flush=True)
     return [_record(n_nodes, row) for row in rows]
 

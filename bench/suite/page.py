@@ -13,9 +13,9 @@ _STYLE = ("body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 
           "padding:.2em .8em;vertical-align:top;border-bottom:1px solid #ddd}pre{background:#f6f6f6;padding:.8em;"
           "overflow-x:auto}img{max-width:100%}.good{color:#161}.bad{color:#a11}")
 _PANELS: tuple[tuple[str, Callable[[cliffs.Point], float]], ...] = (
-    ("goodput, Gbit/s", lambda point: 8 * point.nbytes / point.whole.median_s / 1e9),
-    ("99th percentile of a turn, us", lambda point: point.whole.p99_s * 1e6),
-    ("CPU seconds per GB", lambda point: point.whole.cpu_s / point.nbytes * 1e9),
+    ("goodput, Gbit/s", lambda point: 8 * point.nbytes / point.median_s / 1e9),
+    ("99th percentile of a turn, us", lambda point: point.p99_s * 1e6),
+    ("CPU seconds per GB", lambda point: point.cpu_s / point.nbytes * 1e9),
 )
 _MARKS = {True: ("good", "yes"), False: ("bad", "no"), None: ("", "")}
 

@@ -11,7 +11,7 @@ from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, passed, skipped, warned
 
 #: Within a cache that cores share a line takes 20 to 80 ns; between those of chiplets or sockets 100 or more.
-MOST_NS = 100.0
+_MOST_NS = 100.0
 #: So many cores are looked at beside the first of those that share a cache: each takes a millisecond.
 _MOST_CORES = 15
 
@@ -34,21 +34,22 @@ def measure(host: Host) -> Handover:
     if len(cores) < 2:
         return Handover(error="no two cores that this process may use share a cache, as far as the kernel says")
     first, *others = cores[:_MOST_CORES + 1]
-    try:
-        ns, second = max((handover_ns(first, other), other) for other in others)
-    except OSError as exc:
-        return Handover(error=exc.strerror or str(exc))
-    return Handover(first, second, ns)
+    return max((again(Handover(first, other)) for other in others), key=lambda found: (bool(found.error), found.ns))
 
 
 def again(before: Handover) -> Handover:
-    """Measure between the cores of *before* once more; if none were measured then, nothing is now."""
-    if before.error:
+    """Measure between the cores of *before*, if it has any."""
+    if before.first < 0:
         return before
     try:
         return Handover(before.first, before.second, handover_ns(before.first, before.second))
     except OSError as exc:
         return Handover(before.first, before.second, error=exc.strerror or str(exc))
+
+
+def differ(first_ns: float, second_ns: float) -> bool:
+    """Tell whether cores shared a cache in one of two measurements and did not in the other; 0 ns: nobody knows."""
+    return bool(first_ns and second_ns) and (first_ns <= _MOST_NS) != (second_ns <= _MOST_NS)
 
 
 def sharers(host: Host, usable: frozenset[int]) -> list[int]:
@@ -67,7 +68,7 @@ def shared_cache(facts: Facts) -> Outcome:
     level = _last_cache(facts.host, found.first, "level") or "?"
     pair = f"CPUs {found.first} and {found.second}"
     took = f"a cache line takes {found.ns:.0f} ns from one to the other"
-    if found.ns <= MOST_NS:
+    if found.ns <= _MOST_NS:
         return passed(f"{pair} share an L{level} cache: {took}")
     return warned(f"{pair} share an L{level} cache, says the kernel, but {took}: the host of this virtual machine runs "
                   "them on different chips now, and sums of local ranks take twice as long",
