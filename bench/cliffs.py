@@ -141,20 +141,20 @@ def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
                 grown = after.nbytes / before.nbytes
                 left = [(grown * ratio, grown * _possible(*pair)) for pair in pairs
                         if (ratio := _ratio(quantity, *pair))]
-                whole = grown * _whole(quantity, before, after), grown * _possible(before, after)
-                share = statistics.median(each for each, _ in left) if left else whole[0]
+                if any(math.isfinite(possible) for _, possible in left):
+                    left = [each for each in left if math.isfinite(each[1])]
+                shares, bests = zip(*left or [(grown * _whole(quantity, before, after),
+                                               grown * _possible(before, after))])
+                share = statistics.median(shares)
                 if 0 < share < LEAST_SHARE:
-                    known = [each for _, each in left if each]
-                    most = min(1.0, statistics.median(known) if known else whole[1] or 1.0)
-                    beside = [(each, 1.0 if most == 1 else best) for each, best in left if best or most == 1]
-                    steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, share, most,
-                                       *_interval(beside, rng)))
+                    steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, share,
+                                       min(1.0, statistics.median(bests)), *_interval(left, rng)))
     return steps
 
 
 def _possible(small: Turn | Point, large: Turn | Point) -> float:
-    """Return the best possible time of *small* by that of *large*; 0: nobody knows."""
-    return small.bound_s / large.bound_s if small.bound_s and large.bound_s else 0.0
+    """Return the best possible time of *small* by that of *large*; infinite: nobody knows."""
+    return small.bound_s / large.bound_s if small.bound_s and large.bound_s else math.inf
 
 
 def _ratio(quantity: str, small: Turn, large: Turn) -> float:
@@ -180,10 +180,10 @@ def _p99_s(samples_s: Iterable[float]) -> float:
 
 
 def _interval(left: list[tuple[float, float]], rng: np.random.Generator) -> tuple[float, float]:
-    """Return between what lies what is left by what is left of the possible: of pairs of turns, both of each."""
+    """Return between what lies what is left of a row by what is left of the possible, which is at most 1."""
     if len(left) < _FEWEST:
         return 0.0, math.inf
     shares, possible = np.median(rng.choice(np.array(left), (_DRAWS, len(left))), axis=1).T
     tail = (1 - _CONFIDENCE) / 2
-    low, high = np.quantile(shares / possible, [tail, 1 - tail])
+    low, high = np.quantile(shares / np.minimum(possible, 1), [tail, 1 - tail])
     return float(low), float(high)

@@ -2,14 +2,15 @@
 
 As many processes as there are ranks move the same bytes between as many places as a push_pull does, and sum them with
 the same kernels, so that the bound falls where caches end, as the push_pull does. What one process reads another one
-reads the next time. Sums, and what a rank gets, are stored in the caches, or past them; which is faster is a matter of
-size, and of where the cores are, so the faster one counts.
+reads the next time. What is stored last (the sum, or what a rank gets) goes into the caches, or past them; which is
+faster is a matter of size, and of where the cores are, so the faster one counts.
 
 It is an estimate: ranks that do not wait drift apart, and the last one has memory to itself for a while.
 """
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class Places:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.shared, self.private = np.empty(0, np.float32), np.empty(0, np.float32)
-        self._base, self._n_grown = 0, 0
+        self.n_moved, self._base, self._n_grown = 0, 0, 0
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """Return what the row called *variant* times, for gradients of *nbytes*. All ranks call it alike, at once.
@@ -76,16 +77,20 @@ class Places:
         ------
         CapacityError
             In all ranks, if there is not as much memory that all can map.
+        OSError
+            If this rank does not get as much of its own.
         """
         kind = Sums if variant.removesuffix(_PAST) == _PREFIX + "numpy" else Passage
         found = kind(self, nbytes, variant.endswith(_PAST))
         self._share(found.n_shared)
         if kind is Passage and self.private.nbytes < nbytes:  # as torch allocates: no huge pages unless all have them
-            self.private = np.frombuffer(mmap.mmap(-1, nbytes), np.float32)
+            self.private = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.float32)
+            self.private[:] = 0
+            self.n_moved += 1
         return Operation(found.run, lambda known: None, lambda: 0)
 
     def address(self, element: int) -> int:
-        """Return where an element of `shared` is."""
+        """Return where an element of `shared` is, until `n_moved` grows."""
         return self._base + 4 * element
 
     def _share(self, n: int) -> None:
@@ -93,28 +98,32 @@ class Places:
         if self.shared.size >= n:
             return
         self._n_grown += 1
-        segment, error, place = None, "", np.zeros(2, np.int64)
+        segment, error, place = None, 0, np.zeros(2, np.int64)
         if self.rank == 0:
             try:
                 segment = Segment(4 * n, name="bpsfast bench")
                 place[:] = os.getpid(), segment.fileno()
             except OSError as exc:
-                error = str(exc)
+                error = exc.errno or errno.ENOMEM
         pid, fd = self._sum(place, "place")
         if self.rank != 0 and pid:
             try:
                 segment = _attach(pid, fd)
             except OSError as exc:
-                error = f"memory of process {pid}: {exc}"
-        [n_mapped] = self._sum(np.array([segment is not None], np.int64), "mapped")
+                error = exc.errno or errno.ENOMEM
+        own = np.zeros(1 + self.size, np.int64)
+        own[0], own[1 + self.rank] = segment is not None, error
+        n_mapped, *errors = self._sum(own, "mapped")
         if segment is None or n_mapped < self.size:
-            raise CapacityError(f"{n_mapped} of {self.size} ranks have mapped the {4 * n} bytes that the bench shares"
-                                + (f": {error}" if error else ""))
+            reasons = ", ".join(f"rank {rank}: {os.strerror(each)}" for rank, each in enumerate(errors) if each)
+            raise CapacityError(f"{n_mapped} of {self.size} ranks have mapped the {4 * n} bytes of rank 0 that the "
+                                f"bench shares; {reasons}")
         self.lay_out(np.frombuffer(segment, np.float32))
 
     def lay_out(self, shared: Array) -> None:
         """Use *shared*, which has all that the rows so far wanted."""
         self.shared, self._base = shared, shared.ctypes.data
+        self.n_moved += 1
 
     def _sum(self, values: Array, what: str) -> list[int]:
         name = f"memory bound: {what}, {self._n_grown}"
@@ -132,6 +141,8 @@ class Sums:
         self._places, self._n, self._past, self._turn, self._sum = places, nbytes // 4, past, 0, _kernel()
         self._stride = -(-self._n // _ALIGN) * _ALIGN
         self.n_shared = self._stride * (places.size + 2)
+        self._calls: list[tuple[Any, ...]] = []
+        self._n_moved = -1
 
     @property
     def inputs(self) -> list[Array]:
@@ -154,11 +165,17 @@ class Sums:
 
     def run(self) -> None:
         """Sum this turn's share."""
-        size, (begin, end) = self._places.size, self.share(self._turn)
-        parity = self._turn // size % 2  # no rank keeps one of the two
+        if self._n_moved != self._places.n_moved:
+            self._n_moved = self._places.n_moved
+            self._calls = [self._call(turn) for turn in range(2 * self._places.size)]
+        self._sum(*self._calls[self._turn % len(self._calls)])
         self._turn += 1
+
+    def _call(self, turn: int) -> tuple[Any, ...]:
+        size, (begin, end) = self._places.size, self.share(turn)
+        parity = turn // size % 2  # no rank keeps one of the two
         at = [self._places.address(index * self._stride + begin) for index in range(size + 2)]
-        self._sum(at[size + parity], _pointers(at[:size]), 0, size, 0, end - begin, 1, self._past)
+        return at[size + parity], _pointers(at[:size]), 0, size, 0, end - begin, 1, self._past
 
 
 class Passage:
@@ -175,7 +192,7 @@ class Passage:
         self._stride = n_pieces * _PIECE
         self.n_shared = places.size * self._window + 2 * self._stride
         self._legs: tuple[list[_Leg], list[_Leg]] = [], []
-        self._used: tuple[Array, Array] | None = None  # what the legs' addresses are of: kept as long as they are
+        self._n_moved = -1
 
     def result(self, parity: int) -> Array:
         """Return one of the two places of the sum."""
@@ -184,9 +201,8 @@ class Passage:
 
     def run(self) -> None:
         """Let all of the private memory through."""
-        shared, private = self._places.shared, self._places.private
-        if self._used is None or self._used[0] is not shared or self._used[1] is not private:  # one has grown
-            self._used, self._legs = (shared, private), (self._leg_list(0), self._leg_list(1))
+        if self._n_moved != self._places.n_moved:
+            self._n_moved, self._legs = self._places.n_moved, (self._leg_list(0), self._leg_list(1))
         legs = self._legs[self._turn % 2]
         self._turn += 1
         for outside, inside, nbytes, target, sources, n, source in legs:

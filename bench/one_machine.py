@@ -15,7 +15,7 @@ _LATENCY_NBYTES = 4 << 10
 _BESIDE_NBYTES = 64 << 20
 #: What memory alone takes is asked from here on: below, a round trip of threads takes longer.
 _BOUND_FROM_NBYTES = 64 << 10
-#: If it is not certain whether our curves have a cliff, they get so many times the plan's rounds: asked once, since who
+#: If it is not certain whether our curves have a cliff there are so many times the plan's rounds: asked once, since who
 #: measures until there is none finds none.
 _MOST_TIMES = 3
 
@@ -47,7 +47,7 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
     take_turns(rows, plan.n_rounds)  # not size by size: what the machine does for a while spoils one turn of each
     records = _records(plan, rows)
     if any(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves(records))):
-        take_turns([row for row in rows if row.group is ours], (_MOST_TIMES - 1) * plan.n_rounds)
+        take_turns(rows, (_MOST_TIMES - 1) * plan.n_rounds)
         records = _records(plan, rows)
     for name in dict.fromkeys(row.name for row in rows if not memory_bound.is_row(row.name)):
         chosen = [row for row in rows if row.name == name]

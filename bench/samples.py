@@ -21,7 +21,7 @@ class Row:
     `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all
     cores (other programs included), `cpu_s`, the contestant's own CPU seconds per operation, and `handover_ns`, how
     long a cache line took before it between two cores of this machine that share a cache, those that were the
-    farthest from each other at first (0: nobody knows).
+    farthest from each other before the first turn (0: nobody knows).
     """
 
     group: Group = field(repr=False)
@@ -96,20 +96,19 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
 def bounds_s(row: Row, bounds: Iterable[Row]) -> list[float | None]:
     """Return what was possible in each turn of *row*: the least of *bounds*' medians in that round.
 
-    None: the machine's cores were nearer to each other, or farther, in *row*'s turn.
+    None: in the turn of one of them the machine's cores were nearer to each other than in *row*'s, or farther.
     """
-    least_s: list[float | None] = [None] * len(row.handover_ns)
-    for bound in bounds:
-        for i, (own_ns, ns, turn_s) in enumerate(zip(row.handover_ns, bound.handover_ns, bound.turns_s)):
-            if not caches.differ(own_ns, ns):
-                least_s[i] = min(turn_s, least_s[i] or turn_s)
-    return least_s
+    found: list[float | None] = []
+    for own_ns, *turns in zip(row.handover_ns, *(zip(bound.handover_ns, bound.turns_s) for bound in bounds)):
+        is_known = bool(turns) and not any(caches.differ(own_ns, ns) for ns, _ in turns)
+        found.append(min(turn_s for _, turn_s in turns) if is_known else None)
+    return found
 
 
 def bound_s(row: Row, bounds: Iterable[Row]) -> float | None:
-    """Return the median of what was possible, where it is known."""
-    known = [each for each in bounds_s(row, bounds) if each is not None]
-    return statistics.median(known) if known else None
+    """Return what was possible of *row*'s median time: its median share turn by turn. None: nobody knows."""
+    shares = [each / turn_s for each, turn_s in zip(bounds_s(row, bounds), row.turns_s) if each is not None]
+    return row.median_s * statistics.median(shares) if shares else None
 
 
 def find(rows: Iterable[Row], name: str, nbytes: int) -> Row | None:

@@ -1,8 +1,8 @@
 """The benches count right and write what they promise. No test asserts a time."""
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from bpsfast.bench import (
 from bpsfast.bench.contestant import Operation, Timer
 from bpsfast.bench.group import Group, Turn
 from bpsfast.bench.plan import Plan
+from bpsfast.doctor.caches import Handover
 from bpsfast.orchestration.errors import ConfigError
 
 
@@ -89,18 +90,23 @@ def test_the_best_row_is_the_fastest(row):
 
 
 def test_a_record_says_what_was_possible_in_each_turn(row):
+    row.samples_s, row.n_per_round = [0.004, 0.004, 0.003, 0.003, 0.1, 0.1], 2
+
     def bound(samples_s, handover_ns):
         return samples.Row(NamedGroup("bpsfast"), "memory of numpy", 4 << 20, n_per_round=2, samples_s=samples_s,
                            handover_ns=handover_ns)
 
     bounds = [bound([0.001, 0.003, 0.004, 0.004, 0.001, 0.001], [40, 190, 190]),
-              bound([0.003, 0.003, 0.002, 0.002, 0.001, 0.001], [0, 40, 190])]
-    row.handover_ns = [40, 40, 40]
+              bound([0.003, 0.003, 0.0015, 0.0015, 0.001, 0.001], [0, 40, 190])]
+    row.handover_ns = [40, 40, 190]
     measured = table.record("by size", row, 2, 1, bounds)["measured"]
-    assert measured["bound_s"] == [0.002, 0.002, None]  # where the cores were as they were in the row's turn
-    assert measured["bound"] == (4 << 20) / 0.002 and measured["efficiency"] == pytest.approx(0.002 / 0.003)
-    row.handover_ns = [0, 190, 190]
-    assert table.record("by size", row, 2, 1, bounds)["measured"]["bound_s"] == [0.002, 0.004, 0.001]
+    assert measured["bound_s"] == [0.002, None, 0.001]  # where the cores were as they were in the row's turn
+    assert measured["efficiency"] == pytest.approx((0.002 / 0.004 + 0.001 / 0.1) / 2)  # and of the same turns
+    row.handover_ns = [0, 0, 0]
+    assert table.record("by size", row, 2, 1, bounds)["measured"]["bound_s"] == [0.002, 0.0015, 0.001]
+    row.handover_ns = [190, 40, 40]
+    measured = table.record("by size", row, 2, 1, bounds)["measured"]
+    assert measured["bound_s"] == [None] * 3 and measured["efficiency"] is None is measured["bound"]
     assert table.record("by size", row, 2, 1)["measured"]["bound"] is None
 
 
@@ -153,7 +159,7 @@ def test_what_a_check_takes_is_in_no_turn():
     assert calls == ["prepare", *[True, "measure", False] * 2]
 
 
-def test_each_turn_knows_how_near_the_cores_were():
+def test_each_turn_knows_how_near_the_cores_were(monkeypatch):
     class Quick(NamedGroup):
         def prepare(self, variant, nbytes):
             pass
@@ -161,11 +167,15 @@ def test_each_turn_knows_how_near_the_cores_were():
         def measure(self, variant, nbytes, n_warmup, n):
             return Turn(samples_s=[1.0] * n, n_wrong=0, cpu_busy=0.5, cpu_s=1.0)
 
-    rows = [samples.Row(Quick("bpsfast"), name, 4) for name in ("numpy", "torch")]
+    measured = iter([40.0, 41.0, 190.0, 191.0, 0.0, 42.0])
+    monkeypatch.setattr(samples.caches, "measure", lambda host: Handover(3, 5, 39.0))
+    monkeypatch.setattr(samples.caches, "again", lambda found: dataclasses.replace(found, ns=next(measured)))
+    handovers = {"numpy": [40.0, 190.0, 0.0], "torch": [41.0, 191.0, 42.0]}
+    rows = [samples.Row(Quick("bpsfast"), name, 4) for name in handovers]
     samples.take_turns(rows, 3, n=2)
     for each in rows:
         assert len(each.handover_ns) == 3 and each.turns_s == [1.0] * 3
-        assert all(ns > 0 for ns in each.handover_ns) or len(os.sched_getaffinity(0)) < 2
+        assert each.handover_ns == handovers[each.variant]
         assert table.record("by size", each, 2, 1)["measured"]["handover_ns"] == each.handover_ns
 
 
@@ -185,6 +195,30 @@ def test_tables_of_one_machine_are_at_most_120_columns_wide():
 def test_python_time_is_per_partition():
     assert steady_state.python_s_per_partition({"dispatch_cpu_ns": 6000, "dispatch_partitions": 3}) == 2e-6
     assert steady_state.python_s_per_partition({"dispatch_cpu_ns": 6000, "dispatch_partitions": 0}) is None
+
+
+@pytest.mark.parametrize(("large_s", "n_turns"), [([2.2] * 3, 3), ([4.0] * 9, 9), ([4.0, 2.0, 4.0, *[2.0] * 6], 9)])
+def test_there_are_more_rounds_if_a_cliff_is_not_certain(large_s, n_turns):
+    """Of all rows, and once: three rounds make nothing certain."""
+
+    class Known(NamedGroup):
+        def __init__(self, name):
+            super().__init__(name)
+            self.n_asked = {}
+
+        def prepare(self, variant, nbytes):
+            pass
+
+        def measure(self, variant, nbytes, n_warmup, n):
+            at = self.n_asked[variant, nbytes] = self.n_asked.get((variant, nbytes), -1) + 1
+            times_s = large_s if (self.name, nbytes) == ("bpsfast", 8192) else [nbytes / 4096] * 9
+            return Turn(samples_s=[times_s[at]] * n, n_wrong=0, cpu_busy=0.5, cpu_s=1e-9 * nbytes)
+
+    ours, gloo = Known("bpsfast"), Known("gloo")
+    plan = Plan((4096, 8192), 2, ("numpy",), ("gloo",), quick=True, say=lambda text: None)
+    records = one_machine._by_size(plan, ours, {"gloo": gloo})
+    assert set(ours.n_asked.values()) | set(gloo.n_asked.values()) == {n_turns - 1}
+    assert [len(each["measured"]["cpu_s"]) for each in records] == [n_turns] * 4
 
 
 @pytest.mark.slow

@@ -111,6 +111,26 @@ def test_the_possible_is_that_of_the_same_round():
     assert all(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves([before, after])))
 
 
+def test_a_possible_that_falls_in_some_rounds_makes_a_cliff_uncertain():
+    before, after = turns(1000, *[1.0] * 9), turns(2000, *[3.0] * 9)
+    before["measured"]["bound_s"], after["measured"]["bound_s"] = [0.5] * 9, [1.0] * 5 + [2.0] * 4
+    steps = cliffs.cliffs(cliffs.curves([before, after]))
+    assert [(step.possible, step.is_ours, step.is_certain) for step in steps] == [(1.0, True, False)] * 2
+    assert all((step.low, step.high) == (pytest.approx(2 / 3), pytest.approx(4 / 3)) for step in steps)
+    after["measured"]["bound_s"] = [0.8] * 9  # faster than what it grew by: no reason to be better
+    assert all(step.possible == 1 and step.low == pytest.approx(2 / 3)
+               for step in cliffs.cliffs(cliffs.curves([before, after])))
+
+
+def test_only_turns_whose_possible_is_known_are_set_beside_it():
+    before, after = turns(1000, *[1.0] * 12), turns(2000, *[2 / 0.3] * 6, *[2 / 0.7] * 6)
+    before["measured"]["bound_s"] = [1.0] * 12
+    after["measured"]["bound_s"] = [4.0] * 6 + [None] * 6
+    for step in cliffs.cliffs(cliffs.curves([before, after])):
+        assert (step.share, step.possible) == (pytest.approx(0.3), 0.5) and step.is_ours and step.is_certain
+        assert step.low == step.high == pytest.approx(0.6)
+
+
 def test_turns_between_which_the_cpus_were_moved_are_left_out():
     before, after = turns(1000, *[1.0] * 9), turns(2000, *[4.0] * 5, *[2.0] * 4)
     before["measured"]["handover_ns"], after["measured"]["handover_ns"] = [40.0] * 9, [190.0] * 5 + [45.0] * 4

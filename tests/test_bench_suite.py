@@ -41,6 +41,11 @@ def test_verdicts_of_one_machine():
     assert "numpy: p99 per byte is 0.22" in bad["cliffs"].answer
 
 
+def test_nothing_is_said_of_nodes_whose_bound_nobody_knows():
+    rows = [record(1 << 20, 1.0, section="loopback", efficiency=None), record(1 << 21, 1.0, section="links of 1gbit")]
+    assert not [name for name in found(*rows, name="push_pull_nodes") if name.startswith("push_pull")]
+
+
 def test_rows_that_nobody_checked_are_not_called_right():
     unchecked = [record(8, 1.0, "memory of numpy"), record(8, 1.0, "numpy, sums off", n_wrong=8),
                  record(8, 1.0, "raw 2 small", "raw")]

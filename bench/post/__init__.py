@@ -80,6 +80,7 @@ def _record(n_nodes: int, row: Row) -> dict[str, Any]:
         "chosen": {"contestant": row.name, "nbytes": row.nbytes, "n_ranks": 2, "n_nodes": n_nodes,
                    "n_per_round": row.n_per_round, "n_warmup": row.n_warmup},
         "measured": {"median_s": row.median_s, "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s,
+                     "handover_ns": row.handover_ns,
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in table.PERCENTILES},
                      "samples_s": row.samples_s},
     }

@@ -80,8 +80,8 @@ def _one_machine(records: Sequence[Record]) -> Verdict:
 def _nodes(records: Sequence[Record]) -> list[Verdict]:
     found = []
     for section in dict.fromkeys(record["section"] for record in records):
-        rows = [record for record in records if record["section"] == section
-                and record["chosen"].get("operation") == "numpy"]
+        rows = [record for record in records if record["section"] == section and record["measured"].get("efficiency")
+                and record["chosen"]["operation"] == "numpy"]
         if not rows:
             continue
         largest = max(rows, key=lambda record: record["chosen"]["nbytes"])

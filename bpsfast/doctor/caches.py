@@ -34,7 +34,7 @@ def measure(host: Host) -> Handover:
     if len(cores) < 2:
         return Handover(error="no two cores that this process may use share a cache, as far as the kernel says")
     first, *others = cores[:_MOST_CORES + 1]
-    return max((again(Handover(first, other)) for other in others), key=lambda found: (bool(found.error), found.ns))
+    return max((again(Handover(first, other)) for other in others), key=lambda found: (not found.error, found.ns))
 
 
 def again(before: Handover) -> Handover:
