@@ -1,8 +1,7 @@
 """Curves over sizes have no cliff: no size where the next larger one is slower than 0.8 times per byte.
 
 Where the possible (memory's speed, raw sockets') falls from one size to the next, as where a cache ends, a curve that
-falls with it is as good as before: what counts is then how much nearer it was. The possible of p99 and CPU is that of
-the median time.
+falls with it is as good as before: what counts is then how much nearer it was. The possible of CPU is that of time.
 
 Sizes are compared turn by turn, since those of one round were measured within seconds: what a machine is like for
 minutes both had, and turns between which its CPUs were moved out of one cache, or into one, are left out. Turns
@@ -14,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,13 +33,13 @@ SILENT = "numpy, sums off"
 
 
 class Turn(NamedTuple):
-    """One turn of one size: seconds of each operation, CPU seconds of one; the best possible time in that round (None:
-    nobody knows); how long a cache line took between cores that share a cache (0: nobody knows).
+    """One turn of one size: seconds of each operation, CPU seconds of one; the best that was possible in that round, as
+    seconds of each (none: nobody knows); how long a cache line took between cores that share a cache (0: nobody knows).
     """
 
     samples_s: tuple[float, ...]
     cpu_s: float
-    bound_s: float | None = None
+    bound_s: tuple[float, ...] = ()
     handover_ns: float = 0.0
 
 
@@ -95,6 +94,9 @@ class Cliff(NamedTuple):
 def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str, list[Point]]:
     """Return points by size of each curve that has two or more, by its name; those of *ours*, or of all contestants."""
     found: dict[str, dict[int, Point]] = {}
+    records = list(records)
+    by_name = {(record.get("section"), record["chosen"].get("operation"), record["chosen"].get("nbytes")): record
+               for record in records if "chosen" in record}
     for record in records:
         chosen, measured = record.get("chosen", {}), record.get("measured", {})
         name = chosen.get("operation") or chosen.get("contestant")
@@ -103,7 +105,8 @@ def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str,
         if ours and (chosen.get("contestant") != _OURS or not has_sums(name)):
             continue
         nodes = f", {chosen['n_nodes']} nodes" if chosen.get("n_nodes", 1) > 1 else ""
-        bound, turns = measured.get("bound"), _turns(chosen, measured)
+        rows = [by_name.get((record["section"], each, chosen["nbytes"]), {}) for each in measured.get("bounds", ())]
+        bound, turns = measured.get("bound"), _turns(chosen, measured, rows)
         p99_s = statistics.median(_p99_s(turn.samples_s) for turn in turns) if turns else float(measured["p99_s"])
         found.setdefault(f"{record['section']}: {name}{nodes}", {})[chosen["nbytes"]] = Point(
             chosen["nbytes"], measured["median_s"], p99_s, statistics.median(measured["cpu_s"]),
@@ -116,14 +119,25 @@ def has_sums(operation: str) -> bool:
     return operation != SILENT and not memory_bound.is_row(operation)
 
 
-def _turns(chosen: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[Turn, ...]:
-    samples, n, cpu_s = measured.get("samples_s", ()), chosen.get("n_per_round", 0), measured["cpu_s"]
-    if not samples or not n or len(samples) != n * len(cpu_s):
+def _turns(chosen: Mapping[str, Any], measured: Mapping[str, Any], bounds: Sequence[Mapping[str, Any]]
+           ) -> tuple[Turn, ...]:
+    """Return the turns of a row whose possible is that of the rows *bounds*, or its own word if there are none."""
+    cpu_s, samples_s = measured["cpu_s"], _split(chosen, measured)
+    if not samples_s:
         return ()
-    bounds_s, handover_ns = (measured.get(name) or [missing] * len(cpu_s)
-                             for name, missing in (("bound_s", None), ("handover_ns", 0.0)))
-    return tuple(Turn(tuple(samples[i * n:(i + 1) * n]), *each)
-                 for i, each in enumerate(zip(cpu_s, bounds_s, handover_ns)))
+    handover_ns = measured.get("handover_ns") or [0.0] * len(cpu_s)
+    best_s = [(each,) if each else () for each in measured.get("bound_s") or [None] * len(cpu_s)]
+    for i, turns_s in enumerate(zip(*(_split(each["chosen"], each["measured"]) for each in bounds if each))):
+        best_s[i] = min(turns_s, key=statistics.median) if best_s[i] else ()
+    return tuple(map(Turn, samples_s, cpu_s, best_s, handover_ns))
+
+
+def _split(chosen: Mapping[str, Any], measured: Mapping[str, Any]) -> list[tuple[float, ...]]:
+    """Return a row's samples turn by turn; none if nobody knows where one ends."""
+    samples, n = measured.get("samples_s", ()), chosen.get("n_per_round", 0)
+    if not samples or not n or len(samples) != n * len(measured["cpu_s"]):
+        return []
+    return [tuple(samples[i:i + n]) for i in range(0, len(samples), n)]
 
 
 def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
@@ -139,12 +153,12 @@ def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
                      if not caches.differ(small.handover_ns, large.handover_ns)]
             for quantity in _QUANTITIES:
                 grown = after.nbytes / before.nbytes
-                left = [(grown * ratio, grown * _possible(*pair)) for pair in pairs
+                left = [(grown * ratio, grown * _possible(quantity, *pair)) for pair in pairs
                         if (ratio := _ratio(quantity, *pair))]
                 if any(math.isfinite(possible) for _, possible in left):
                     left = [each for each in left if math.isfinite(each[1])]
-                shares, bests = zip(*left or [(grown * _whole(quantity, before, after),
-                                               grown * _possible(before, after))])
+                ratio, best = _whole(quantity, before, after)
+                shares, bests = zip(*left or [(grown * ratio, grown * best)])
                 share = statistics.median(shares)
                 if 0 < share < LEAST_SHARE:
                     steps.append(Cliff(name, quantity, before.nbytes, after.nbytes, share,
@@ -152,27 +166,32 @@ def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
     return steps
 
 
-def _possible(small: Turn | Point, large: Turn | Point) -> float:
-    """Return the best possible time of *small* by that of *large*; infinite: nobody knows."""
-    return small.bound_s / large.bound_s if small.bound_s and large.bound_s else math.inf
-
-
 def _ratio(quantity: str, small: Turn, large: Turn) -> float:
     """Return the time of one operation of *small* by that of *large*; 0: nobody knows."""
     if quantity == "CPU":
         return small.cpu_s / large.cpu_s if small.cpu_s > 0 and large.cpu_s > 0 else 0.0
-    if quantity == "goodput":
-        return statistics.median(small.samples_s) / statistics.median(large.samples_s)
-    n = len(large.samples_s)  # of more samples the percentile is nearer to the worst one
-    parts = [small.samples_s[i:i + n] for i in range(0, max(1, len(small.samples_s) - n + 1), n)]
-    return statistics.median(map(_p99_s, parts)) / _p99_s(large.samples_s)
+    return _time_ratio(quantity, small.samples_s, large.samples_s)
 
 
-def _whole(quantity: str, before: Point, after: Point) -> float:
-    """Return what `_ratio` does, of all turns: where they are not known, or none can be compared."""
+def _possible(quantity: str, small: Turn, large: Turn) -> float:
+    """Return the best possible time of *small* by that of *large*; infinite: nobody knows."""
+    return _time_ratio(quantity, small.bound_s, large.bound_s) if small.bound_s and large.bound_s else math.inf
+
+
+def _time_ratio(quantity: str, small_s: Sequence[float], large_s: Sequence[float]) -> float:
+    if quantity != "p99":
+        return statistics.median(small_s) / statistics.median(large_s)
+    n = len(large_s)  # of more samples the percentile is nearer to the worst one
+    parts = [small_s[i:i + n] for i in range(0, max(1, len(small_s) - n + 1), n)]
+    return statistics.median(map(_p99_s, parts)) / _p99_s(large_s)
+
+
+def _whole(quantity: str, before: Point, after: Point) -> tuple[float, float]:
+    """Return what `_ratio` and `_possible` do, of all turns: where they are not known, or none can be compared."""
     field = {"goodput": "median_s", "p99": "p99_s", "CPU": "cpu_s"}[quantity]
     small, large = getattr(before, field), getattr(after, field)
-    return float(small / large) if small > 0 and large > 0 else 0.0
+    return (float(small / large) if small > 0 and large > 0 else 0.0,
+            before.bound_s / after.bound_s if before.bound_s and after.bound_s else math.inf)
 
 
 def _p99_s(samples_s: Iterable[float]) -> float:

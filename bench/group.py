@@ -134,7 +134,7 @@ class Group:
         before_s = self.cpu_s()
         with CpuMeter() as meter:
             answers = self.ask("measure", variant, nbytes, n_warmup, n, timeout_s=_STEP_TIMEOUT_S * (1 + n_warmup + n))
-        slowest = [max(samples) for samples in zip(*(answer["samples_s"] for answer in answers))]
+        slowest = [round(max(samples), 9) for samples in zip(*(answer["samples_s"] for answer in answers))]
         return Turn(samples_s=slowest, n_wrong=sum(answer["n_wrong"] for answer in answers), cpu_busy=meter.busy,
                     cpu_s=(self.cpu_s() - before_s) / (n_warmup + n))
 

@@ -70,17 +70,19 @@ def plain(cells: Sequence[Sequence[str]]) -> str:
 def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[Row] = ()) -> dict[str, Any]:
     """Return the row for the result file: what was chosen, and what was measured. Bytes and seconds.
 
-    *bounds* are rows of what is possible; `bound_s` is the best of them, turn by turn (None: cores were moved).
+    *bounds* are rows of what is possible, named in `bounds`; `bound_s` is the best of them, turn by turn (None: cores
+    were moved).
     """
     best_s = samples.bound_s(row, bounds)
     bound = row.nbytes / best_s if best_s else None
+    beside = {"bounds": [each.name for each in bounds], "bound_s": samples.bounds_s(row, bounds)}
     return {
         "section": section,
         "chosen": {"contestant": row.group.name, "operation": row.name, "nbytes": row.nbytes, "dtype": "float32",
                    "redop": "sum", "n_ranks": n_ranks, "n_nodes": n_nodes, "n_per_round": row.n_per_round,
                    "n_warmup": row.n_warmup},
         "measured": {"median_s": row.median_s, "n_wrong": row.n_wrong, "cpu_busy": row.cpu_busy, "cpu_s": row.cpu_s,
-                     "handover_ns": row.handover_ns, **({"bound_s": samples.bounds_s(row, bounds)} if bounds else {}),
+                     "handover_ns": row.handover_ns, **(beside if bounds else {}),
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in PERCENTILES},
                      **columns(row.nbytes, row.median_s, n_ranks, n_nodes, bound), "samples_s": row.samples_s},
     }

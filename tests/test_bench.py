@@ -100,6 +100,7 @@ def test_a_record_says_what_was_possible_in_each_turn(row):
               bound([0.003, 0.003, 0.0015, 0.0015, 0.001, 0.001], [0, 40, 190])]
     row.handover_ns = [40, 40, 190]
     measured = table.record("by size", row, 2, 1, bounds)["measured"]
+    assert measured["bounds"] == ["memory of numpy"] * 2
     assert measured["bound_s"] == [0.002, None, 0.001]  # where the cores were as they were in the row's turn
     assert measured["efficiency"] == pytest.approx((0.002 / 0.004 + 0.001 / 0.1) / 2)  # and of the same turns
     row.handover_ns = [0, 0, 0]

@@ -122,6 +122,25 @@ def test_a_possible_that_falls_in_some_rounds_makes_a_cliff_uncertain():
                for step in cliffs.cliffs(cliffs.curves([before, after])))
 
 
+def test_the_possible_of_p99_is_its_rows_p99():
+    """What is slow now and then in memory's own row is so in ours."""
+    def at(nbytes, worst_s, operation, **measured):
+        row = record(nbytes, 1e-6 * nbytes, operation, samples_s=[*[1e-6 * nbytes] * 3, worst_s] * 9, **measured)
+        row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = 4, [1e-9 * nbytes] * 9
+        return row
+
+    ours = [at(nbytes, worst_s, "numpy", bounds=["memory of numpy"], bound_s=[1e-6 * nbytes] * 9)
+            for nbytes, worst_s in ((1000, 2e-3), (2000, 8e-3))]
+    [p99] = cliffs.cliffs(cliffs.curves(ours))  # without these rows
+    assert p99.is_ours and p99.is_certain and p99.possible == 1
+    memory = [at(nbytes, worst_s, "memory of numpy") for nbytes, worst_s in ((1000, 2e-3), (2000, 8e-3))]
+    [p99] = cliffs.cliffs(cliffs.curves([*ours, *memory]))
+    assert p99.quantity == "p99" and not p99.is_ours and p99.possible == pytest.approx(0.5, rel=0.05)
+    for row in ours:
+        row["measured"]["bound_s"] = [None] * 9  # the cores were moved before each of its turns
+    assert [step.possible for step in cliffs.cliffs(cliffs.curves([*ours, *memory]))] == [1.0]
+
+
 def test_only_turns_whose_possible_is_known_are_set_beside_it():
     before, after = turns(1000, *[1.0] * 12), turns(2000, *[2 / 0.3] * 6, *[2 / 0.7] * 6)
     before["measured"]["bound_s"] = [1.0] * 12
