@@ -24,7 +24,7 @@ from bpsfast.orchestration.errors import CapacityError
 from bpsfast.orchestration.placement.partition import CACHED_NBYTES
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import copy
-from bpsfast.trainer.sliding_window import n_slots
+from bpsfast.trainer.sliding_window import is_worth, n_slots
 
 _PREFIX, _PAST = "memory of ", ", past caches"
 Array = np.ndarray[Any, Any]
@@ -52,14 +52,9 @@ def streams(variant: str, n_local: int, nbytes: int) -> int:
         return n_local + 1  # every input read, the result written
     if variant == "in place":  # the least an all-reduce of private memory can do: every buffer read, and written
         return 2 * n_local
-    if slides(n_local, nbytes):  # through the caches but for what is private, and the sum: read, and written
-        return 2 * n_local + 2
+    if is_worth(-(-nbytes // CACHED_NBYTES), n_local):
+        return 2 * n_local + 2  # through the caches but for what is private, and the sum: read, and written
     return 3 * n_local + 1 + 2 * n_local
-
-
-def slides(n_local: int, nbytes: int) -> bool:
-    """Tell whether private tensors go in and out through a window that stays in the caches (`SlidingWindow`)."""
-    return -(-nbytes // CACHED_NBYTES) >= 2 * n_slots(n_local)
 
 
 class Places:
@@ -188,7 +183,7 @@ class Passage:
         self._places, self._n, self._turn, self._sum = places, nbytes // 4, 0, _kernel()
         self._stream_nbytes = 0 if past else nbytes + 1
         n_pieces = -(-self._n // _PIECE)
-        self._window = min(n_pieces, n_slots(places.size) if slides(places.size, nbytes) else n_pieces) * _PIECE
+        self._window = (n_slots(places.size) if is_worth(n_pieces, places.size) else n_pieces) * _PIECE
         self._stride = n_pieces * _PIECE
         self.n_shared = places.size * self._window + 2 * self._stride
         self._legs: tuple[list[_Leg], list[_Leg]] = [], []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.trainer.memory import Region
-from bpsfast.trainer.sliding_window import SlidingWindow, n_slots
+from bpsfast.trainer.sliding_window import SlidingWindow, is_worth, n_slots
 
 WINDOW, SEGMENT, OFFSET, FIRST = 1 << 40, 7, 8192, 100
 
@@ -45,3 +45,4 @@ def test_the_same_memory_in_each_round():
 @pytest.mark.parametrize(("local_size", "slots"), [(1, 4), (2, 4), (4, 4), (6, 6), (8, 8), (64, 8)])
 def test_more_ranks_have_more_on_the_way(local_size, slots):
     assert n_slots(local_size) == slots
+    assert not is_worth(2 * slots - 1, local_size) and is_worth(2 * slots, local_size)

@@ -26,6 +26,11 @@ def n_slots(local_size: int) -> int:
     return min(max(_SLOTS[0], local_size), _SLOTS[1])
 
 
+def is_worth(n_parts: int, local_size: int) -> bool:
+    """Tell whether private memory of *n_parts* partitions gains by it: of fewer, most are on their way at once."""
+    return n_parts >= 2 * n_slots(local_size)
+
+
 class SlidingWindow:
     """The way of *unit*'s partitions through *region*, *slots* partitions long, in turns. One thread at a time."""
 

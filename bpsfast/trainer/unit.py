@@ -26,7 +26,7 @@ from ..pyx.pages import Segment, Window
 from ..trace.records import Part
 from .landing import Landing
 from .runs import Run, runs
-from .sliding_window import SlidingWindow, n_slots
+from .sliding_window import SlidingWindow, is_worth, n_slots
 
 if TYPE_CHECKING:
     from ..device.arrivals import Arrival
@@ -193,7 +193,7 @@ class Unit:
         """
         session = self.session
         slots = n_slots(session.local_size)
-        if (self.n_parts < 2 * slots or nbytes != self.nbytes or self.on_device
+        if (not is_worth(self.n_parts, session.local_size) or nbytes != self.nbytes or self.on_device
                 or session.n_nodes + session.n_helpers > 1 or 0 < abs(source - destination) < nbytes
                 or session.memory.locate(source, nbytes) is not None
                 or session.memory.locate(destination, nbytes) is not None):
