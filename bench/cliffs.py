@@ -127,7 +127,8 @@ def _turns(chosen: Mapping[str, Any], measured: Mapping[str, Any], bounds: Seque
         return ()
     handover_ns = measured.get("handover_ns") or [0.0] * len(cpu_s)
     best_s = [(each,) if each else () for each in measured.get("bound_s") or [None] * len(cpu_s)]
-    for i, turns_s in enumerate(zip(*(_split(each["chosen"], each["measured"]) for each in bounds if each))):
+    in_rows = zip(*(_split(each["chosen"], each["measured"]) for each in bounds if each))
+    for i, turns_s in zip(range(len(best_s)), in_rows):
         best_s[i] = min(turns_s, key=statistics.median) if best_s[i] else ()
     return tuple(map(Turn, samples_s, cpu_s, best_s, handover_ns))
 

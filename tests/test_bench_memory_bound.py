@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -140,3 +141,13 @@ def test_all_ranks_hear_that_one_has_no_memory(job, rank, n_mapped):
     assert [outcome.error for outcome in outcomes] == ["CapacityError"] * 2
     assert all(f"{n_mapped} of 2 ranks have mapped the 262144 bytes of rank 0" in outcome.text for outcome in outcomes)
     assert all(f"rank {rank}: Permission denied" in outcome.text for outcome in outcomes)
+
+
+def test_what_cannot_be_mapped_leaves_no_descriptor():
+    ends = os.pipe()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="mmap"):
+        memory_bound._attach(os.getpid(), ends[0])
+    assert os.listdir("/proc/self/fd") == before
+    for end in ends:
+        os.close(end)
