@@ -62,8 +62,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
     job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
     job_key_file: Annotated[str, _about("file with the secret", "path")] = ""
-    encryption: Annotated[Literal["off", "on"], _about("are gradients and messages encrypted between machines, by "
-                                                       "AES-256-GCM; then by tcp only", agree=True)] = "off"
+    insecure: Annotated[bool, _about("may jobs and listeners beyond this machine go without a job key: whoever reaches "
+                                     "their ports can join, read and change sums", agree=True)] = False
+    encryption: Annotated[Literal["auto", "on", "off"], _about(
+        "are gradients and messages encrypted between machines, by AES-256-GCM; auto: what goes by tcp, unless "
+        "insecure is set; on: all, so nothing goes by RDMA", agree=True)] = "auto"
 
     # what is summed where, and how it travels
     transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"
@@ -358,6 +361,10 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
 
 
 def _check_together(settings: Settings, origins: dict[str, str]) -> None:
+    if settings.insecure and settings.encryption == "on":
+        raise ConfigError(f"BPSFAST_ENCRYPTION = on ({origins['encryption']}) contradicts BPSFAST_INSECURE = 1 "
+                          f"({origins['insecure']}): encryption is as good as the job's key, which the latter does "
+                          "without; drop one of them")
     if settings.lease_s <= 2 * settings.heartbeat_s:
         raise ConfigError(
             f"BPSFAST_LEASE_S = {settings.lease_s} ({origins['lease_s']}) must be more than twice BPSFAST_HEARTBEAT_S "

@@ -18,8 +18,8 @@ PYTORCHJOB = POD | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "digits-maste
 INDEXED = POD | {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "HOSTNAME": "digits-2.digits.ns.svc.cluster.local"}
 
 
-def place(environ: dict[str, str]) -> Place:
-    return detect(load_with_origins({}, environ)[0], environ)
+def place(environ: dict[str, str], key: str | None = "ab" * 32) -> Place:
+    return detect(load_with_origins({"job_key": key}, environ)[0], environ)
 
 
 def test_a_pod_of_pytorchjob_is_a_rank():
@@ -34,7 +34,16 @@ def test_a_pod_of_pytorchjob_is_a_rank():
 def test_the_master_that_is_told_localhost_has_the_same_job():
     """So older operators have it."""
     master = place(PYTORCHJOB | {"RANK": "0", "MASTER_ADDR": "localhost", "HOSTNAME": "digits-master-0"})
-    assert (master.scheduler, master.job_key) == (place(PYTORCHJOB).scheduler, place(PYTORCHJOB).job_key)
+    assert master.scheduler == place(PYTORCHJOB).scheduler
+
+
+@pytest.mark.parametrize("pod", [PYTORCHJOB, INDEXED], ids=["pytorchjob", "indexed"])
+def test_several_pods_need_a_key_and_one_does_not(pod):
+    with pytest.raises(ConfigError, match=r"no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
+        place(pod, None)
+    alone = pod | {"WORLD_SIZE": "1", "HOSTNAME": "digits-0"} | (
+        {"RANK": "0"} if "RANK" in pod else {"JOB_COMPLETION_INDEX": "0"})
+    assert place(alone, None).scheduler == ("127.0.0.1", 0)
 
 
 def test_a_pod_of_an_indexed_job_is_a_rank():
@@ -56,7 +65,7 @@ def test_pods_with_the_hosts_network_have_nodes_of_their_own():
     ({"MASTER_ADDR": "pod0", "MASTER_PORT": "5"}, ("pod0", scheduler_port(5))),
     ({"BPSFAST_SCHEDULER": "pod0:9"}, ("pod0", 9)),
     ({"WORLD_SIZE": "", "BPSFAST_SIZE": "4"}, ("digits-0.digits.ns.svc.cluster.local", PORT)),
-    ({"WORLD_SIZE": "1", "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "x"}, ("127.0.0.1", PORT)),
+    ({"WORLD_SIZE": "1", "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "x"}, ("127.0.0.1", 0)),
 ])
 def test_what_the_user_says_is_obeyed(changes, scheduler):
     assert place(INDEXED | changes).scheduler == scheduler

@@ -29,6 +29,9 @@ def place(variables: dict[str, str], **settings: object) -> Place:
     return detect(load_with_origins(settings, variables)[0], variables)
 
 
+KEY = "ab" * 32
+
+
 def test_on_one_machine_everything_follows(launcher):
     first, other = (place(environ(launcher, rank, 3, rank, 3)) for rank in (0, 2))
     assert (first.launcher, first.rank, first.size, first.local_rank, first.local_size) == (launcher, 0, 3, 0, 3)
@@ -95,7 +98,7 @@ def test_a_script_that_ends_meanwhile_is_no_ancestor_any_more(launcher):
 @pytest.mark.skipif(os.geteuid() != 0, reason="pid namespaces need root")
 def test_ranks_in_containers_of_their_own_are_told_what_to_give(launcher):
     program = ("from tests.test_mpi import environ, place\n"
-               f"print(place(environ({launcher!r}, 0, 2, 0, 2, BPSFAST_SCHEDULER='10.0.0.1:7')).scheduler)\n"
+               f"print(place(environ({launcher!r}, 0, 2, 0, 2, BPSFAST_SCHEDULER='10.0.0.1:7'), job_key={KEY!r}).scheduler)\n"
                f"place(environ({launcher!r}, 0, 2, 0, 2))")
     done = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program],
                           env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=60,
@@ -111,10 +114,12 @@ def test_ranks_in_containers_of_their_own_are_told_what_to_give(launcher):
     ({"BPSFAST_SCHEDULER": "10.0.0.1:77", "MASTER_ADDR": "10.0.0.2"}, ("10.0.0.1", 77)),
 ])
 def test_on_several_the_address_is_given(launcher, variables, address):
-    found = place(environ(launcher, 2, 4, 0, 2, **variables))
+    found = place(environ(launcher, 2, 4, 0, 2, **variables), job_key=KEY)
     assert found.scheduler == address and (found.num_nodes, found.node_index) == (-1, -1)
     assert found.starts_node and not found.starts_scheduler
-    assert found.job_key == place(environ(launcher, 1, 4, 1, 2, **variables)).job_key
+    assert found.job_key == bytes.fromhex(KEY)
+    with pytest.raises(ConfigError, match="no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
+        place(environ(launcher, 2, 4, 0, 2, **variables))
 
 
 def test_on_several_without_an_address_the_error_says_what_to_type(launcher):
@@ -125,7 +130,7 @@ def test_on_several_without_an_address_the_error_says_what_to_type(launcher):
 def test_helpers_need_an_address_even_on_one_machine(launcher):
     with pytest.raises(ConfigError, match="BPSFAST_SCHEDULER"):
         place(environ(launcher, 0, 2, 0, 2), num_helpers=1)
-    found = place(environ(launcher, 0, 2, 0, 2, MASTER_ADDR="10.0.0.1"), num_helpers=1)
+    found = place(environ(launcher, 0, 2, 0, 2, MASTER_ADDR="10.0.0.1"), num_helpers=1, job_key=KEY)
     assert found.num_helpers == 1 and found.scheduler[0] == "10.0.0.1"
 
 

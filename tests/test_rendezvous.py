@@ -14,6 +14,7 @@ import pytest
 
 from bpsfast.cluster import Cluster
 from bpsfast.launch import rendezvous
+from bpsfast.launch.machine_secret import machine_secret
 from bpsfast.launch.roles import Place
 from bpsfast.orchestration.errors import BpsError, ConfigError, MismatchError, StallError
 from bpsfast.settings import load_with_origins
@@ -87,16 +88,33 @@ def test_a_given_key_is_not_in_the_store_and_each_job_has_its_own(tmp_path):
     release(first + second)
 
 
-def test_encryption_needs_a_key_that_is_not_in_the_store_once_there_are_two_machines(tmp_path):
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    there = {"scheduler": "10.1.1.1:7700", "encryption": "on"}
-    for each in places(tmp_path / "a", [there] * 2):
-        assert isinstance(each, ConfigError) and "goes through the ranks' store" in str(each), each
+def test_beyond_this_machine_a_key_is_needed_that_is_not_in_the_store(tmp_path):
+    there = {"scheduler": "10.1.1.1:7700"}
+    for each in places(tmp_path, [there] * 2):
+        assert isinstance(each, ConfigError) and "reads the ranks' store could join the job" in str(each), each
         assert "BPSFAST_JOB_KEY" in str(each)
-    found = places(tmp_path / "b", [{**there, "job_key": KEY}] * 2) + places(tmp_path / "c", [{"encryption": "on"}] * 2)
-    assert [type(each) for each in found] == [Place] * 4, found
+    found = places(tmp_path, [{**there, "job_key": KEY}] * 2)
+    assert [type(each) for each in found] == [Place] * 2, found
     release(found)
+
+
+def test_on_one_machine_no_secret_is_in_the_store(tmp_path):
+    found = places(tmp_path, [{"encryption": "on"}] * 2)
+    assert [type(each) for each in found] == [Place] * 2, found
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert found[0].job_key == found[1].job_key and found[0].job_key.hex() not in written
+    assert machine_secret().hex() not in written
+    release(found)
+
+
+def test_a_key_in_the_store_is_taken_only_by_who_was_asked_to(tmp_path):
+    """An attacker may write into a store, too."""
+    there = {"scheduler": "10.1.1.1:7700", "insecure": True}
+    found = places(tmp_path, [there] * 2)
+    assert [type(each) for each in found] == [Place] * 2, found
+    assert found[0].job_key == found[1].job_key
+    other = places(tmp_path, [there, {}])[1]
+    assert isinstance(other, MismatchError) and "BPSFAST_INSECURE=1 on all ranks or on none" in str(other)
 
 
 def test_with_helpers_the_scheduler_is_where_the_user_says_and_the_key_is_theirs(tmp_path):

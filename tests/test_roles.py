@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.launch.roles import Place, detect, format_address, is_loopback, job_key, scheduler_port
+from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.settings import load_with_origins, parse_address
 
@@ -91,6 +92,23 @@ def test_torchrun_jobs_of_neighbouring_ports_do_not_collide():
         assert len(set(ports[begin : begin + 8192])) == 8192
     near = range(29400, 29600)
     assert not set(near) & {ports[master_port] for master_port in near}, "the default's neighbourhood"
+
+
+def test_torchrun_on_one_machine_needs_no_key_and_listens_on_the_loopback_only():
+    alone = TORCHRUN | {"LOCAL_WORLD_SIZE": "5", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "BPSFAST_JOB_KEY": ""}
+    found = [place(alone | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "3")]
+    assert {each.scheduler for each in found} == {("127.0.0.1", 0)} and found[0].job_key == found[1].job_key
+    assert [each.starts_scheduler for each in found] == [True, False]
+    other = alone | {"MASTER_PORT": "29501"}
+    assert place(other).job_key != place(alone).job_key
+    with pytest.raises(ConfigError, match="no job key"):
+        place(alone | {"BPSFAST_NUM_HELPERS": "1"})
+    with pytest.raises(ConfigError, match="no job key"):
+        place(TORCHRUN | {"BPSFAST_JOB_KEY": ""})
+
+
+def test_two_torchrun_jobs_of_one_machine_and_one_key_have_nodes_of_their_own():
+    assert place(TORCHRUN).node_id != place(TORCHRUN | {"MASTER_PORT": "29501"}).node_id
 
 
 def test_two_torchrun_agents_of_one_host_are_two_machines():
@@ -204,14 +222,16 @@ def test_two_sets_that_disagree_are_an_error_that_names_both(one, other, texts):
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "BPSFAST_JOB_KEY": KEY,
 }
 OPEN_MPI = dict(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="1",
-                OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_ADDR="10.0.0.1")
-PMI = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2", MASTER_ADDR="10.0.0.1")
+                OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_ADDR="10.0.0.1", BPSFAST_JOB_KEY=KEY)
+PMI = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2", MASTER_ADDR="10.0.0.1",
+           BPSFAST_JOB_KEY=KEY)
 HOROVOD = dict(HOROVOD_RANK="3", HOROVOD_SIZE="5", HOROVOD_LOCAL_RANK="1", HOROVOD_LOCAL_SIZE="2",
-               MASTER_ADDR="10.0.0.1")
+               MASTER_ADDR="10.0.0.1", BPSFAST_JOB_KEY=KEY)
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2",
-       "MASTER_ADDR": "10.0.0.1"}
+       "MASTER_ADDR": "10.0.0.1", "BPSFAST_JOB_KEY": KEY}
 SETS = {"bpsfast": EXPLICIT, "torchrun": TORCHRUN, "dmlc": WORKER, "Horovod": HOROVOD, "Open MPI": OPEN_MPI,
         "PMI": PMI, "slurm": SLURM, "kubernetes": POD}
 _MPI, _OUTER = ("Open MPI", "PMI"), ("slurm", "kubernetes")
@@ -321,27 +341,26 @@ def test_the_settings_of_a_place_lead_to_the_same_place():
     assert detect(filled, {}).rank == 3
 
 
-def test_the_key_comes_from_variable_then_file_then_address(tmp_path, caplog, monkeypatch):
+def test_the_key_comes_from_variable_then_file_and_else_none_leaves_the_machine(tmp_path, caplog):
     file = tmp_path / "key"
     file.write_text("cd" * 32 + "\n")
     assert job_key(load_with_origins({"job_key": KEY, "job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex(KEY)
     assert job_key(load_with_origins({"job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex("cd" * 32)
     assert not caplog.records
     plain = load_with_origins({}, {})[0]
-    assert job_key(plain, "h:1") == job_key(plain, "h:1") != job_key(plain, "h:2")
-    assert "BPSFAST_JOB_KEY" in caplog.text
-    caplog.clear()
-    job_key(plain, "127.0.0.1:1")
-    assert not caplog.records, "nobody else reaches loopback"
+    for remote in ("h:1", "10.0.0.1:1", "[fd00::1]:1"):
+        with pytest.raises(ConfigError, match=r"no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32.*BPSFAST_INSECURE=1"):
+            job_key(plain, remote)
+    assert job_key(plain, "127.0.0.1:1") == job_key(plain, "127.0.0.1:1") != job_key(plain, "127.0.0.1:2")
+    assert job_key(plain, "127.0.0.1:1") != security.job_key(None, "bpsfast|127.0.0.1:1"), "other users know the address"
+    assert not caplog.records
+    insecure = load_with_origins({"insecure": True}, {})[0]
+    assert job_key(insecure, "h:1") == job_key(insecure, "h:1") != job_key(insecure, "h:2")
+    assert "BPSFAST_INSECURE=1" in caplog.text and "h:1" in caplog.text
     with pytest.raises(ConfigError, match="cannot be read"):
         job_key(load_with_origins({"job_key_file": str(tmp_path / "none")}, {})[0], "h:1")
 
 
-def test_encryption_under_a_key_that_anybody_can_derive_is_refused():
-    for scheduler in ("h:1", "127.0.0.1:1"):
-        with pytest.raises(ConfigError, match=r"encryption='on' needs a job key that is given.*BPSFAST_JOB_KEY"):
-            job_key(load_with_origins({"encryption": "on"}, {})[0], scheduler)
-    assert job_key(load_with_origins({"encryption": "on", "job_key": KEY}, {})[0], "h:1") == bytes.fromhex(KEY)
 
 
 @pytest.mark.parametrize(

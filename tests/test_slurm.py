@@ -15,13 +15,14 @@ TASK = JOB | {
 }
 FIRST = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n2"}
 ONE_NODE = TASK | FIRST | {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_TASKS_PER_NODE": "3"}
+KEY = "ab" * 32
 #: What a batch script sees, and salloc's shell where it is a step of Slurm's own
 BATCH = JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
 INTERACTIVE = TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290"}
 
 
 def place(environ: dict[str, str], **settings: object) -> Place:
-    return detect(load_with_origins(settings, environ)[0], environ)
+    return detect(load_with_origins({"job_key": KEY} | settings, environ)[0], environ)
 
 
 def test_a_task_is_a_rank_of_the_step_not_of_the_job():
@@ -49,22 +50,27 @@ def test_jobs_and_steps_have_ports_of_their_own():
 
 
 def test_on_one_node_only_the_starter_must_know_the_port():
-    first, other = place(ONE_NODE), place(ONE_NODE | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    first = place(ONE_NODE, job_key="")
+    other = place(ONE_NODE | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, job_key="")
     assert first.scheduler == other.scheduler == ("127.0.0.1", 0) and first.job_key == other.job_key
     assert first.starts_scheduler and not other.starts_node
-    assert place(ONE_NODE | {"SLURM_STEP_ID": "1"}).job_key != first.job_key
+    assert place(ONE_NODE | {"SLURM_STEP_ID": "1"}, job_key="").job_key != first.job_key
     helped = place(ONE_NODE, num_helpers=1)
     assert helped.scheduler == place(TASK | FIRST).scheduler, "helpers must know where it is"
 
 
 def test_a_scheduler_elsewhere_and_a_key_are_obeyed():
-    found = place(TASK, scheduler="10.0.0.1:5", job_key="ab" * 32)
-    assert found.scheduler == ("10.0.0.1", 5) and found.job_key == bytes.fromhex("ab" * 32)
+    found = place(TASK, scheduler="10.0.0.1:5", job_key="cd" * 32)
+    assert found.scheduler == ("10.0.0.1", 5) and found.job_key == bytes.fromhex("cd" * 32)
+
+
+def test_a_step_of_several_nodes_needs_a_key():
+    with pytest.raises(ConfigError, match="no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
+        place(TASK, job_key="")
 
 
 def test_jobs_with_one_key_on_one_host_do_not_meet():
-    key = "ab" * 32
-    names = {place(TASK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}, job_key=key).node_id
+    names = {place(TASK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).node_id
              for job in ("100", "101") for step in ("0", "1")}
     assert len(names) == 4 and place(TASK, node_id="mine").node_id == "mine"
 

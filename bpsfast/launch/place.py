@@ -13,6 +13,7 @@ import msgspec
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
 from ..settings import Settings, parse_address
+from .machine_secret import machine_secret
 
 _log = logging.getLogger("bpsfast.roles")
 _ANY_NODE = Settings().node_id
@@ -57,28 +58,47 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_key(settings: Settings, scheduler: str) -> bytes:
-    """Return the job's secret: of BPSFAST_JOB_KEY, of the file, else derived from *scheduler* ("host:port").
+    """Return the job's secret for the scheduler at *scheduler* ("host:port").
+
+    It is the given one; else, where only this machine reaches the scheduler, one that follows from this user's
+    `machine_secret`. Beyond that a job without a key is refused, unless BPSFAST_INSECURE=1 asks for it: then the key
+    follows from the address, and is no secret.
 
     Raises
     ------
     ConfigError
-        The file cannot be read, or the key is too short or no hex; or encryption is asked for under a key that anyone
-        could derive.
+        There is no key, its file cannot be read, or it is too short or not hexadecimal.
     """
-    text = given_key(settings)
-    if not text:
-        check_secret(settings, "the job's key would be derived from the scheduler's address, which is no secret")
-    if not text and settings.local_rank in (0, -1) and not is_loopback(parse_address(scheduler, "the scheduler")[0]):
-        _log.warning("no BPSFAST_JOB_KEY: the job's key is derived from the scheduler's address %s, so anyone who "
-                     "reaches it can join; set BPSFAST_JOB_KEY to the same random hex on all roles", scheduler)
-    return security.job_key(text or None, f"bpsfast|{scheduler}")
+    host = parse_address(scheduler, "the scheduler")[0]
+    if given_key(settings) or is_loopback(host):
+        return local_key(settings, scheduler)
+    check_insecure(settings, f"could join the job of the scheduler at {scheduler}")
+    return security.job_key(None, f"bpsfast|{scheduler}")
 
 
-def check_secret(settings: Settings, otherwise: str) -> None:
-    """Raise `ConfigError` if encryption is asked for without a key from the user; *otherwise*: what becomes of it."""
-    if settings.encryption == "on":
-        raise ConfigError(f"encryption='on' needs a job key that is given: {otherwise}. Set BPSFAST_JOB_KEY to the "
-                          "same random hex on all roles (openssl rand -hex 32), or BPSFAST_JOB_KEY_FILE")
+def local_key(settings: Settings, common: str) -> bytes:
+    """Return the secret of a job on one machine: the given one, or one that only this user's processes can derive.
+
+    *common* is what the processes of this job, and of no other on this machine, know.
+    """
+    given = given_key(settings)
+    if given:
+        return security.job_key(given, "")
+    return security.prove(machine_secret(), "bpsfast job key", common)
+
+
+def check_insecure(settings: Settings, danger: str) -> None:
+    """Raise `ConfigError` unless the user has asked to go without a key; warn if so.
+
+    *danger* completes "whoever reaches this port ...".
+    """
+    if not settings.insecure:
+        raise ConfigError(
+            f"there is no job key, and without one whoever reaches its port {danger}: set BPSFAST_JOB_KEY to the same "
+            "random hex on all machines (openssl rand -hex 32), or BPSFAST_JOB_KEY_FILE to a file with it, or "
+            "BPSFAST_INSECURE=1 on a network where everybody is trusted")
+    if settings.local_rank in (0, -1):
+        _log.warning("BPSFAST_INSECURE=1 and no job key: whoever reaches its port %s", danger)
 
 
 def given_key(settings: Settings) -> str:
@@ -126,11 +146,11 @@ def job(settings: Settings, scheduler: str) -> dict[str, Any]:
 def local_job(settings: Settings, common: str) -> dict[str, Any]:
     """Return the same for a job on one machine: only who starts the scheduler must know its port.
 
-    *common* is what the ranks of this job, and of no other on this machine, know; the key follows from it.
+    *common*: as in `local_key`.
     """
     return {
-        "scheduler": ("127.0.0.1", 0), "job_key": security.job_key(given_key(settings) or None, f"bpsfast|{common}"),
-        "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
+        "scheduler": ("127.0.0.1", 0), "job_key": local_key(settings, common), "node_id": settings.node_id,
+        "node_index": 0, "num_nodes": 1,
     }
 
 

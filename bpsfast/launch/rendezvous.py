@@ -4,19 +4,21 @@ A process group of torch gives its backend a store, a rank and a size; the envir
 
     each rank   publishes its machine, the address others can reach it by, and what its settings demand
     rank 0      reads all, numbers the nodes, chooses the scheduler's address on its own machine, binds the port,
-                draws the job's key, and publishes one table (or what is wrong, in words)
+                and publishes one table (or what is wrong, in words)
     each rank   reads the table
 
 Nothing follows from MASTER_ADDR: rank 0 need not be there, and two jobs never meet, since ports are bound before
-anybody hears of them and keys are drawn anew. Ranks share a machine if they share its boot and its network namespace,
-which is how far a node's local socket reaches.
+anybody hears of them and each table has a nonce of its own. Ranks share a machine if they share its boot and its
+network namespace, which is how far a node's local socket reaches.
 
-The key travels through the store, so whoever reads the store can join, as with any backend of torch. A key that is
-given (BPSFAST_JOB_KEY on all ranks) does not: the job's own is derived from it and the table's nonce.
+No secret travels through the store, which every machine can read. The job's key is derived from the table's nonce and
+from what all ranks have already: the given key (BPSFAST_JOB_KEY), or, on one machine, this user's `machine_secret`.
+Ranks on several machines without a given key are refused. BPSFAST_INSECURE=1 lets rank 0 draw a key and publish it.
 """
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -32,8 +34,11 @@ from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLos
 from ..orchestration.unreadable import UNREADABLE
 from ..settings import Settings, parse_address
 from .daemons import reserve_port
-from .place import Place, check_secret, format_address, given_key, is_loopback, job_key
+from .machine_secret import machine_secret
+from .place import Place, check_insecure, format_address, given_key, is_loopback, job_key, local_key
 from .reach import chosen_host, outward_host, source_towards
+
+log = logging.getLogger("bpsfast.roles")
 
 _LOOPBACK = "127.0.0.1"
 #: A look at a key that is there or not. Stores take 0 for "no deadline", and count milliseconds.
@@ -62,16 +67,20 @@ class Store(Protocol):
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself. `key_proof`: shows which key it was given, "" if none."""
+    """What a rank says of itself.
+
+    `key_proof` shows which key it was given, "" if none; `secret_proof` which `machine_secret` it has otherwise.
+    """
 
     size: int
     machine: str
     host: str
     key_proof: str
+    secret_proof: str
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says to all. `nodes`: the ranks of each. `job_key` (hex): "" if it follows from the given one."""
+    """What rank 0 says to all. `nodes`: the ranks of each. `job_key` (hex): "" but for BPSFAST_INSECURE=1."""
 
     nodes: tuple[tuple[int, ...], ...] = ()
     scheduler: str = ""
@@ -120,17 +129,22 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     given = given_key(settings)
     key = security.job_key(given, "") if given else b""
+    secret = b"" if given else _own_secret()
     line = _Line(store, rank, size, timeout_s, deadline)
     line.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
-                        key_proof=security.prove(key, "store").hex() if key else ""))
+                        key_proof=_proof(key), secret_proof=_proof(secret)))
     if rank == 0:
-        return _lead(line, _own_wishes(settings), key)
+        return _lead(line, _own_wishes(settings), key, secret)
     table = line.table()
     if table.error:
         raise _error(table)
+    if table.job_key and not settings.insecure:
+        raise MismatchError("the job's key is in the ranks' store, where every machine can read and change it, and this "
+                            f"rank ({rank}) is not to accept that: set BPSFAST_INSECURE=1 on all ranks or on none, or "
+                            "BPSFAST_JOB_KEY")
     if sum(map(len, table.nodes)) != size:
         raise _other_size(sum(map(len, table.nodes)), rank, size)
-    return _place(line, table, settings, key, parse_address(table.scheduler, "rank 0's store entry"))
+    return _place(line, table, settings, key or secret, parse_address(table.scheduler, "rank 0's store entry"))
 
 
 class _Line:
@@ -215,7 +229,21 @@ class _Line:
                              f"other failed ({type(exc).__name__}: {text})")
 
 
-def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
+def _proof(key: bytes) -> str:
+    """Return what tells two keys apart, and nothing else of them; "" of none."""
+    return security.prove(key, "store").hex() if key else ""
+
+
+def _own_secret() -> bytes:
+    """Return this user's secret on this machine, b"" where it has none: rank 0 decides what follows."""
+    try:
+        return machine_secret()
+    except ConfigError as exc:
+        log.info("%s", exc)
+        return b""
+
+
+def _lead(line: _Line, settings: Settings, key: bytes, secret: bytes) -> Place:
     """Be rank 0: read all entries, decide, tell."""
     try:
         entries = line.entries()
@@ -229,17 +257,15 @@ def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
         elif is_loopback(address[0]) and len(_machines(entries)) > 1:
             raise ConfigError(f"BPSFAST_SCHEDULER = {settings.scheduler} cannot be reached from the other machines: "
                               "name an address of rank 0's machine that can, or leave it out")
-        if not key and not is_loopback(address[0]):
-            check_secret(settings, "one that rank 0 draws goes through the ranks' store, which is not encrypted")
+        drawn = b"" if key else _drawn_key(entries, settings, address)
     except BpsError as exc:
         with contextlib.suppress(PeerLostError):  # the store has failed: that is what the others see, too
             line.tell(_Table(error=type(exc).__name__, reason=str(exc)))
         raise
     try:
-        drawn = b"" if key else _drawn_key(settings, address)
         table = _Table(nodes=nodes, scheduler=format_address(*address), num_helpers=settings.num_helpers,
                        nonce=secrets.token_hex(8), job_key=drawn.hex())
-        found = _place(line, table, settings, key, address)
+        found = _place(line, table, settings, key or secret, address)
         line.tell(table)
     except BaseException:
         if reserved is not None:
@@ -250,10 +276,10 @@ def _lead(line: _Line, settings: Settings, key: bytes) -> Place:
 
 def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler: tuple[str, int]) -> Place:
     index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if line.rank in ranks)
-    if not key:
+    if table.job_key:
         job = bytes.fromhex(table.job_key)
-    elif table.num_helpers:  # they know the given key only
-        job = key
+    elif table.num_helpers:  # they have no nonce
+        job = local_key(settings, table.scheduler)
     else:
         job = security.prove(key, "store", table.nonce)
     return Place(launcher="store", role="rank", rank=line.rank, size=line.size, local_rank=ranks.index(line.rank),
@@ -344,8 +370,18 @@ def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
     return host
 
 
-def _drawn_key(settings: Settings, scheduler: tuple[str, int]) -> bytes:
-    """Return a new key; with helpers the one that they derive, too."""
+def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[str, int]) -> bytes:
+    """Return a key to publish where the ranks have no secret in common and may do without; else an empty one.
+
+    With helpers, it is the one that they derive, too.
+    """
+    proofs = {entry.secret_proof for entry in entries}
+    is_local = is_loopback(scheduler[0])
+    if is_local and len(proofs) == 1 and proofs != {""}:
+        return b""
+    check_insecure(settings, "or reads the ranks' store could join the job" + (
+        " (its ranks are on one machine, but of several users or containers, or have no folder for a secret)"
+        if is_local else ""))
     return job_key(settings, format_address(*scheduler)) if settings.num_helpers else secrets.token_bytes(32)
 
 

@@ -28,7 +28,7 @@ from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostE
 from ..orchestration.job.losses import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
 from ..refusals import Refusals
-from ..transport.seals import check_library, seals_of
+from ..transport.seals import Encryption, check_library, seals_of
 from .sealed_socket import SealedSocket
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Meeting:
         self._session = session
         self._come, self._reached, self._failed, self._tell_listening = come, reached, failed, listen
         self._key = session.place.job_key
+        self._encryption = Encryption.of(session.settings)
         self._closed = False
         self._lock = threading.Lock()
         self._refusals = Refusals(log)
@@ -109,7 +110,7 @@ class Meeting:
         self._local.listen(128)
         host, port = "", 0
         if session.n_nodes > 1:
-            if session.settings.encryption == "on":
+            if self._encryption is not Encryption.NONE:
                 check_library()
             host = session.host
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -228,7 +229,7 @@ class Meeting:
                 with self._unproved(sock):
                     self._connect(sock, rank, found)
                     hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH,
-                                                 encrypted=self._is_encrypted(sock))
+                                                 encrypted=self._encryption.covers(sock))
                     answer, secret = security.greet_acceptor(sock, self._key, _CONTEXT, hello, self._patience_s)
                     if answer.peer != rank:
                         raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
@@ -300,7 +301,7 @@ class Meeting:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._unproved(sock):
                 hello, secret = security.greet_dialler(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
-                                                       timeout_s=_CHALLENGE_S, encrypted=self._is_encrypted(sock))
+                                                       timeout_s=_CHALLENGE_S, encrypted=self._encryption.covers(sock))
             if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
                 raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
                                     f"{session.size}")
@@ -321,11 +322,7 @@ class Meeting:
 
     def _sealed(self, sock: socket.socket, secret: bytes, *, dialled: bool) -> socket.socket:
         """Return what is used in place of *sock* after the handshake, with its *secret*."""
-        return SealedSocket(sock, seals_of(secret, dialled=dialled)) if self._is_encrypted(sock) else sock
-
-    def _is_encrypted(self, sock: socket.socket) -> bool:
-        """Whether what is said on *sock* is to be: between machines, if that is asked for."""
-        return sock.family != socket.AF_UNIX and self._session.settings.encryption == "on"
+        return SealedSocket(sock, seals_of(secret, dialled=dialled)) if self._encryption.covers(sock) else sock
 
     @property
     def _patience_s(self) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from ..orchestration.errors import BpsError
 from ..orchestration.security import Greeted
 from . import tcp
+from .seals import Encryption
 
 log = logging.getLogger("bpsfast.node")
 
@@ -51,18 +52,18 @@ class DataPort:
         it.
     n_expected
         Connections that the job itself may open at the same time.
-    encrypted
-        Whether this job's connections are.
+    encryption
+        Which of this job's connections are encrypted.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, mine: int, epoch: int,
                  came: Callable[[socket.socket, Greeted], None], n_expected: int,
-                 encrypted: bool = False) -> None:
+                 encryption: Encryption = Encryption.NONE) -> None:
         self._listener = listener
         self._key = key
         self._mine = mine
         self._epoch = epoch
-        self._encrypted = encrypted
+        self._encryption = encryption
         self._came = came
         self._room = N_STRANGERS + n_expected
         self._strangers: dict[socket.socket, float] = {}  # in the order in which they came
@@ -157,7 +158,7 @@ class DataPort:
     def _receive(self, sock: socket.socket) -> None:
         """Let one connection prove itself. A stranger is refused and logged, and harms nobody."""
         try:
-            greeted = tcp.accept(sock, self._key, mine=self._mine, epoch=self._epoch, encrypted=self._encrypted)
+            greeted = tcp.accept(sock, self._key, mine=self._mine, epoch=self._epoch, encryption=self._encryption)
         except (BpsError, OSError) as exc:
             self._forget(sock)
             self._refuse(sock, exc)

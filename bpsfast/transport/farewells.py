@@ -12,6 +12,7 @@ from ..orchestration.messages import NodeInfo
 from ..orchestration.security import StreamHello
 from . import tcp
 from .reunion import FAREWELL
+from .seals import Encryption
 
 log = logging.getLogger("bpsfast.node")
 
@@ -30,13 +31,14 @@ class Farewells:
     """
 
     def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epoch: int, lease_s: float,
-                 encrypted: bool, begin: Callable[[Callable[[], None]], None], notify: Callable[[], None]) -> None:
+                 encryption: Encryption, begin: Callable[[Callable[[], None]], None],
+                 notify: Callable[[], None]) -> None:
         self._me = me
         self._peers = peers
         self._key = key
         self._epoch = epoch
         self._lease_s = lease_s
-        self._encrypted = encrypted
+        self._encryption = encryption
         self._begin = begin
         self._notify = notify
         self._lock = threading.Lock()
@@ -78,7 +80,7 @@ class Farewells:
         try:
             tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
                         epoch=self._epoch, deadline=time.monotonic() + self._lease_s, pid=self._me.pid,
-                        encrypted=self._encrypted).close()
+                        encryption=self._encryption).close()
         except (BpsError, OSError) as exc:
             log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
         with self._lock:

@@ -24,7 +24,7 @@ from .farewells import Farewells
 from .links import Link
 from .rdma import rendezvous
 from .reunion import FAREWELL, KNOCK, Reunions
-from .seals import check as check_encryption, seals_of
+from .seals import Encryption, check as check_encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
 
@@ -34,8 +34,8 @@ _JOIN_S = 1.0
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if the setting asks for what cannot be."""
-    if settings.encryption == "on":
-        check_encryption(settings.transport)
+    if settings.num_nodes != 1 or settings.num_helpers:
+        check_encryption(settings)
     if settings.transport == "rdma":
         rails = rdma.Rails(settings, 0)
         try:
@@ -86,7 +86,7 @@ class Peering:
         self.reasons: dict[int, str] = {}
         self.error: BpsError | None = None
         self._settings = settings
-        self._encrypted = settings.encryption == "on"
+        self._encryption = Encryption.of(settings)
         self._key = key
         self._epoch = epoch
         self._me = me
@@ -107,11 +107,11 @@ class Peering:
         self._taken: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections,
-                              self._encrypted)
+                              self._encryption)
         self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
-                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encrypted)
+                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption)
         #: Who has said that all its ranks have left.
-        self.farewells = Farewells(me, self._peers, key, epoch, settings.lease_s, self._encrypted, self._begin, notify)
+        self.farewells = Farewells(me, self._peers, key, epoch, settings.lease_s, self._encryption, self._begin, notify)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
@@ -126,8 +126,7 @@ class Peering:
 
     def describe(self) -> dict[str, str]:
         """Return "node N" -> "transport: reason"."""
-        how = {"tcp": "; encrypted"} if self._encrypted else {}
-        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{how.get(link.kind, '')}"
+        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{'; encrypted' if link.is_encrypted else ''}"
                 for index, link in sorted(self.links.items())}
 
     def expect(self, peer: NodeInfo) -> None:
@@ -253,7 +252,7 @@ class Peering:
                     raise ConfigError(f"transport='shm' was asked for, but node {peer.index} ({peer.host}) shares no "
                                       f"memory with this node: {exc}") from exc
                 reason = f"no shared memory with it ({exc})"
-        if self._encrypted:
+        if self._encryption is Encryption.ALL:
             reason += "; no rdma: encryption=on" if self._settings.transport == "auto" else ""
         elif self._settings.transport in ("auto", "rdma"):
             try:
@@ -266,13 +265,13 @@ class Peering:
     def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
         link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
                         n_streams=self._settings.n_connections, epoch=self._epoch, deadline=self._deadline,
-                        encrypted=self._encrypted)
+                        encryption=self._encryption)
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
         self._rails_towards(peer)  # without a device here nobody is bothered
         sock = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=rendezvous.STREAM,
-                           epoch=self._epoch, deadline=self._deadline)
+                           epoch=self._epoch, deadline=self._deadline, encryption=self._encryption)
         self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")
 
     def _meet(self, sock: socket.socket, peer: NodeInfo) -> rdma.RdmaLink:
@@ -356,7 +355,7 @@ class Peering:
                 log.warning("refused stream %d of node %d: not expected", hello.stream, hello.peer)
                 sock.close()
                 return
-            half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if self._encrypted else None)
+            half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if hello.encrypted else None)
             whole = len(half.sockets) == self._settings.n_connections
             if whole:
                 del self._accepting[hello.peer]

@@ -28,7 +28,7 @@ from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..pyx.seal import RECORD_NBYTES, TAG_NBYTES
 from . import tcp
-from .seals import seals_of
+from .seals import Encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
 
@@ -88,13 +88,13 @@ class Reunions:
         order, one at a time.
     notify
         Called from any thread when `called` or `gone` has changed.
-    encrypted
-        Whether links are encrypted.
+    encryption
+        Which links are encrypted.
     """
 
     def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epoch: int, n_streams: int,
                  lease_s: float, patience_s: float, offer: Callable[[tcp.TcpLink], None], drop: Callable[[int], None],
-                 notify: Callable[[], None], encrypted: bool = False) -> None:
+                 notify: Callable[[], None], encryption: Encryption = Encryption.NONE) -> None:
         self._me = me
         self._peers = peers
         self._key = key
@@ -105,7 +105,7 @@ class Reunions:
         self._offer = offer
         self._drop = drop
         self._notify = notify
-        self._encrypted = encrypted
+        self._encryption = encryption
         self._pairs = {index: _Pair() for index in peers}
         self._changed = threading.Condition()
         self._busy: set[socket.socket] = set()
@@ -211,7 +211,7 @@ class Reunions:
         left_s = self._lease_s - (time.monotonic() - pair.heard)
         sock = tcp.reach_once(peer.address, min(_CONNECT_S, max(_PAUSE_S, left_s)))
         hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number,
-                            encrypted=self._encrypted)
+                            encrypted=self._encryption.covers(sock))
         try:
             with self._at_work(sock):
                 secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
@@ -230,7 +230,7 @@ class Reunions:
             undo.callback(link.close)
             for stream in range(self._n_streams):
                 sock, secret = self._connect(peer, pair, stream, number)
-                link.take(stream, sock, seals_of(secret, dialled=True) if self._encrypted else None)
+                link.take(stream, sock, seals_of(secret, dialled=True) if self._encryption.covers(sock) else None)
             try:
                 link.awaited_there = self._told(link)
                 self._tell(link, awaited())
@@ -280,7 +280,7 @@ class Reunions:
                 return
             link = tcp.TcpLink(hello.peer, number=hello.link)
             for stream, (each, secret) in pair.half.items():
-                link.take(stream, each, seals_of(secret, dialled=False) if self._encrypted else None)
+                link.take(stream, each, seals_of(secret, dialled=False) if self._encryption.covers(each) else None)
             pair.half = {}
             pair.called = pair.awaited is None
         self._notify()

@@ -1,15 +1,40 @@
-"""The seals of an encrypted data connection (setting encryption): a key for each connection and direction.
+"""Which data connections are encrypted (setting encryption), and their seals: a key for each connection and direction.
 
 Both follow from the job's key and the connection's nonces (`security.Greeted`), so there is nothing more to exchange.
 Who learns the job's key later, and has recorded the bytes, can read them: no forward secrecy (SECURITY.md).
 """
 from __future__ import annotations
 
+import ipaddress
+import socket
 from dataclasses import dataclass
+from enum import Enum
 
 from ..orchestration.errors import ConfigError
 from ..orchestration.security import direction_key
 from ..pyx.seal import Seal, load
+from ..settings import Settings
+
+
+class Encryption(Enum):
+    """Which tcp connections are encrypted. Both ends decide alike, and refuse a connection on which they do not."""
+
+    NONE = "none"
+    BETWEEN_MACHINES = "between machines"
+    ALL = "all"
+
+    @classmethod
+    def of(cls, settings: Settings) -> Encryption:
+        """Return what *settings* ask for. `ALL` leaves no place for RDMA, `BETWEEN_MACHINES` does."""
+        if settings.encryption == "auto":
+            return cls.NONE if settings.insecure else cls.BETWEEN_MACHINES
+        return cls.ALL if settings.encryption == "on" else cls.NONE
+
+    def covers(self, sock: socket.socket) -> bool:
+        """Return whether *sock*, which is connected, is encrypted. Local sockets never are; OSError if it has ended."""
+        if self is Encryption.NONE or sock.family == socket.AF_UNIX:
+            return False
+        return self is Encryption.ALL or not ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 @dataclass(frozen=True)
@@ -26,12 +51,14 @@ def seals_of(secret: bytes, *, dialled: bool) -> Seals:
     return Seals(Seal(direction_key(secret, ours), closes=True), Seal(direction_key(secret, theirs), closes=False))
 
 
-def check(transport: str) -> None:
-    """Raise `ConfigError` unless what goes by *transport* can be encrypted here."""
-    if transport == "rdma":
+def check(settings: Settings) -> None:
+    """Raise `ConfigError` unless what *settings* ask for can be encrypted here."""
+    encryption = Encryption.of(settings)
+    if encryption is Encryption.ALL and settings.transport == "rdma":
         raise ConfigError("encryption='on' contradicts transport='rdma': what a card writes is not encrypted; use "
                           "transport=tcp or auto, or a network that encrypts")
-    check_library()
+    if encryption is not Encryption.NONE:
+        check_library()
 
 
 def check_library() -> None:
@@ -39,5 +66,6 @@ def check_library() -> None:
     try:
         load()
     except OSError as exc:
-        raise ConfigError(f"encryption='on' needs OpenSSL's libcrypto, which cannot be used here: {exc}; install it "
-                          "(Debian, Ubuntu: apt-get install libssl3), or unset BPSFAST_ENCRYPTION") from exc
+        raise ConfigError(f"connections between machines are encrypted by OpenSSL's libcrypto, which cannot be used "
+                          f"here: {exc}; install it (Debian, Ubuntu: apt-get install libssl3), or set "
+                          "BPSFAST_ENCRYPTION=off on all machines") from exc

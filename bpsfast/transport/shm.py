@@ -131,6 +131,7 @@ class ShmLink:
     segments: dict[int, Segment] = field(default_factory=dict)
 
     kind = "shm"
+    is_encrypted = False
     is_wire = False
     gone = "its process is gone"
 

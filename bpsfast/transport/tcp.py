@@ -22,7 +22,7 @@ from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
 from ..trace.records import Limits
 from .pace import Paces
-from .seals import Seals, seals_of
+from .seals import Encryption, Seals, seals_of
 
 CONTEXT = "bpsfast data"
 #: A stranger on the data port holds up one accepting thread for at most this long.
@@ -85,6 +85,8 @@ class TcpLink:
     _rounds: dict[int, int] = field(default_factory=dict)  # what comes next of what is bound, while no stream knows it
     _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> what it says itself
 
+    is_encrypted: bool = False
+
     kind = "tcp"
     is_wire = True
 
@@ -93,6 +95,7 @@ class TcpLink:
         self.sockets[number] = sock
         if seals is not None:
             self.seals[number] = seals
+            self.is_encrypted = True
 
     def start(self, engine: Engine, source: int) -> None:
         """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
@@ -210,8 +213,8 @@ class TcpLink:
 
 
 def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float,
-         encrypted: bool = False) -> TcpLink:
-    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port"), *encrypted* or not.
+         encryption: Encryption = Encryption.NONE) -> TcpLink:
+    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
 
     Raises
     ------
@@ -222,10 +225,10 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
     link = TcpLink(peer, epoch=epoch)
     try:
         for number in range(n_streams):
-            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, encrypted=encrypted)
             sock = _reach(address, peer, deadline)
+            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, encrypted=encryption.covers(sock))
             secret = prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()))
-            link.take(number, sock, seals_of(secret, dialled=True) if encrypted else None)
+            link.take(number, sock, seals_of(secret, dialled=True) if hello.encrypted else None)
     except BaseException:
         link.close()
         raise
@@ -233,14 +236,15 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
 
 
 def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int, deadline: float,
-            pid: int = 0, encrypted: bool = False) -> socket.socket:
+            pid: int = 0, encryption: Encryption = Encryption.NONE) -> socket.socket:
     """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`.
 
-    *encrypted*: whether this job's connections are. Nothing is said on this one that would have to be.
+    *encryption*: of this job, on which both ends must agree. Nothing is sent over this connection that needs it.
     """
-    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid, encrypted=encrypted)
+    sock = _reach(address, peer, deadline)
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid, encrypted=encryption.covers(sock))
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
-    return greet(_reach(address, peer, deadline), key, hello, peer, max(0.1, deadline - time.monotonic()))
+    return greet(sock, key, hello, peer, max(0.1, deadline - time.monotonic()))
 
 
 def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
@@ -270,11 +274,12 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
     return secret
 
 
-def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int, encrypted: bool = False) -> security.Greeted:
+def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int,
+           encryption: Encryption = Encryption.NONE) -> security.Greeted:
     """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
     sock.setblocking(True)
     greeted = security.greet_dialler(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S,
-                                     encrypted=encrypted)
+                                     encrypted=encryption.covers(sock))
     if greeted.hello.epoch != epoch:
         raise MismatchError(f"node {greeted.hello.peer} dialled for epoch {greeted.hello.epoch}, this is epoch {epoch}")
     prepare(sock)

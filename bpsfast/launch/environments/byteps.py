@@ -3,10 +3,9 @@ from __future__ import annotations
 
 import secrets
 
-from ...orchestration import security
 from ...orchestration.errors import ConfigError
 from ...settings import Settings
-from ..place import Place, check_range, given_key, integer, job
+from ..place import Place, check_range, given_key, integer, job, local_key
 from .environment import Environ, Environment, are_set, are_unset
 
 _MARKS = ("DMLC_ROLE", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK")
@@ -49,9 +48,8 @@ def _local_place(settings: Settings, role: str) -> Place:
     if role != "worker":
         return Place(launcher="dmlc", role=role, node_id=settings.node_id, scheduler=("127.0.0.1", 0), job_key=b"")
     check_range("BYTEPS_LOCAL_RANK", settings.local_rank, "BYTEPS_LOCAL_SIZE", settings.local_size)
-    given = given_key(settings)
-    if given or settings.scheduler:
-        key = security.job_key(given or None, f"bpsfast|{settings.scheduler}")
+    if given_key(settings) or settings.scheduler:
+        key = local_key(settings, f"dmlc|{settings.scheduler}")
     elif settings.local_size == 1:
         key = secrets.token_bytes(32)
     else:

@@ -10,7 +10,17 @@ import socket
 
 from ...orchestration.errors import ConfigError
 from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, is_loopback, job, own_node_id, scheduler_port
+from ..place import (
+    Place,
+    check_range,
+    format_address,
+    integer,
+    is_loopback,
+    job,
+    local_job,
+    own_node_id,
+    scheduler_port,
+)
 from .environment import Environ, Environment, are_set
 
 #: Where pod 0's scheduler listens unless MASTER_PORT says otherwise: every pod has ports of its own.
@@ -43,7 +53,9 @@ def _place(settings: Settings, environ: Environ) -> Place:
         raise ConfigError(f"PET_NPROC_PER_NODE = {per_pod} asks for more than one rank in each pod, and RANK = {rank} "
                           "is the pod's number: start the ranks by torchrun, for which PyTorchJob has set PET_*")
     scheduler = settings.scheduler or _scheduler(rank, size, environ)
-    fields = job(settings, scheduler)  # pods with the host's network see each other's local sockets
+    is_alone = size == 1 and not settings.scheduler and not settings.num_helpers
+    fields = local_job(settings, scheduler) if is_alone else job(settings, scheduler)
+    # pods with the host's network see each other's local sockets
     fields["node_id"] = own_node_id(settings, f"pod-{rank} of {scheduler}")
     return Place(launcher="kubernetes", role="rank", rank=rank, size=size, local_rank=0, local_size=1,
                  **(fields | {"node_index": rank, "num_nodes": size}), starts_node=True, starts_scheduler=rank == 0)

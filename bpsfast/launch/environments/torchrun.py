@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, job, own_node_id, scheduler_port
+from ..place import Place, check_range, format_address, integer, job, local_job, own_node_id, scheduler_port
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -17,13 +17,16 @@ def _place(settings: Settings, environ: Environ) -> Place:
     number = {name: integer(name, environ) for name in _NEEDED}
     check_range("RANK", number["RANK"], "WORLD_SIZE", number["WORLD_SIZE"])
     check_range("LOCAL_RANK", number["LOCAL_RANK"], "LOCAL_WORLD_SIZE", number["LOCAL_WORLD_SIZE"])
-    scheduler = settings.scheduler
-    if not scheduler:
-        scheduler = format_address(environ["MASTER_ADDR"], scheduler_port(integer("MASTER_PORT", environ)))
+    store = format_address(environ.get("MASTER_ADDR", ""), integer("MASTER_PORT", environ)) if (
+        environ.get("MASTER_PORT")) else ""
     n_groups = integer("GROUP_WORLD_SIZE", environ) if environ.get("GROUP_WORLD_SIZE") else (
         -(-number["WORLD_SIZE"] // number["LOCAL_WORLD_SIZE"]))
-    fields = job(settings, scheduler)  # two agents of one host are two machines
-    fields["node_id"] = own_node_id(settings, f"group-{number['GROUP_RANK']}")
+    if number["LOCAL_WORLD_SIZE"] == number["WORLD_SIZE"] and not settings.scheduler and not settings.num_helpers:
+        fields = local_job(settings, f"torchrun|{store}")
+    else:  # two agents of one host are two machines
+        fields = job(settings, settings.scheduler or format_address(
+            environ["MASTER_ADDR"], scheduler_port(integer("MASTER_PORT", environ))))
+    fields["node_id"] = own_node_id(settings, f"torchrun {store} group {number['GROUP_RANK']}")
     return Place(launcher="torchrun", role="rank", rank=number["RANK"], size=number["WORLD_SIZE"],
                  local_rank=number["LOCAL_RANK"], local_size=number["LOCAL_WORLD_SIZE"],
                  **(fields | {"node_index": number["GROUP_RANK"], "num_nodes": n_groups}),

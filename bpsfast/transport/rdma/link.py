@@ -72,6 +72,7 @@ class RdmaLink:
     """An established pair of nodes. The control loop's, but for `lane_of`, which the dispatcher calls too."""
 
     kind = "rdma"
+    is_encrypted = False
     is_wire = True
     gone = "the connection of its rendezvous ended"
 
