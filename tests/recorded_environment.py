@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).with_name("environments")
+KEY = "c0ffee42" * 8
 
 
 class Rank(NamedTuple):
@@ -40,7 +41,7 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Recorded:
-    """Return what the file *name* holds."""
+    """Return what the file *name* holds, and the key that a user adds to a job of several machines."""
     sections: dict[str, dict[str, str]] = {}
     for line in (FOLDER / f"{name}.env").read_text().splitlines():
         if line.startswith("["):
@@ -49,7 +50,7 @@ def read(name: str) -> Recorded:
             variable, _, value = line.partition("=")
             section[variable.strip()] = value.strip()
     machines = {machine: int(number) for machine, number in sections.pop("machines").items()}
-    common = sections.pop("all")
+    common = sections.pop("all") | ({"BPSFAST_JOB_KEY": KEY} if len(machines) > 1 else {})
     ranks = []
     for rank, (title, variables) in enumerate(sections.items()):
         number, _, machine = title.partition(" on ")

@@ -73,9 +73,9 @@ def test_a_node_that_is_to_encrypt_rdma_ends_in_words():
     assert done.returncode == 1 and b"ConfigError: encryption='on' contradicts transport='rdma'" in done.stderr
 
 
-def test_a_node_that_is_to_encrypt_without_a_key_ends_in_words():
-    settings = load({"scheduler": "127.0.0.1:1", "num_nodes": 1, "local_size": 0, "num_helpers": 1, "node_id": "node0",
-                     "node_host": "127.0.0.1", "encryption": "on"}, {})
+def test_a_node_without_a_key_for_a_job_of_several_machines_ends_in_words():
+    settings = load({"scheduler": "10.0.0.1:1", "num_nodes": 1, "local_size": 0, "num_helpers": 1, "node_id": "node0",
+                     "node_host": "127.0.0.1"}, {})
     done = subprocess.run([sys.executable, "-m", "bpsfast", "node"], env={**os.environ, **environment(settings)},
                           capture_output=True, timeout=60, check=False)
-    assert done.returncode != 0 and b"encryption='on' needs a job key that is given" in done.stderr
+    assert done.returncode != 0 and b"there is no job key" in done.stderr and b"BPSFAST_JOB_KEY" in done.stderr

@@ -54,7 +54,7 @@ def test_a_folder_that_others_can_use_is_not_used(tmp_path, mode):
 def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder(tmp_path).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="Not a directory|Too many levels"):
+    with pytest.raises(ConfigError, match=r"Not a directory|Too many levels"):
         machine_secret([tmp_path])
     folder(tmp_path).unlink()
     folder(tmp_path).mkdir(mode=0o700)
@@ -67,7 +67,7 @@ def test_a_link_is_not_followed(tmp_path):
 def test_half_a_file_is_none(tmp_path):
     folder(tmp_path).mkdir(mode=0o700)
     (folder(tmp_path) / "machine.key").touch(mode=0o600)
-    with pytest.raises(ConfigError, match="machine.key has not 32 bytes: remove it"):
+    with pytest.raises(ConfigError, match=r"machine\.key has not 32 bytes: remove it"):
         machine_secret([tmp_path])
 
 

@@ -98,7 +98,8 @@ def test_a_script_that_ends_meanwhile_is_no_ancestor_any_more(launcher):
 @pytest.mark.skipif(os.geteuid() != 0, reason="pid namespaces need root")
 def test_ranks_in_containers_of_their_own_are_told_what_to_give(launcher):
     program = ("from tests.test_mpi import environ, place\n"
-               f"print(place(environ({launcher!r}, 0, 2, 0, 2, BPSFAST_SCHEDULER='10.0.0.1:7'), job_key={KEY!r}).scheduler)\n"
+               f"print(place(environ({launcher!r}, 0, 2, 0, 2, BPSFAST_SCHEDULER='10.0.0.1:7'), "
+               f"job_key={KEY!r}).scheduler)\n"
                f"place(environ({launcher!r}, 0, 2, 0, 2))")
     done = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program],
                           env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=60,
@@ -118,7 +119,7 @@ def test_on_several_the_address_is_given(launcher, variables, address):
     assert found.scheduler == address and (found.num_nodes, found.node_index) == (-1, -1)
     assert found.starts_node and not found.starts_scheduler
     assert found.job_key == bytes.fromhex(KEY)
-    with pytest.raises(ConfigError, match="no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
+    with pytest.raises(ConfigError, match=r"no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
         place(environ(launcher, 2, 4, 0, 2, **variables))
 
 

@@ -16,7 +16,7 @@ from bpsfast.orchestration.security import StreamHello
 from bpsfast.transport import reunion, tcp
 from bpsfast.transport.data_port import DataPort
 from bpsfast.transport.reunion import KNOCK, Reunions
-from bpsfast.transport.seals import Seals, seals_of
+from bpsfast.transport.seals import Encryption, Seals, seals_of
 
 KEY = bytes(range(16))
 N_STREAMS = 2
@@ -29,7 +29,7 @@ class Side:
     def __init__(self, index: int, lease_s: float = 10.0, encrypted: bool = False) -> None:
         self.index = index
         self.lease_s = lease_s
-        self.encrypted = encrypted
+        self.encryption = Encryption.ALL if encrypted else Encryption.NONE
         self.links: queue.Queue[tcp.TcpLink] = queue.Queue()
         self.news: queue.Queue[None] = queue.Queue()
         self.dropped: list[int] = []
@@ -42,11 +42,11 @@ class Side:
                                       ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
         self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, 1, N_STREAMS, self.lease_s,
                                  WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None),
-                                 self.encrypted)
+                                 self.encryption)
         self.listen(self.listener)
 
     def listen(self, listener: socket.socket) -> None:
-        self.port = DataPort(listener, KEY, self.index, 1, self.reunions.came, 8, self.encrypted)
+        self.port = DataPort(listener, KEY, self.index, 1, self.reunions.came, 8, self.encryption)
         self.port.start()
 
     def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:

@@ -352,7 +352,7 @@ def test_the_key_comes_from_variable_then_file_and_else_none_leaves_the_machine(
         with pytest.raises(ConfigError, match=r"no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32.*BPSFAST_INSECURE=1"):
             job_key(plain, remote)
     assert job_key(plain, "127.0.0.1:1") == job_key(plain, "127.0.0.1:1") != job_key(plain, "127.0.0.1:2")
-    assert job_key(plain, "127.0.0.1:1") != security.job_key(None, "bpsfast|127.0.0.1:1"), "other users know the address"
+    assert job_key(plain, "127.0.0.1:1") != security.job_key(None, "bpsfast|127.0.0.1:1"), "others know the address"
     assert not caplog.records
     insecure = load_with_origins({"insecure": True}, {})[0]
     assert job_key(insecure, "h:1") == job_key(insecure, "h:1") != job_key(insecure, "h:2")

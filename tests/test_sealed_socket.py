@@ -17,8 +17,7 @@ from bpsfast.post.link import Link
 from bpsfast.post.meeting import Address
 from bpsfast.post.sealed_socket import SealedSocket
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
-from bpsfast.settings import load
-from bpsfast.transport.seals import seals_of
+from bpsfast.transport.seals import Encryption, seals_of
 from tests.posts import Office
 from tests.rank_messages import pattern
 from tests.streams import pair
@@ -272,8 +271,7 @@ def test_whoever_is_between_changes_nothing_unnoticed():
 @pytest.mark.parametrize("encrypts", [0, 1])
 def test_who_encrypts_and_who_does_not_do_not_talk(office, encrypts):
     made = office(encryption="on")
-    other = made.posts[1 - encrypts].meeting._session
-    other.settings = load({"timeout_s": 20, "transport": "tcp", "node_host": "127.0.0.1"}, {})
+    made.posts[1 - encrypts].meeting._encryption = Encryption.NONE
     made.board.pop("post:0:")
     x = np.zeros(3, np.uint8)
     with pytest.raises((MismatchError, PeerLostError), match="BPSFAST_ENCRYPTION"):

@@ -1,13 +1,16 @@
 """The seals of a connection: a key for each direction, others for each connection; what cannot be is said."""
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from bpsfast.launch.reach import outward_host
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.security import direction_key
+from bpsfast.settings import Settings
 from bpsfast.transport import seals
 from bpsfast.transport.seals import seals_of
 
@@ -42,24 +45,48 @@ def test_keys_follow_from_the_secret_and_the_sender_and_are_not_it():
 
 def test_rdma_is_refused_in_words():
     with pytest.raises(ConfigError, match=r"contradicts transport='rdma'.*transport=tcp or auto"):
-        seals.check("rdma")
+        seals.check(Settings(encryption="on", transport="rdma"))
     for transport in ("auto", "tcp", "shm"):
-        seals.check(transport)
+        seals.check(Settings(encryption="on", transport=transport))
+    seals.check(Settings(transport="rdma"))
+
+
+@pytest.mark.parametrize(("values", "near", "far"), [
+    ({}, False, True), ({"encryption": "on"}, True, True), ({"encryption": "off"}, False, False),
+    ({"insecure": True}, False, False)])
+def test_by_default_what_leaves_the_machine_is_encrypted(values, near, far):
+    encryption = seals.Encryption.of(Settings(**values))
+    if not outward_host():
+        pytest.skip("this machine has no address besides the loopback")
+    for family, host, expected in ((socket.AF_INET, "127.0.0.1", near), (socket.AF_INET6, "::1", near),
+                                   (socket.AF_INET, outward_host(), far)):
+        with socket.socket(family) as listener:
+            listener.bind((host, 0))
+            listener.listen()
+            with socket.create_connection(listener.getsockname()[:2]) as dialled, listener.accept()[0] as accepted:
+                assert encryption.covers(dialled) == encryption.covers(accepted) == expected
+    one, other = socket.socketpair()
+    with one, other:
+        assert not encryption.covers(one), "it does not leave the machine"
 
 
 def test_a_machine_without_libcrypto_is_refused_in_words():
     program = """
 from bpsfast import transport
+from bpsfast.launch.reach import outward_host
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import seal
 from bpsfast.settings import Settings
 seal._LIBRARIES = (b"libnobodyhas.so.7",)
-transport.check(Settings())
-try:
-    transport.check(Settings(encryption="on"))
-except ConfigError as exc:
-    print(exc)
+transport.check(Settings(num_nodes=1))
+transport.check(Settings(num_nodes=2, encryption="off"))
+transport.check(Settings(num_nodes=2, insecure=True))
+for settings in (Settings(num_nodes=2), Settings(num_nodes=1, num_helpers=1), Settings(num_nodes=2, encryption="on")):
+    try:
+        transport.check(settings)
+    except ConfigError as exc:
+        print(exc)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    for words in ("encryption='on' needs OpenSSL's libcrypto", "libnobodyhas.so.7: not found", "apt-get install"):
-        assert words in done.stdout, done.stdout + done.stderr
+    for words in ("encrypted by OpenSSL's libcrypto", "libnobodyhas.so.7: not found", "apt-get install"):
+        assert done.stdout.count(words) == 3, done.stdout + done.stderr

@@ -42,7 +42,7 @@ def test_every_origin_wins_over_the_next(tmp_path):
 def test_all_nodes_agree_whether_they_encrypt():
     assert fingerprint(Settings())["encryption"] == "auto" != fingerprint(read(encryption="on"))["encryption"]
     assert fingerprint(Settings())["insecure"] != fingerprint(read(insecure=True))["insecure"]
-    with pytest.raises(ConfigError, match="BPSFAST_ENCRYPTION = on .*contradicts BPSFAST_INSECURE = 1"):
+    with pytest.raises(ConfigError, match=r"BPSFAST_ENCRYPTION = on .*contradicts BPSFAST_INSECURE = 1"):
         read(encryption="on", insecure=True)
     with pytest.raises(ConfigError, match="BPSFAST_ENCRYPTION"):
         read({"BPSFAST_ENCRYPTION": "maybe"})

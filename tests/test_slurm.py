@@ -65,7 +65,7 @@ def test_a_scheduler_elsewhere_and_a_key_are_obeyed():
 
 
 def test_a_step_of_several_nodes_needs_a_key():
-    with pytest.raises(ConfigError, match="no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
+    with pytest.raises(ConfigError, match=r"no job key.*BPSFAST_JOB_KEY.*openssl rand -hex 32"):
         place(TASK, job_key="")
 
 

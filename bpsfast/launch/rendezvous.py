@@ -139,9 +139,9 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     if table.error:
         raise _error(table)
     if table.job_key and not settings.insecure:
-        raise MismatchError("the job's key is in the ranks' store, where every machine can read and change it, and this "
-                            f"rank ({rank}) is not to accept that: set BPSFAST_INSECURE=1 on all ranks or on none, or "
-                            "BPSFAST_JOB_KEY")
+        raise MismatchError("the job's key is in the ranks' store, where every machine can read and change it, and "
+                            f"this rank ({rank}) is not to accept that: set BPSFAST_INSECURE=1 on all ranks or on "
+                            "none, or BPSFAST_JOB_KEY")
     if sum(map(len, table.nodes)) != size:
         raise _other_size(sum(map(len, table.nodes)), rank, size)
     return _place(line, table, settings, key or secret, parse_address(table.scheduler, "rank 0's store entry"))
