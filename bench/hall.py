@@ -60,11 +60,14 @@ class Hall:
 
         *trainer*: its ranks are `schedule.training.trainer.Trainer`s with these options. *device*: they are
         `device.rank.DeviceRank`s on that one. *training*: they are `training.rank.TrainingRank`s with these options.
+
+        Nothing is encrypted unless *values* ask for it: what it is compared with sends in the clear. `two_nodes` shows
+        what encryption costs.
         """
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
         kind = "trainer" if trainer else "training" if training else "device" if device else "bpsfast"
         program, folder = self._program(kind, trainer or training or ({"device": device} if device else {}))
-        loaded = settings.load(values, {})  # not the user's: what is measured is written down
+        loaded = settings.load({"encryption": "off"} | values, {})  # not the user's: what is measured is written down
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()
             if self._cluster is not None:

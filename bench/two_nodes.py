@@ -12,6 +12,8 @@ from bpsfast.bench.steady_state import python_s_per_partition
 from bpsfast.cluster import Cluster, netns
 
 _RAW = tuple(raw_sockets.VARIANTS)
+#: NumPy's arrays, with all connections encrypted, as they are between machines by default.
+ENCRYPTED = "numpy, encrypted"
 #: Of shaped links: the CPUs are not their limit.
 _RATE = "1gbit"
 
@@ -33,12 +35,13 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
     shaped = cluster is not None
     rows: list[Row] = []
     with Hall(plan.n_ranks, 2, cluster) as hall:
-        ours, raw = hall.bpsfast(transport="tcp"), hall.raw()
+        ours, encrypted, raw = hall.bpsfast(transport="tcp"), hall.bpsfast(transport="tcp", encryption="on"), hall.raw()
         silent = None if shaped else hall.bpsfast(transport="tcp", sums="off")
         gloo = hall.gloo() if "gloo" in plan.peers else None
         before = ours.ask("counters", only=[0])[0]
         for nbytes in plan.sizes:
             rows += [Row(ours, operation, nbytes) for operation in plan.operations]
+            rows.append(Row(encrypted, "numpy", nbytes, label=ENCRYPTED))
             if silent is not None:
                 rows.append(Row(silent, "numpy", nbytes, label=SILENT))
             rows += [Row(raw, name, nbytes) for name in _RAW]
@@ -60,6 +63,12 @@ def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> 
         plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds, has_sums=name != SILENT) + "\n")
         records += [table.record(where, row, plan.n_ranks, 2, raw[row.nbytes]) for row in chosen]
     lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
+    clear = {row.nbytes: row for row in rows if row.name == "numpy"}
+    for row in rows:
+        if row.name == ENCRYPTED and row.nbytes in clear:
+            in_clear = clear[row.nbytes]
+            plan.say(f"{row.nbytes} bytes, encrypted: {row.median_s / in_clear.median_s:.2f} times the time, "
+                     f"{row.median_cpu_s / in_clear.median_cpu_s:.2f} times the CPU")
     for row in rows:
         gloo, least_s = best(rows, ["gloo"], row.nbytes), bound_s(row, raw[row.nbytes])
         lines.append([f"{row.name} {row.nbytes}", f"{row.median_s * 1e6:.0f}",

@@ -42,6 +42,8 @@ class Ranks:
         command = [sys.executable, "-m", "tests.store_rank", str(self._folder), str(rank), str(size), kind, scenario]
         environ = {"PATH": os.environ["PATH"], "BPSFAST_START_TIMEOUT_S": "40", "BPSFAST_TIMEOUT_S": "40",
                    "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), **self.environ, **variables}
+        if machine is not None:
+            environ.setdefault("BPSFAST_JOB_KEY", "ab" * 32)
         popen: Callable[..., subprocess.Popen] = subprocess.Popen if machine is None else machine.popen
         started = popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._stack.callback(_end, started)
