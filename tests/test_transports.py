@@ -58,3 +58,15 @@ def test_small_buffers_one_stream_and_one_queue_warn_on_a_fast_card(recorded_mac
 def test_a_slow_card_needs_nothing(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("none").write("proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992")
     assert machine.check(transports.tcp, tcp_streams=1).status is Status.PASS
+
+
+@pytest.mark.parametrize(("given", "status", "words"), [
+    ({}, Status.PASS, ["tcp between machines is encrypted, RDMA is not", "no job key here"]),
+    ({"job_key": "ab" * 32, "encryption": "on"}, Status.PASS, ["is encrypted; a job key is given"]),
+    ({"encryption": "off"}, Status.INFO, ["encryption=off", "whoever is on the way"]),
+    ({"insecure": True}, Status.WARN, ["BPSFAST_INSECURE=1", "can join it, read and change its sums"]),
+])
+def test_whoever_goes_without_protection_is_told(recorded_machine, given, status, words):
+    found = recorded_machine("none").check(transports.protection, **given)
+    assert found.status is status and all(word in found.found for word in words), found
+    assert "ab" * 32 not in found.found

@@ -157,5 +157,5 @@ def _near(text: str) -> str:
     near = difflib.get_close_matches(text.upper(), upper, n=1, cutoff=0.6)
     if near:
         return f"did you mean {upper[near[0]]}?"
-    return ("it takes RD01 to RD21, a completion's status (12, 12/129, IBV_WC_RETRY_EXC_ERR), an errno (110, "
+    return ("it takes RD01 to RD22, a completion's status (12, 12/129, IBV_WC_RETRY_EXC_ERR), an errno (110, "
             "ETIMEDOUT), an error class, `exit 3`, or a pasted line in quotes")

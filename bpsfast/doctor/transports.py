@@ -1,7 +1,9 @@
-"""RD17, RD19: which transport the settings ask for, and what TCP would be like if it is TCP."""
+"""RD17, RD19, RD22: which transport the settings ask for, what TCP would be like, and what keeps strangers out."""
 from __future__ import annotations
 
 from .. import __version__
+from ..orchestration.errors import ConfigError
+from ..transport.seals import check_library
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
 
@@ -64,7 +66,39 @@ def tcp(facts: Facts) -> Outcome:
     return passed(found + (f"; fastest card {fastest / 1000:g} Gb/s" if fastest else ""))
 
 
+def protection(facts: Facts) -> Outcome:
+    """RD22: do the settings keep strangers out of jobs and of their gradients?"""
+    settings, origins = facts.settings, facts.origins
+    if settings.insecure:
+        return warned(f"BPSFAST_INSECURE=1 (by {origins.get('insecure', 'the settings')}): whoever reaches a port of a "
+                      "job over several machines can join it, read and change its sums, and nothing is encrypted",
+                      job="unset BPSFAST_INSECURE; export BPSFAST_JOB_KEY=...   # on all machines: openssl rand -hex 32")
+    has_key = "a job key is given" if settings.job_key or settings.job_key_file else (
+        "no job key here (bpsfast run draws one)")
+    if settings.encryption == "off":
+        return told(f"encryption=off (by {origins.get('encryption', 'the settings')}): whoever is on the way between "
+                    f"machines reads and changes gradients; {has_key}",
+                    job="unset BPSFAST_ENCRYPTION   # auto: on over tcp")
+    try:
+        check_library()
+    except ConfigError as exc:
+        return failed(str(exc), host="sudo apt-get install libssl3", job="BPSFAST_ENCRYPTION=off   # on all machines")
+    what = "tcp between machines is encrypted" + ("" if settings.encryption == "on" else ", RDMA is not")
+    return passed(f"{what}; {has_key}")
+
+
 CHECKS = (
+    Check("RD22", "protection", Severity.INFORMS,
+          ("there is no job key, and without one whoever reaches its port could join the job",
+           "setting insecure differs", "setting encryption differs"),
+          "Jobs over several machines listen on the network: the job key tells members from strangers, and encryption "
+          "keeps those out who are on the way.",
+          "With BPSFAST_INSECURE=1 whoever reaches a port sees and alters sums; and a member can run code on all machines "
+          "of its job.",
+          "PyTorch's security policy: torch.distributed is for internal communication only, without authentication or "
+          "encryption", protection,
+          advice(job="export BPSFAST_JOB_KEY=...   # the same on all machines: openssl rand -hex 32",
+                 check="bpsfast info --effective")),
     Check("RD17", "transport setting", Severity.SLOW,
           ("only TCP is used although there is InfiniBand", "NCCL_IB_DISABLE", "UCX_TLS without rc"),
           "A variable, a profile or a spelling leaves the card out.",
