@@ -57,11 +57,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1)] = -1
     num_nodes: Annotated[int, _about("machines with ranks", ge=-1)] = -1
     num_helpers: Annotated[int, _about("machines that only sum", ge=0)] = 0
+    max_helpers: Annotated[int, _about("most machines that only sum in a running job, those included that come later; "
+                                       "read by the scheduler; 0: no more than num_helpers", ge=0)] = 0
     num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1)] = -1
     node_host: Annotated[str, _about("own address that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
     job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
     job_key_file: Annotated[str, _about("file with the secret", "path")] = ""
+    insecure: Annotated[bool, _about("may jobs and listeners beyond this machine go without a job key: whoever "
+                                     "reaches their ports can join, read and change sums", agree=True)] = False
     encryption: Annotated[Literal["off", "on"], _about("are gradients and messages encrypted between machines, by "
                                                        "AES-256-GCM; then by tcp only", agree=True)] = "off"
 
