@@ -44,7 +44,7 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
 @click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
               help="Start lost helpers again, at most N times in all.")
 @click.option("--max-helpers", type=click.IntRange(0), metavar="N",
-              help="Helpers that may be there at a time, with those that come later.  [default: as many as are started]")
+              help="Helpers there may be at a time, with those that come later.  [default: as many as are started]")
 @click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
 @click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
 @host_options.job_options
