@@ -23,8 +23,8 @@ from .errors import BpsError
 
 #: So many strangers at a time, where nothing else is said.
 MOST_STRANGERS = 64
-#: Who came so recently is not pushed out: a member on a busy machine may need that long. A source with more than half
-#: of all places has a tenth of it, for others wait meanwhile.
+#: Who came so recently is not pushed out: a member on a busy machine may need that long. One of a crowd has a tenth of
+#: it, for others wait meanwhile: that is a source with more than half of all places, and more than there are members.
 GRACE_S = 1.0
 
 #: Descriptors or memory may be there again after so long.
@@ -47,13 +47,15 @@ Proof = TypeVar("Proof")
 class HandshakeLimiter(Generic[Connection]):
     """At most *most* connections without a proof, in the order in which they came. Not thread-safe, no I/O.
 
-    *now* is any clock that only moves forward. *grace_s*: see `GRACE_S`; 0 where strangers are in already when they
-    are counted, and whoever is pushed out connects again by himself.
+    *now* is any clock that only moves forward. *n_members*: connections the job itself may open at once. *grace_s*:
+    see `GRACE_S`; 0 where strangers are in already when they are counted, and whoever is pushed out connects again by
+    himself.
     """
 
-    def __init__(self, most: int = MOST_STRANGERS, grace_s: float | None = None) -> None:
+    def __init__(self, most: int = MOST_STRANGERS, n_members: int = 0, grace_s: float = GRACE_S) -> None:
         self.most = most
-        self._grace_s = GRACE_S if grace_s is None else grace_s
+        self._crowd = max(most / 2, n_members)
+        self._grace_s = grace_s
         self._held: dict[Connection, tuple[str, float]] = {}
 
     def __len__(self) -> int:
@@ -93,7 +95,7 @@ class HandshakeLimiter(Generic[Connection]):
         n_most = max(n_of.values())
         connection, since = next((each, since) for each, (source, since) in self._held.items()
                                  if n_of[source] == n_most)
-        grace_s = self._grace_s / 10 if n_most > self.most / 2 else self._grace_s
+        grace_s = self._grace_s / 10 if n_most > self._crowd else self._grace_s
         return connection if now - since >= grace_s else None
 
 
@@ -136,17 +138,17 @@ class Door(Generic[Proof]):
         Called with the error of a connection that is refused; it is closed afterwards.
     warn
         Called with words when nobody can be accepted for a while, or any more.
-    most
-        Strangers at a time.
+    n_members
+        Connections that the job itself may open at the same time: there is room for them beside `MOST_STRANGERS`.
     """
 
     def __init__(self, listener: socket.socket, prove: Callable[[socket.socket], Proof],
                  came: Callable[[socket.socket, Proof], None], refused: Callable[[Exception], None],
-                 warn: Callable[[str], None], most: int = MOST_STRANGERS, name: str = "bpsfast-door") -> None:
+                 warn: Callable[[str], None], n_members: int = 0, name: str = "bpsfast-door") -> None:
         self._listener = listener
         self._prove, self._came, self._refused, self._warn = prove, came, refused, warn
         self._name = name
-        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(most)
+        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(MOST_STRANGERS + n_members, n_members)
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._exhausted = False
@@ -183,12 +185,12 @@ class Door(Generic[Proof]):
         poller.register(self._wake, select.POLLIN)
         poller.register(self._listener, select.POLLIN)
         while not self.is_closed:
-            if not self._make_room():
-                self._rest(BREATH_S)
-                continue
             poller.poll()
             if self.is_closed:
                 return
+            if not self._make_room():
+                self._rest(BREATH_S)
+                continue
             try:
                 sock, _ = self._listener.accept()
             except OSError as exc:

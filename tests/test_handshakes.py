@@ -9,16 +9,22 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.orchestration.handshakes import Door, HandshakeLimiter, host_of, source_of
+from bpsfast.orchestration.handshakes import (
+    MOST_STRANGERS,
+    Door,
+    HandshakeLimiter,
+    host_of,
+    source_of,
+)
 
 _STEPS = st.lists(st.one_of(
     st.tuples(st.just("come"), st.sampled_from("abc")), st.tuples(st.just("prove"), st.integers(0, 40)),
     st.tuples(st.just("later"), st.floats(0.0, 2.0))), max_size=80)
 
 
-@given(st.integers(1, 8), st.sampled_from([0.0, 1.0]), _STEPS)
-def test_who_goes_is_the_oldest_of_the_source_with_the_most(most, grace_s, steps):
-    limiter = HandshakeLimiter(most, grace_s)
+@given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([0.0, 1.0]), _STEPS)
+def test_who_goes_is_the_oldest_of_the_source_with_the_most(most, n_members, grace_s, steps):
+    limiter = HandshakeLimiter(most, n_members, grace_s)
     now, number, held = 0.0, 0, {}
     for kind, value in steps:
         if kind == "later":
@@ -37,7 +43,7 @@ def test_who_goes_is_the_oldest_of_the_source_with_the_most(most, grace_s, steps
                 n_of = Counter(other for other, _ in held.values())
                 assert n_of[source] == max(n_of.values()), "nobody's connection goes for the crowd of another one"
                 assert going == min(each for each in held if held[each][0] == source)
-                assert now - since >= grace_s / (10 if n_of[source] > most / 2 else 1)
+                assert now - since >= grace_s / (10 if n_of[source] > max(most / 2, n_members) else 1)
                 assert limiter.remove(going)
                 del held[going]
             limiter.add(number, value, now)
@@ -49,7 +55,7 @@ def test_who_goes_is_the_oldest_of_the_source_with_the_most(most, grace_s, steps
 
 @given(st.integers(2, 20), st.integers(1, 200))
 def test_a_flood_from_one_host_leaves_a_member_on_another_alone(most, n_flood):
-    limiter = HandshakeLimiter(most, 1.0)
+    limiter = HandshakeLimiter(most)
     limiter.add("member", "its host", 0.0)
     for number in range(n_flood):
         now = number / 10
@@ -82,12 +88,12 @@ def test_a_local_connection_comes_from_a_process_and_one_that_is_gone_from_nowhe
 class Opened:
     """A door at which one says "key"; the other end of each connection is to be had by `call`."""
 
-    def __init__(self, most):
+    def __init__(self):
         self.came, self.refused, self._calls = queue.Queue(), queue.Queue(), []
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.door = Door(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)), self.refused.put,
-                         lambda words: None, most)
+                         lambda words: None)
         self.door.start()
 
     def call(self, host="127.0.0.1"):
@@ -111,7 +117,7 @@ class Opened:
 
 @pytest.fixture
 def opened(no_leaks):
-    made = Opened(8)
+    made = Opened()
     yield made
     made.close()
 
@@ -120,7 +126,7 @@ def test_a_flood_does_not_end_the_handshake_of_another_host(opened):
     """It fills all places many times over, while a member from another address is in the middle of its own."""
     member = opened.call("127.0.0.2")
     assert member.recv(1) == b"?"
-    for _ in range(40):
+    for _ in range(2 * MOST_STRANGERS):
         opened.call()
     for _ in range(20):
         opened.refused.get(timeout=20)
@@ -131,7 +137,7 @@ def test_a_flood_does_not_end_the_handshake_of_another_host(opened):
 
 
 def test_during_a_flood_a_member_is_let_in(opened):
-    for _ in range(40):
+    for _ in range(2 * MOST_STRANGERS):
         opened.call()
     member = opened.call("127.0.0.2")
     assert member.recv(1) == b"?"
@@ -140,7 +146,7 @@ def test_during_a_flood_a_member_is_let_in(opened):
 
 
 def test_its_end_ends_all_handshakes(no_leaks):
-    made = Opened(8)
+    made = Opened()
     strangers = [made.call() for _ in range(5)]
     assert [sock.recv(1) for sock in strangers] == [b"?"] * 5
     made.door.close()

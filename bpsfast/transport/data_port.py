@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from ..orchestration.handshakes import MOST_STRANGERS, Door
+from ..orchestration.handshakes import Door
 from ..orchestration.security import Greeted
 from . import tcp
 
@@ -37,7 +37,7 @@ class DataPort:
                  encrypted: bool = False) -> None:
         self._door = Door(
             listener, lambda sock: tcp.accept(sock, key, mine=mine, epoch=epoch, encrypted=encrypted), came,
-            self._refused, lambda words: log.warning("data port: %s", words), MOST_STRANGERS + n_expected,
+            self._refused, lambda words: log.warning("data port: %s", words), n_expected,
             "bpsfast-data-port")
         self._lock = threading.Lock()
         self._n_refused = 0
