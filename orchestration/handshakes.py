@@ -40,6 +40,9 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OVER = (errno.ECONNABORTED, errno.EAGAIN, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.ENETUNREACH,
          errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOPROTOOPT, errno.ENONET, errno.EOPNOTSUPP, errno.ETIMEDOUT)
 
+#: And of a listener that was shut down under this object.
+_SHUT = (errno.EBADF, errno.EINVAL)
+
 Connection = TypeVar("Connection", bound=Hashable)
 Proof = TypeVar("Proof")
 
@@ -161,6 +164,10 @@ class Door(Generic[Proof]):
         self._listener.setblocking(False)
         self._thread.start()
 
+    def wait(self) -> None:
+        """Return once nobody can come any more, for the listener was shut down or has failed."""
+        self._thread.join()
+
     def close(self) -> None:
         """Accept nobody any more; end what strangers have begun. Idempotent."""
         with self._lock:
@@ -196,6 +203,8 @@ class Door(Generic[Proof]):
             except OSError as exc:
                 if exc.errno in _EXHAUSTED:
                     self._exhaust(exc)
+                elif exc.errno in _SHUT:
+                    return
                 elif exc.errno not in _OVER:
                     self._warn(f"nobody can be accepted any more: {exc}")
                     return
