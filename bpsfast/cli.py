@@ -37,6 +37,8 @@ def cli() -> None:
 @click.option("--scheduler", metavar="HOST:PORT", help="Where to listen.")
 @click.option("--num-nodes", type=click.IntRange(1), help="Machines with ranks to wait for.")
 @click.option("--num-helpers", type=click.IntRange(0), help="Machines without ranks to wait for.")
+@click.option("--max-helpers", type=click.IntRange(0), help="Machines without ranks that may be there at a time, with "
+              "those that come later.  [default: --num-helpers]")
 @click.option("--starter-fd", type=int, hidden=True)
 @set_option
 @errors_in_words

@@ -57,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1)] = -1
     num_nodes: Annotated[int, _about("machines with ranks", ge=-1)] = -1
     num_helpers: Annotated[int, _about("machines that only sum", ge=0)] = 0
+    max_helpers: Annotated[int, _about("most machines that only sum in a running job, those included that come later; "
+                                       "read by the scheduler; 0: no more than num_helpers", ge=0)] = 0
     num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1)] = -1
     node_host: Annotated[str, _about("own address that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""

@@ -2,7 +2,8 @@
 
 libzmq lets everybody connect, and reads a handshake's message of any length up to ZMQ_MAXMSGSIZE, which is that of our
 longest message. So somebody without the key could have it hold that much for each connection, of which there may be
-any number. A real handshake has less than a kilobyte: who has sent much more, or is one of too many, is cut off.
+any number. A real handshake has less than a kilobyte: who has sent much more is cut off. So is, of too many, whoever
+`HandshakeLimiter` says has to go.
 """
 from __future__ import annotations
 
@@ -10,17 +11,20 @@ import contextlib
 import ipaddress
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from .handshakes import HandshakeLimiter, host_of
+
 #: A stranger's connection has so long to prove the key: libzmq closes it then.
 HANDSHAKE_MS = 5000
 #: What may come from one before its first message was read: the handshake, a `Join`, heartbeats.
 STRANGER_MAX_NBYTES = 256 << 10
-#: So many at a time; of more, the oldest go. Who belongs here connects again by himself.
+#: There are fewer at a time. Who belongs here and is cut off connects again by himself.
 MOST_STRANGERS = 256
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -40,6 +44,7 @@ class Doorkeeper:
         self.n_cut = 0
         self._server = server
         self._strangers: dict[int, Any] = {}  # descriptor -> the other end's address, which tells whose it is
+        self._limiter: HandshakeLimiter[int] = HandshakeLimiter(MOST_STRANGERS, grace_s=0.0)
         self._known: set[int] = set()
         self._is_blind = False
 
@@ -65,7 +70,7 @@ class Doorkeeper:
             return None
         if fd not in self._known:
             self._hear()  # that it came was said before what it has sent could be read
-            if self._strangers.pop(fd, None) is not None:  # else it has ended, and this was still to be read
+            if self._forget(fd):  # else it has ended, and this was still to be read
                 self._known.add(fd)
         return fd
 
@@ -74,9 +79,11 @@ class Doorkeeper:
         self._hear()
         if self._is_blind:
             return
-        surplus = len(self._strangers) - MOST_STRANGERS
-        for i, fd in enumerate(list(self._strangers)):  # in the order of coming
-            self._examine(fd, i < surplus)
+        while (surplus := self._limiter.one_to_go(time.monotonic())) is not None:
+            self._cut_off(surplus)
+        for fd in self._limiter:
+            if self._says_too_much(fd):
+                self._cut_off(fd)
 
     def close(self) -> None:
         """Watch no more. Before the server is closed. Idempotent."""
@@ -88,25 +95,33 @@ class Doorkeeper:
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             fd = event["value"]
-            self._strangers.pop(fd, None)
+            self._forget(fd)
             self._known.discard(fd)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 with contextlib.suppress(OSError), view(fd) as sock:
-                    self._strangers[fd] = sock.getpeername()
+                    self._strangers[fd] = address = sock.getpeername()
+                    self._limiter.add(fd, host_of(address[0]), time.monotonic())
 
-    def _examine(self, fd: int, is_surplus: bool) -> None:
+    def _forget(self, fd: int) -> bool:
+        """Take *fd* for a stranger no more; return whether it was one."""
+        return self._strangers.pop(fd, None) is not None and self._limiter.remove(fd)
+
+    def _says_too_much(self, fd: int) -> bool:
+        """Whether *fd* has sent more than a handshake; or is gone, which will be heard, too."""
         try:
             with view(fd) as sock:
-                # Another one has that descriptor by now: that will be heard. Should it get it after this line, a
-                # newcomer is cut off, who connects again.
-                if sock.getpeername() != self._strangers[fd]:
-                    return
-                if is_surplus or _nbytes_received(sock) > STRANGER_MAX_NBYTES:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    self.n_cut += 1
-                    del self._strangers[fd]
-        except OSError:  # it is gone
-            del self._strangers[fd]
+                return sock.getpeername() == self._strangers[fd] and _nbytes_received(sock) > STRANGER_MAX_NBYTES
+        except OSError:
+            return True
+
+    def _cut_off(self, fd: int) -> None:
+        with contextlib.suppress(OSError), view(fd) as sock:
+            # Another one may have that descriptor by now. Should it get it after this line, a newcomer is cut off, who
+            # connects again.
+            if sock.getpeername() == self._strangers[fd]:
+                sock.shutdown(socket.SHUT_RDWR)
+                self.n_cut += 1
+        self._forget(fd)
 
 
 def interface(host: str) -> str:

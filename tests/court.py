@@ -13,7 +13,7 @@ from tests.job_table import join, spec
 
 NODES = {"A": 2, "B": 2, "C": 1, "H": 0}
 RANKS = {"A": (0, 1), "B": (2, 3), "C": (4,), "H": ()}
-SETTINGS = JobSettings(num_nodes=3, num_helpers=1, name="this job")
+SETTINGS = JobSettings(num_nodes=3, num_helpers=1, max_helpers=3, name="this job")
 
 
 class Court:

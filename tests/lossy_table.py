@@ -13,8 +13,8 @@ class LossyTable(Table):
     """Admitted; `owned` by node: the numbers of committed partitions."""
 
     def __init__(self, placement="optimal", joins=None, **fields):
-        super().__init__(**{"num_nodes": 2, "num_helpers": 2, "placement": placement, "partition_nbytes": 4096,
-                            "fusion_nbytes": 0, **fields})
+        super().__init__(**{"num_nodes": 2, "num_helpers": 2, "max_helpers": 8, "placement": placement,
+                            "partition_nbytes": 4096, "fusion_nbytes": 0, **fields})
         joins = joins or {}
         for sender, n_ranks in zip(NODES, (2, 1, 0, 0)):
             if sender != b"I" or self.job.settings.num_helpers == 2:
@@ -45,6 +45,12 @@ class LossyTable(Table):
     def ready(self, generation, **fields):
         for sender in self.alive:
             self.say(sender, m.Ready(generation=generation, **fields))
+
+    def everybody_beats(self, to):
+        """The clock goes on, and all who take part are heard."""
+        for sender in self.alive:
+            self.say(sender, m.Heartbeat(sequence=0))
+        self.tick(float(to))
 
     def lose(self, sender):
         self.post(self.job.unreachable(self.now, sender))

@@ -48,7 +48,7 @@ def test_helpers_4_2_4(job, tmp_path, shape, transport, placement):
 
 def test_a_helper_comes_while_another_is_lost(job):
     machines, begin = SHAPES[1, 1, 1], 0
-    started = job((1, 1, 1), helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
+    started = job((1, 1, 1), helpers=2, max_helpers=3, transport="tcp", placement="ps", partition_bytes=65536)
     for n, lost in enumerate(["helper 0", "helper 1", "helper 2"]):
         started.add(f"helper {n + 2}")
         if n == 1:
@@ -62,7 +62,7 @@ def test_a_helper_comes_while_another_is_lost(job):
 
 def test_newcomers_that_are_killed_at_once_are_nobodys_loss(job, tmp_path):
     machines, path = SHAPES[1, 1], tmp_path / "step"
-    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536)
+    started = job((1, 1), helpers=1, max_helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
     started.begin(train, machines, 0, 80, str(path))
     for i in range(1, 5):
         until_step(path, 10 * i)
@@ -74,7 +74,7 @@ def test_newcomers_that_are_killed_at_once_are_nobodys_loss(job, tmp_path):
 
 def test_three_come_at_once(job):
     machines = SHAPES[1, 1, 1]
-    started = job((1, 1, 1), helpers=1, transport="tcp", placement="optimal", partition_bytes=65536)
+    started = job((1, 1, 1), helpers=1, max_helpers=4, transport="tcp", placement="optimal", partition_bytes=65536)
     started.add("helper 1", "helper 2", "helper 3")
     begin = train_until_joined(started, machines, 3)
     assert started.run(train, machines, begin, begin + 5) == [[]] * 3
@@ -83,7 +83,21 @@ def test_three_come_at_once(job):
 
 def test_a_helper_of_another_setting_is_refused_and_the_job_goes_on(job):
     machines = SHAPES[1, 1]
-    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536)
+    started = job((1, 1), helpers=1, max_helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
     started.add("helper 1", BPSFAST_TRANSPORT="auto")
     assert started.daemons.pop("helper 1").wait(60) == 1
     assert started.run(train, machines, 0, 5) == [[]] * 2
+
+
+def test_a_helper_that_was_not_asked_for_is_refused_and_the_job_goes_on(job, tmp_path):
+    """It holds the key, and takes no part; one that replaces a lost one does, at once."""
+    machines, path = SHAPES[1, 1], tmp_path / "step"
+    started = job((1, 1), helpers=1, transport="tcp", placement="ps", partition_bytes=65536)
+    started.begin(train, machines, 0, 40, str(path))
+    until_step(path, 5)
+    started.add("helper 1")
+    assert started.daemons.pop("helper 1").wait(60) == 1
+    assert all_right(started) and started.run(joined) == [0, 0]
+    started.lose("helper 0")
+    started.add("helper 0")
+    train_until_joined(started, machines, 1, 40)

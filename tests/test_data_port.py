@@ -11,8 +11,9 @@ import time
 import pytest
 
 from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.orchestration.handshakes import MOST_STRANGERS
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import data_port, tcp
+from bpsfast.transport import tcp
 from bpsfast.transport.data_port import DataPort
 
 KEY = bytes(range(16))
@@ -82,9 +83,8 @@ def test_who_says_nothing_has_a_deadline(monkeypatch, port, caplog):
     assert "did not finish the handshake of a data connection within 0.1 s" in caplog.text
 
 
-def test_many_who_say_nothing_keep_no_node_out(monkeypatch, port):
-    monkeypatch.setattr(data_port, "_GRACE_S", 0.05)
-    strangers = [port.stranger() for _ in range(data_port.N_STRANGERS + 40)]  # all within the deadline of the first
+def test_many_who_say_nothing_keep_no_node_out(port):
+    strangers = [port.stranger() for _ in range(MOST_STRANGERS + 40)]  # all within the deadline of the first
     assert port.comes_in()
     assert is_over(strangers[0])
 
@@ -129,7 +129,7 @@ def test_without_descriptors_it_waits_and_says_so_once(port, caplog):
             for fd in taken:
                 os.close(fd)
     assert port.comes_in()
-    assert caplog.text.count("data connections have to wait until they can be accepted: [Errno 24]") == 1
+    assert caplog.text.count("data port: connections have to wait until they can be accepted: [Errno 24]") == 1
 
 
 def test_a_flood_of_refusals_does_not_fill_the_log(port, caplog):

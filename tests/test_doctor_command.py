@@ -17,6 +17,7 @@ from bpsfast.doctor.facts import Facts
 from bpsfast.nic.host import Host
 from bpsfast.nic.netlink import Address
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.perf.control import secret_for
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -111,7 +112,7 @@ def test_the_default_port_is_the_listener_s() -> None:
 
 
 def test_one_doctor_listens_and_another_asks(no_leaks: None) -> None:
-    with other.Listener("127.0.0.1", 0, other.key(""), _facts) as listener:
+    with other.Listener("127.0.0.1", 0, secret_for(settings.load({}, {}), ["127.0.0.1"]), _facts) as listener:
         thread = threading.Thread(target=listener.serve, args=(20,))
         thread.start()
         done = doctor("--json", "--peer", f"127.0.0.1:{listener.port}")

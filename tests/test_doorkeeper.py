@@ -126,6 +126,18 @@ def test_of_too_many_strangers_the_oldest_go_and_a_member_comes_in(server, membe
     server.until(lambda: not server.keeper.n_strangers)
 
 
+def test_a_flood_from_one_host_cuts_nobody_off_who_comes_from_another(server):
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), LIMIT_S, ("127.0.0.2", 0)))
+        strangers = [stack.enter_context(server.call())]
+        server.until(lambda: server.keeper.n_strangers == 2)
+        while len(strangers) < MOST_STRANGERS + 50:
+            strangers.append(stack.enter_context(server.call()))
+            server.turn()
+        server.until(lambda: sum(map(is_over, strangers)) >= 50)
+        assert not is_over(other)
+
+
 def test_a_silent_stranger_is_gone_when_the_handshakes_time_is_over(server):
     with server.call() as stranger:
         server.until(lambda: server.keeper.n_strangers == 1)

@@ -6,7 +6,8 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.job import joinings
-from tests.job_table import join, spec
+from bpsfast.orchestration.job.job_settings import JobSettings
+from tests.job_table import Table, join, spec
 from tests.lossy_table import NODES, LossyTable
 
 NEW = b"J"
@@ -244,3 +245,84 @@ def test_everybody_hears_of_the_end_and_beats():
     assert table.got(NEW, m.Finish) and table.job.finished
     table.say(b"K", join("k", 0))
     assert "the job is over" in table.got(b"K", m.Refuse)[0].reason
+
+
+def unasked(table):
+    """A helper comes that the job, which has two, did not expect."""
+    table.say(NEW, join("j", 0))
+    assert not any(table.got(sender, (m.Joined, m.Freeze, m.Abort)) for sender in NODES)
+    return table
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_helpers": 1}, {"helper_lease_s": 0.0}], ids=str)
+def test_one_helper_more_than_the_job_expects_is_refused_once_nobody_can_have_been_lost(fields):
+    table = unasked(LossyTable(**{"max_helpers": 0, **fields}).commit())
+    waits_s = 11.0 if fields.get("helper_lease_s") == 0.0 else 2.0
+    for second in range(int(waits_s)):
+        table.everybody_beats(second)
+        assert not table.got(NEW, m.Refuse), "one of the two may be dead, and not known to be"
+    assert table.got(NEW, m.Heartbeat), "it waits, and is not left to think that the scheduler is gone"
+    table.everybody_beats(waits_s)
+    (refuse,) = table.got(NEW, m.Refuse)
+    assert refuse.error == "ConfigError" and "BPSFAST_MAX_HELPERS" in refuse.reason
+    assert "at most 2 helpers and has 2 of them (helper 0 (node 2, host h), helper 1 (node 3, host i))" in refuse.reason
+    assert "the node on host j (pid 1) is one too many" in refuse.reason
+    assert not table.job.over and not any(table.got(sender, (m.Joined, m.Freeze, m.Abort)) for sender in NODES)
+    table.commit(spec("x", shape=(8192,)))
+
+
+def test_a_job_without_helpers_lets_none_in_that_it_was_not_told_of():
+    table = Table()
+    table.say(b"A", join("a", 1))
+    table.say(b"B", join("b", 1))
+    table.say(NEW, join("j", 0))
+    for second in range(3):
+        table.say(b"A", m.Heartbeat(sequence=second))
+        table.say(b"B", m.Heartbeat(sequence=second))
+        table.tick(float(second))
+    assert "at most 0 helpers and has none" in table.got(NEW, m.Refuse)[0].reason
+    assert not table.got(b"A", m.Joined) and not table.job.over
+
+
+@pytest.mark.parametrize(("fields", "most"), [
+    ({}, 0), ({"num_helpers": 2}, 2), ({"num_helpers": 2, "max_helpers": 1}, 2), ({"max_helpers": 3}, 3),
+    ({"num_server_processes": 4}, 4),  # BytePS's servers: which of them are helpers is seen when they come
+])
+def test_how_many_helpers_are_expected(fields, most):
+    assert JobSettings(num_nodes=1, **fields).most_helpers == most
+
+
+def test_as_many_as_are_expected_come_those_counted_that_are_on_their_way():
+    table = LossyTable(max_helpers=3).commit()
+    coming(table, b"K", 4)
+    unasked(table)
+    table.everybody_beats(2.0)
+    assert "has 3 of them" in table.got(NEW, m.Refuse)[0].reason
+
+
+@pytest.mark.parametrize("who", ["a helper", "a newcomer"])
+def test_who_waits_has_the_place_of_one_that_is_lost(who):
+    table = LossyTable(max_helpers=2 if who == "a helper" else 3).commit()
+    if who == "a newcomer":
+        coming(table, b"K", 4)
+    unasked(table)
+    table.lose(b"H" if who == "a helper" else b"K")
+    table.everybody_beats(0.2)
+    assert [joined.node.host for joined in table.got(b"A", m.Joined)] == ["j"] and not table.got(NEW, m.Refuse)
+    table.everybody_beats(2.0)
+    assert not table.got(NEW, m.Refuse), "once it has come it waits no more"
+
+
+def test_who_dials_anew_while_it_waits_waits_once():
+    table = unasked(LossyTable(max_helpers=0).commit())
+    table.everybody_beats(1.0)
+    table.say(b"K", join("j", 0))
+    table.everybody_beats(2.0)
+    assert table.got(b"K", m.Refuse) and not table.got(NEW, m.Refuse)
+
+
+def test_who_waits_hears_of_the_end():
+    table = unasked(LossyTable(max_helpers=0).commit())
+    table.say(b"A", m.RankLeft(rank=0), m.RankLeft(rank=1))
+    table.say(b"B", m.RankLeft(rank=2))
+    assert table.got(NEW, m.Finish)

@@ -19,10 +19,9 @@ import pytest
 
 import bpsfast
 from bpsfast import channel, reference
-from bpsfast.orchestration import messages
+from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.membership import Membership
-from bpsfast.orchestration.security import curve_pair
 from bpsfast.settings import environment, load
 from bpsfast.transport import shm
 from tests import listening_sockets, rank_messages, recordings
@@ -75,9 +74,12 @@ def doors(job, kind):
 # -- without the key --------------------------------------------------------------------------------------------------
 
 @pytest.mark.usefixtures("unharmed", "no_leaks")
-def test_a_node_without_the_key_cannot_join(running):
+@pytest.mark.parametrize("guess", ["any", "of the scheduler's address"])
+def test_a_node_without_the_key_cannot_join(running, guess):
     [scheduler] = doors(running, "control")
-    node = Membership(*scheduler.address, secrets.token_bytes(32), now=time.monotonic(), start_timeout_s=1.0)
+    address = "bpsfast|{}:{}".format(*scheduler.address)
+    key = secrets.token_bytes(32) if guess == "any" else security.job_key(None, address)
+    node = Membership(*scheduler.address, key, now=time.monotonic(), start_timeout_s=1.0)
     try:
         node.send(messages.Join(version=messages.VERSION, package="", host="x", pid=1, index=-1, ranks=(0,),
                                 server_processes=0, address="x:1", shm_name="", nic_rate_bytes=0.0, settings={}))
@@ -212,7 +214,7 @@ def test_gradients_and_messages_are_on_the_wire_unless_they_are_encrypted(job, e
 
 def _forms(key):
     """The key, and what follows from it and opens as much, as it might be printed."""
-    secret_keys = [curve_pair(key, role)[1] for role in ("scheduler", "node")]
+    secret_keys = [security.curve_pair(key, role)[1] for role in ("scheduler", "node")]
     return [key, key.hex().encode(), base64.b64encode(key), repr(key)[2:-1].encode(), *secret_keys]
 
 

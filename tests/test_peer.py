@@ -11,12 +11,18 @@ import pytest
 
 from bpsfast.doctor import peer
 from bpsfast.doctor.facts import Facts
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration import security
+from bpsfast.perf.control import Secret
 from bpsfast.pyx import verbs
 from tests.sysfs_trees.machine import Machine
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 SECRET = "ab" * 32
+
+
+def secret_of(text: str) -> Secret:
+    """The key that is given as *text*, "": one of this machine."""
+    return Secret(security.job_key(text, "doctor"))
 
 
 class Answering:
@@ -25,7 +31,7 @@ class Answering:
     def __init__(self, machine: Machine, secret: str = "", provider: object = None, timeout_s: float = 5.0) -> None:
         self.said = ""
         self._machine = machine
-        self.listener = peer.Listener("127.0.0.1", 0, peer.key(secret), self._facts, provider, timeout_s)
+        self.listener = peer.Listener("127.0.0.1", 0, secret_of(secret), self._facts, provider, timeout_s)
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -60,7 +66,7 @@ def answering(recorded_machine: Callable[[str], Machine], no_leaks: None) -> Ite
 
 
 def ask(facts: Facts, port: int, secret: str = "", provider: object = None, timeout_s: float = 5.0) -> Facts:
-    peer.ask(facts, LOCAL, port, peer.key(secret), timeout_s, provider)
+    peer.ask(facts, LOCAL, port, secret_of(secret).key, timeout_s, provider)
     return facts
 
 
@@ -98,9 +104,26 @@ def test_who_has_another_secret_learns_nothing(theirs: str, ours: str, answering
     assert "does not hold this job's key" in other.end()
 
 
-def test_a_secret_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hexadecimal"):
-        peer.key("no secret")
+def test_under_a_key_that_everybody_knows_no_connection_back_is_tried(recorded_machine: Callable[[str], Machine],
+                                                                      no_leaks: None) -> None:
+    """Whoever asks names the port: he would learn which ports of a host are open that trusts the listener."""
+    public = Secret(secret_of("").key, is_public=True)
+    with peer.Listener("127.0.0.1", 0, public, lambda _: recorded_machine("mlx5_roce").facts()) as listener:
+        thread = threading.Thread(target=listener.serve, args=(20,))
+        thread.start()
+        report = ask(recorded_machine("rxe").facts(), listener.port).peer_report
+        thread.join(20)
+    assert report is not None and report.reached == ""
+
+
+def test_strangers_who_say_nothing_keep_no_doctor_waiting(answering: Callable[..., Answering],
+                                                          recorded_machine: Callable[[str], Machine]) -> None:
+    other = answering("mlx5_roce", timeout_s=30.0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(("127.0.0.1", other.port), 5))
+        assert ask(recorded_machine("rxe").facts(), other.port).peer_report is not None
+        assert other.end() == "127.0.0.1: told what there is here"
 
 
 def test_nobody_there_is_said_in_words(recorded_machine: Callable[[str], Machine], no_leaks: None) -> None:
@@ -131,7 +154,7 @@ def test_strangers_are_sent_away_and_named(noise: bytes, answering: Callable[...
 
 def test_nobody_who_asks_is_a_timeout(recorded_machine: Callable[[str], Machine], no_leaks: None) -> None:
     machine = recorded_machine("rxe")
-    with (peer.Listener("127.0.0.1", 0, peer.key(""), lambda _: machine.facts()) as listener,
+    with (peer.Listener("127.0.0.1", 0, secret_of(""), lambda _: machine.facts()) as listener,
           pytest.raises(TimeoutError, match=r"no doctor asked within 0\.05 s")):
         listener.serve(0.05)
 

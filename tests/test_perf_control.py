@@ -17,6 +17,7 @@ from bpsfast.orchestration.errors import (
 )
 from bpsfast.perf import control as lines
 from bpsfast.perf.messages import Agree, Alive, Done, Ready, Stop
+from bpsfast.settings import load
 
 KEY = b"k" * 32
 
@@ -133,3 +134,46 @@ def test_host_and_port(text, expected):
 def test_what_is_no_host_and_port(text):
     with pytest.raises(ConfigError):
         lines.host_and_port(text, 7)
+
+
+def test_strangers_who_say_nothing_keep_no_client_waiting():
+    with listening() as (listener, port), ThreadPoolExecutor(1) as executor, contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10.0))
+        accepted = executor.submit(lines.accept, listener, KEY, 10.0, 10.0)
+        with lines.connect("127.0.0.1", port, KEY, 10.0, 10.0), accepted.result(4.0):
+            pass
+
+
+SET = {"job_key": "ab" * 32}
+LOOPBACK = ["127.0.0.1", "::1", "localhost"]
+
+
+@pytest.mark.parametrize(("values", "hosts", "is_public"), [
+    (SET, ["10.0.0.1"], False), (SET | {"insecure": True}, ["10.0.0.1"], False), (SET, LOOPBACK, False),
+    ({}, LOOPBACK, False), ({"insecure": True}, LOOPBACK, False), ({"encryption": "on"}, LOOPBACK, False),
+    ({"insecure": True}, ["10.0.0.1"], True), ({"insecure": True}, ["localhost", "gpu01"], True),
+])
+def test_with_which_key_one_measures(values, hosts, is_public):
+    found = lines.secret_for(load(values, {}), hosts)
+    assert found.is_public == is_public
+    assert (found.key == bytes.fromhex(SET["job_key"])) == ("job_key" in values)
+
+
+@pytest.mark.parametrize("hosts", [["10.0.0.1"], ["localhost", "gpu01"]])
+def test_without_a_key_nobody_measures_with_other_machines(hosts):
+    for choose, where in ((lines.secret_for, hosts), (lines.place_to_listen, hosts[-1])):
+        with pytest.raises(ConfigError) as caught:
+            choose(load({}, {}), where)
+        for words in (hosts[-1], "BPSFAST_JOB_KEY", "openssl rand -hex 32", "BPSFAST_INSECURE=1"):
+            assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("values", "wished", "host", "is_public"), [
+    ({}, "", "127.0.0.1", False), ({}, "localhost", "localhost", False), (SET, "", "", False),
+    (SET, "10.0.0.1", "10.0.0.1", False), ({"insecure": True}, "", "", True),
+])
+def test_where_one_listens(values, wished, host, is_public):
+    place = lines.place_to_listen(load(values, {}), wished)
+    assert (place.host, place.secret.is_public) == (host, is_public)
+    assert ("BPSFAST_JOB_KEY" in place.remark) == (not values and not wished)

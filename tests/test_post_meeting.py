@@ -16,6 +16,7 @@ import pytest
 
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError, StallError
+from bpsfast.orchestration.handshakes import MOST_STRANGERS
 from bpsfast.post import frames
 from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES
 from bpsfast.post.frames import Frame
@@ -236,13 +237,18 @@ def test_another_job_is_another_key(office):
         send(other.posts[0], 1, np.zeros(3, np.uint8)).wait()
 
 
-def test_more_strangers_than_are_let_in_make_others_wait_and_no_more(office):
+def test_of_more_strangers_than_there_is_room_for_the_oldest_go_and_a_rank_comes_in(office):
+    """All of them are of one process, and say nothing: a rank must not wait until their handshakes are over."""
     made = office()
+    room = MOST_STRANGERS + len(made.posts)
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(dial(made, 1)) for _ in range(20)]
-        waits = [sock for sock in strangers if not select.select([sock], [], [], 0.3)[0]]
-        assert len(waits) == 20 - 16, "no nonce for those who wait"
-    assert still_works(made)
+        strangers = [stack.enter_context(dial(made, 1)) for _ in range(room)]
+        assert [len(sock.recv(100)) for sock in strangers] == [40] * room, "a nonce each"
+        begin = time.monotonic()
+        assert still_works(made)
+        assert time.monotonic() - begin < 4.0, "less than a stranger has for its handshake"
+        assert strangers[0].recv(1) == b""
+        assert not select.select([strangers[-1]], [], [], 0)[0], "it is not worse than it has to be"
 
 
 @pytest.fixture

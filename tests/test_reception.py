@@ -14,8 +14,9 @@ import pytest
 from bpsfast import channel
 from bpsfast.node import reception as door_of
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.reception import MOST_STRANGERS, Reception, bind
+from bpsfast.node.reception import Reception, bind
 from bpsfast.orchestration import security
+from bpsfast.orchestration.handshakes import MOST_STRANGERS
 from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
@@ -105,15 +106,21 @@ def test_who_says_nothing_has_to_go(reception):
     assert not door._strangers
 
 
-def test_strangers_beyond_a_number_wait_outside_and_come_in_later(reception):
-    door, loop = reception
+def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, doorstep):
+    """Long before the strangers' time is over; and where nobody waits outside, nobody goes."""
+    door, loop = early
+    door._patience_s = 60.0
+    door.know(0, 1, doorstep)
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(stranger(door)) for _ in range(MOST_STRANGERS + 20)]
+        socks = [stack.enter_context(stranger(door)) for _ in range(MOST_STRANGERS)]
         until(loop, lambda: len(door._strangers) == MOST_STRANGERS)
-        for _ in range(10):
-            loop.run_once(0)
-        assert len(door._strangers) == MOST_STRANGERS
-        until(loop, lambda: all(map(is_over, socks)))  # the last ones, too, have had their time
+        link = stack.enter_context(channel.connect(door.name, 20, shm.decode))
+        link.send(hello_of(1))
+        answer, fds = turn(loop, link)
+        for fd in fds:
+            os.close(fd)
+        assert isinstance(answer, shm.PeerWelcome)
+        assert [is_over(sock) for sock in socks] == [True] + [False] * (MOST_STRANGERS - 1)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n", struct.pack("<I", (64 << 10) + 1),

@@ -40,7 +40,7 @@ class World(RuleBasedStateMachine):
     def start(self, shape, policy, first_round):
         self.hosts, self.first_round = [host for host, _ in shape], first_round
         n_helpers = sum(n == 0 for _, n in shape)
-        self.table = Table(num_nodes=len(shape) - n_helpers, num_helpers=n_helpers, placement=policy,
+        self.table = Table(num_nodes=len(shape) - n_helpers, num_helpers=n_helpers, max_helpers=64, placement=policy,
                            partition_nbytes=4096, fusion_nbytes=0)
         self.senders = [b"%d" % index for index in range(len(shape))]
         for sender, (_, n_ranks) in zip(self.senders, shape):

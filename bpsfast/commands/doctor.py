@@ -25,8 +25,8 @@ _PING_S = 1.0
 @click.option("--peer", metavar="HOST[:PORT]", help="Also look at the way to HOST, and compare both ends.")
 @click.option("--listen", "port", type=click.IntRange(0, 65535), is_flag=False, flag_value=_DEFAULT_PORT,
               metavar="[PORT]", help=f"Answer the --peer of other machines on PORT ({_DEFAULT_PORT}).")
-@click.option("--host", "bind", default="0.0.0.0", show_default=True, metavar="ADDRESS",
-              help="With --listen: the address to listen on.")
+@click.option("--host", "bind", default="", metavar="ADDRESS",
+              help="With --listen: the address to listen on.  [default: all; without a key 127.0.0.1]")
 @click.option("--once", is_flag=True, help="With --listen: end after the first answer.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               metavar="S", help="Longest wait for the peer's doctor, and for the queue pair to it.")
@@ -49,7 +49,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     bpsfast doctor --json -o report.json  for a bug report
     bpsfast explain RD05                  more about one check
 
-    With --peer both machines must have the same BPSFAST_JOB_KEY (or none).
+    With --peer both machines must have the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
     from .. import settings
     from ..doctor import examination, report
@@ -76,9 +76,9 @@ def facts_of(host: Any, loaded: Settings, origins: dict[str, str], peer: str | N
 
     from ..doctor import caches, facts, peer as other, verbs_report
     from ..doctor.peer_report import PeerReport
-    from ..launch.roles import given_key
     from ..nic.recorded import RecordedKernel
     from ..nic.route import peer_address
+    from ..perf.control import secret_for
 
     name, port = split(peer) if peer else ("", _DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
@@ -91,7 +91,7 @@ def facts_of(host: Any, loaded: Settings, origins: dict[str, str], peer: str | N
         return found
     found.handover = caches.measure(host)
     if address is not None:
-        other.ask(found, address, port, other.key(given_key(loaded)), timeout_s, _provider(said))
+        other.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
     return found
 
 
@@ -99,16 +99,18 @@ def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once
     """Answer other doctors until interrupted, or the first one only."""
     from ..doctor import peer as other, verbs_report
     from ..doctor.facts import Facts
-    from ..launch.roles import given_key
     from ..nic.host import Host
+    from ..perf.control import place_to_listen
 
+    place = place_to_listen(loaded, bind)
+    host = place.host or "0.0.0.0"
     said = verbs_report.examine(loaded.verbs)
 
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)
 
-    with other.Listener(bind, port, other.key(given_key(loaded)), examine, _provider(said), timeout_s) as listener:
-        click.echo(f"listening on {bind} port {listener.port}; on the other machine: "
+    with other.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
+        click.echo(f"listening on {host} port {listener.port}{place.remark}; on the other machine: "
                    f"bpsfast doctor --peer HOST{'' if listener.port == _DEFAULT_PORT else f':{listener.port}'}")
         sys.stdout.flush()
         while True:

@@ -128,7 +128,6 @@ def _run(verb: str, options: dict[str, Any]) -> None:
 
 def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     from .. import settings
-    from ..launch import roles
     from ..orchestration import security
     from ..orchestration.errors import ConfigError
     from ..perf import control, plan as plans, report
@@ -158,12 +157,13 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         assert visit.plan is not None
         say(report.line(visit.plan, row))
 
-    key = security.job_key(secret or roles.given_key(loaded) or None, "bpsfast perf")
     if host is None:
         # what a server was not told, the client says; but what it was told must be possible
         plans.make(verb, given)
-        with control.listen(control_port, loaded.node_host) as listener:
-            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}", err=True)
+        place = control.place_to_listen(loaded, loaded.node_host)
+        key = place.secret.key
+        with control.listen(control_port, place.host) as listener:
+            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}{place.remark}", err=True)
             accepted = control.accept(listener, key, wait_s or _SERVER_WAIT_S, given.get("timeout_s", 30.0))
         given["verb"] = verb
         given.pop("timeout_s", None)
@@ -171,6 +171,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     else:
         plan = plans.make(verb, given)
         name, port = control.host_and_port(host, control_port)
+        key = security.job_key(secret, "") if secret else control.secret_for(loaded, [name]).key
         accepted = control.connect(name, port, key, wait_s or _CLIENT_WAIT_S, plan.timeout_s)
     try:
         with accepted:

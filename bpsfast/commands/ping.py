@@ -60,23 +60,26 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     names = [*hosts, *_names(hostfile)]
     if listen + bool(names) + bool(there) != 1:
         raise click.UsageError("give hosts to ping, or --listen, or -H for hosts where the other side is to be started")
-    given = roles.given_key(loaded) or (secrets.token_hex(32) if there else None)
-    key = security.job_key(given, "bpsfast perf")
     default_port = port or reach.DEFAULT_PORT
     if listen:
-        with lines.listen(default_port, loaded.node_host) as sock:
-            click.echo(f"bpsfast ping: listening on port {default_port}", err=True)
+        place = lines.place_to_listen(loaded, loaded.node_host)
+        with lines.listen(default_port, place.host) as sock:
+            click.echo(f"bpsfast ping: listening on port {default_port}{place.remark}", err=True)
             try:
-                listener.serve(sock, key, loaded)
+                listener.serve(sock, place.secret, loaded)
             except KeyboardInterrupt:
                 sys.exit(130)
         return
     with contextlib.ExitStack() as stack:
         where = [lines.host_and_port(name, default_port) for name in names]
         if there:
+            drawn = roles.given_key(loaded) or secrets.token_hex(32)
+            key = security.job_key(drawn, "")
             ssh = host_options.take_ssh(ssh_options)
-            started = stack.enter_context(Listeners(there, ssh, ["ping", "--listen"], given or "", port))
+            started = stack.enter_context(Listeners(there, ssh, ["ping", "--listen"], drawn, port))
             where = started.addresses
+        else:
+            key = lines.secret_for(loaded, [host for host, _ in where]).key
         if matrix:
             found = [reach.ask_to_reach(source, target, key, wait_s) for source in where for target in where
                      if source != target]

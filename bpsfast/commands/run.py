@@ -43,6 +43,8 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
 @click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
 @click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
               help="Start lost helpers again, at most N times in all.")
+@click.option("--max-helpers", type=click.IntRange(0), metavar="N",
+              help="Helpers there may be at a time, with those that come later.  [default: as many as are started]")
 @click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
 @click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
 @host_options.job_options
@@ -79,7 +81,8 @@ def command(**options: Any) -> None:
     chosen = _take_elastic(options)
     plan = host_options.take_plan(options, _PLAYED)
     program, show_only = options["program"], options["dry_run"]
-    loaded = settings.load(overrides(options["assignments"]), _without_place(os.environ))
+    given = overrides(options["assignments"], max_helpers=options["max_helpers"])
+    loaded = settings.load(given, _without_place(os.environ))
     limits = Limits(job_s=options["timeout_s"])
     out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
     with contextlib.closing(out):
@@ -124,7 +127,7 @@ def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
             raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: for jobs with --elastic only")
         return None
     others = {"hosts_text": "-H", "hostfile": "--hostfile", "netns": "--netns", "n_helpers": "--helpers",
-              "dry_run": "--dry-run"}
+              "max_helpers": "--max-helpers", "dry_run": "--dry-run"}
     wrong = [typed for name, typed in others.items() if options.get(name)]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)} with --elastic: elastic jobs are started on this machine, and without "

@@ -156,8 +156,6 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     bpsfast tune rdma --undo --profile job.toml         takes that back
     """
     from .. import profile as profiles, settings
-    from ..launch import roles
-    from ..orchestration import security
     from ..perf import control as lines
     from ..tune import field
 
@@ -176,29 +174,32 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
         change = profiles.undo(file)
         output.show(form, lambda: undone(change), {"profile": change._asdict()})
         return
-    key = security.job_key(roles.given_key(loaded) or None, "bpsfast perf")
     default_port = port or field.DEFAULT_PORT
     if hosts:
         if applies:
             profiles.writable(file)
         where = [lines.host_and_port(name, default_port) for name in hosts]
+        options["only"] = _names(options["only"])
+        key = lines.secret_for(loaded, [host for host, _ in where]).key
         _drive(form, where, key, loaded, origins, file if applies else "", options)
     elif applies:
         raise click.UsageError("--apply: nothing was measured; name the host to measure with")
     else:
-        _listen(default_port, key, loaded, options["wait_s"])
+        _listen(default_port, loaded, options["wait_s"])
 
 
-def _listen(port: int, key: bytes, loaded: Any, wait_s: float | None) -> None:
+def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
     from ..nic.host import Host
     from ..nic.route import choose
     from ..perf import control as lines
     from ..tune.partner import Partner
 
     choose(Host(), devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index).require()
-    with lines.listen(port, loaded.node_host) as listener:
-        click.echo(f"bpsfast tune rdma: listening on port {port}", err=True)
-        partner = Partner(listener, key, loaded, lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))
+    place = lines.place_to_listen(loaded, loaded.node_host)
+    with lines.listen(port, place.host) as listener:
+        click.echo(f"bpsfast tune rdma: listening on port {port}{place.remark}", err=True)
+        partner = Partner(listener, place.secret.key, loaded,
+                          lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))
         try:
             partner.serve(wait_s or _LISTENER_WAIT_S)
         except KeyboardInterrupt:
@@ -219,7 +220,7 @@ def _drive(form: output.Form, where: list[tuple[str, int]], key: bytes, loaded: 
     field = Field(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
     try:
         session = Session(field, where[0][0], loaded, options["goal"], options["budget_s"], options["timeout_s"],
-                          options["traffic_classes"], options["service_levels"], _names(options["only"]))
+                          options["traffic_classes"], options["service_levels"], options["only"])
         say(report.head(session))
         outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
         try:

@@ -1,14 +1,14 @@
 """The doctor at the other end: ``bpsfast doctor --listen`` there answers ``bpsfast doctor --peer`` here.
 
-After the handshake of data connections (`orchestration.security`: both ends prove the job's key; without one the key
-is known to everybody) the asker sends `Ask` and gets `Told`; for each pair of ports that would be used it sends the
-end of a queue pair and gets the other end, writes over it, and says when that is done. Each message is its length (4
-bytes) and msgpack.
+Both ends prove a key (`perf.control.secret_for`) in the handshake of data connections. Then the asker sends `Ask` and
+gets `Told`; for each pair of ports that would be used it sends the end of a queue pair and gets the other end, writes
+over it, and says when that is done. Each message is its length (4 bytes) and msgpack.
 """
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import queue
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,9 @@ from ..nic.netlink import Address
 from ..nic.route import Rail
 from ..orchestration import security
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ..orchestration.handshakes import Door
 from ..orchestration.unreadable import UNREADABLE
+from ..perf.control import Secret
 from .facts import Facts
 from .peer_report import PeerReport, describe
 from .trial import End, Trial
@@ -30,6 +32,8 @@ from .trial import End, Trial
 DEFAULT_PORT = 18619
 _CONTEXT = "bpsfast doctor"
 _MAX_NBYTES = 1 << 20
+#: Words about strangers that wait to be told; more are not kept.
+_MOST_UNTOLD = 64
 _HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
 
 
@@ -67,11 +71,6 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 Message = TypeVar("Message", Ask, Told, Offer, Answer, Done)
 
 
-def key(text_hex: str) -> bytes:
-    """Return the key of the handshake: the job's secret, or one that everybody knows."""
-    return security.job_key(text_hex or None, _CONTEXT)
-
-
 def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: float, verbs: Any = None) -> None:
     """Ask the doctor at *address* and put what it says into *facts*; silence is put there too, in words.
 
@@ -98,15 +97,32 @@ class Listener:
 
     Parameters
     ----------
+    secret
+        If everybody knows it, no connection back to an asker is tried.
     verbs
         The provider for queue pairs; None: object to them.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, examine: Callable[[Address], Facts], verbs: Any = None,
+    def __init__(self, host: str, port: int, secret: Secret, examine: Callable[[Address], Facts], verbs: Any = None,
                  timeout_s: float = 10.0) -> None:
-        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.port = self._socket.getsockname()[1]
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port = listener.getsockname()[1]
         self._secret, self._examine, self._verbs, self._timeout_s = secret, examine, verbs, timeout_s
+        self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # who has come; in words: who was refused
+        self._door = Door(listener, self._greet, lambda sock, hello: self._visits.put(sock), lambda exc: None,
+                          self._visits.put, name="bpsfast-doctor")
+        self._door.start()
+
+    def _greet(self, sock: socket.socket) -> security.StreamHello:
+        host = "somebody"
+        try:
+            host = sock.getpeername()[0]
+            return security.challenge_accept(sock, self._secret.key, _CONTEXT, peer=0, epoch=0,
+                                             timeout_s=self._timeout_s)
+        except (OSError, BpsError) as exc:
+            if self._visits.qsize() < _MOST_UNTOLD:
+                self._visits.put(f"{host}: not answered: {exc}")
+            raise
 
     def serve(self, timeout_s: float | None = None) -> str:
         """Wait for one asker, answer it, return who it was and what came of it, in words.
@@ -116,28 +132,29 @@ class Listener:
         TimeoutError
             Nobody asked within *timeout_s* (None: wait for ever).
         """
-        self._socket.settimeout(timeout_s)
         try:
-            sock, place = self._socket.accept()
-        except TimeoutError:
+            visit = self._visits.get(timeout=timeout_s)
+        except queue.Empty:
             raise TimeoutError(f"no doctor asked within {timeout_s:g} s") from None
-        except ConnectionAbortedError as exc:
-            return f"somebody: not answered: {exc}"
-        with sock:
+        if isinstance(visit, str):
+            return visit
+        with visit as sock:
+            asker = "somebody"
             try:
-                return f"{place[0]}: {self._answer(sock, ipaddress.ip_address(place[0].partition('%')[0]))}"
+                asker = sock.getpeername()[0]
+                return f"{asker}: {self._answer(sock, ipaddress.ip_address(asker.partition('%')[0]))}"
             except (OSError, BpsError) as exc:
-                return f"{place[0]}: not answered: {exc}"
+                return f"{asker}: not answered: {exc}"
 
     def _answer(self, sock: socket.socket, asker: Address) -> str:
-        security.challenge_accept(sock, self._secret, _CONTEXT, peer=0, epoch=0, timeout_s=self._timeout_s)
         sock.settimeout(self._timeout_s)
         wanted = _receive(sock, Ask)
         facts = self._examine(asker)
+        reached = "" if self._secret.is_public else Kernel().connect(asker, wanted.back_port, self._timeout_s)
         used, spare = describe(facts.host, facts.choice, facts.path_mtus)
         _send(sock, Told(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
-            rejected=dict(facts.choice.rejected), reached=Kernel().connect(asker, wanted.back_port, self._timeout_s))))
+            rejected=dict(facts.choice.rejected), reached=reached)))
         told = ["told what there is here"]
         sock.settimeout(2 * self._timeout_s)  # the asker's own limits come first
         while (offer := _receive(sock, Offer)).end is not None:
@@ -166,7 +183,11 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._socket.close()
+        self._door.close()
+        while not self._visits.empty():
+            visit = self._visits.get()
+            if isinstance(visit, socket.socket):
+                visit.close()
 
     def __enter__(self) -> Listener:
         return self

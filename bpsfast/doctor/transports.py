@@ -72,7 +72,7 @@ def protection(facts: Facts) -> Outcome:
     if settings.insecure:
         return warned(f"BPSFAST_INSECURE=1 (by {origins.get('insecure', 'the settings')}): whoever reaches a port of a "
                       "job over several machines can join it, read and change its sums, and nothing is encrypted",
-                      job="unset BPSFAST_INSECURE; export BPSFAST_JOB_KEY=...   # on all machines: openssl rand -hex 32")
+                      job="unset BPSFAST_INSECURE; export BPSFAST_JOB_KEY=...   # everywhere: openssl rand -hex 32")
     has_key = "a job key is given" if settings.job_key or settings.job_key_file else (
         "no job key here (bpsfast run draws one)")
     if settings.encryption == "off":
@@ -93,8 +93,8 @@ CHECKS = (
            "setting insecure differs", "setting encryption differs"),
           "Jobs over several machines listen on the network: the job key tells members from strangers, and encryption "
           "keeps those out who are on the way.",
-          "With BPSFAST_INSECURE=1 whoever reaches a port sees and alters sums; and a member can run code on all machines "
-          "of its job.",
+          "With BPSFAST_INSECURE=1 whoever reaches a port sees and alters sums; and a member can run code on all "
+          "machines of its job.",
           "PyTorch's security policy: torch.distributed is for internal communication only, without authentication or "
           "encryption", protection,
           advice(job="export BPSFAST_JOB_KEY=...   # the same on all machines: openssl rand -hex 32",

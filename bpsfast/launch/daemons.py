@@ -185,11 +185,12 @@ def run_scheduler(settings: Settings) -> int:
     host, port = parse_address(settings.scheduler, "BPSFAST_SCHEDULER")
     logs.configure(settings.log_level, "scheduler")
     job = JobSettings(
-        num_nodes=settings.num_nodes, num_helpers=settings.num_helpers, num_server_processes=settings.num_servers,
-        size=settings.size, package=__version__, fingerprint=fingerprint(settings), placement=settings.placement,
-        partition_nbytes=settings.partition_bytes, fusion_nbytes=settings.fusion_bytes,
-        heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s, helper_lease_s=settings.helper_lease_s,
-        start_timeout_s=settings.start_timeout_s, first_round=settings.first_round,
+        num_nodes=settings.num_nodes, num_helpers=settings.num_helpers, max_helpers=settings.max_helpers,
+        num_server_processes=settings.num_servers, size=settings.size, package=__version__,
+        fingerprint=fingerprint(settings), placement=settings.placement, partition_nbytes=settings.partition_bytes,
+        fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
+        helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
+        first_round=settings.first_round,
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)

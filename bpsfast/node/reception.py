@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from .. import channel
 from ..channel import MAX_NBYTES, Channel
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.handshakes import BREATH_S, HandshakeLimiter
 from ..pyx.pages import Segment
 from ..refusals import Refusals
 from ..transport import shm
@@ -25,8 +27,6 @@ from .local_rank import check_proof, check_user
 
 log = logging.getLogger("bpsfast.node")
 
-#: So many strangers at a time; who comes then waits in the kernel's queue until one of them has gone.
-MOST_STRANGERS = 64
 #: How long a stranger has to say who he is. Whoever belongs here does so at once.
 PATIENCE_S = 10.0
 #: Nodes of this host that have come, with the job's key, before this node knows who it is itself.
@@ -73,12 +73,12 @@ class Reception:
         self._on_peer = on_peer
         self._patience_s = patience_s
         self._refusals = Refusals(log)
-        self._strangers: dict[int, tuple[Channel, float]] = {}  # by descriptor, with the time that each has
+        self._strangers: HandshakeLimiter[Channel] = HandshakeLimiter()
         self._waiting: list[tuple[Channel, shm.PeerHello]] = []
         self._proofs: set[bytes] = set()
         self._half: dict[Channel, tuple[int, Segment]] = {}
         self._me: tuple[int, int, shm.Doorstep] | None = None
-        self._closed = self._hears = self._is_deaf = self._was_deaf = self._sweeps = False
+        self._closed = self._hears = self._is_deaf = self._was_deaf = self._sweeps = self._makes_room = False
         self._listen()
 
     def know(self, index: int, epoch: int, doorstep: shm.Doorstep) -> None:
@@ -95,7 +95,7 @@ class Reception:
         self._closed = True
         self._loop.forget(self._listener.fileno())
         self._listener.close()
-        for link, _ in list(self._strangers.values()):
+        for link in self._strangers:
             self._drop(link)
         for link, _ in self._waiting:
             link.close()
@@ -105,7 +105,7 @@ class Reception:
 
     def _listen(self) -> None:
         """Watch the listener as long as another stranger may come in."""
-        hears = not self._closed and not self._is_deaf and len(self._strangers) < MOST_STRANGERS
+        hears = not self._closed and not self._is_deaf and self._strangers.has_room
         if hears and not self._hears:
             self._loop.watch(self._listener.fileno(), self._accept)
         elif self._hears and not hears and not self._closed:
@@ -125,10 +125,24 @@ class Reception:
 
     def _let_in(self, link: Channel) -> None:
         check_user(link)  # first: other users must not take the places of this one's processes
-        self._strangers[link.fileno()] = link, time.monotonic() + self._patience_s
+        self._strangers.add(link, f"process {link.peer[0]}", time.monotonic())
         self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
         self._listen()
         self._sweep_later()
+        if not self._strangers.has_room and not self._makes_room:
+            self._makes_room = True
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """While there is none, show a stranger the door for everybody who waits outside."""
+        if self._closed or self._strangers.has_room:
+            self._makes_room = False
+            return
+        if select.select([self._listener], [], [], 0)[0]:
+            going = self._strangers.one_to_go(time.monotonic())
+            if going is not None:
+                self._guard(going, self._give_up, going, "while others waited to come in")
+        self._loop.call_at(time.monotonic() + BREATH_S, self._make_room)
 
     def _go_deaf(self, error: OSError) -> None:
         """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
@@ -152,14 +166,12 @@ class Reception:
     def _sweep(self) -> None:
         """Show those the door who have not said in time who they are."""
         self._sweeps = False
-        now = time.monotonic()
-        for link, deadline in list(self._strangers.values()):
-            if now >= deadline:
-                self._guard(link, self._give_up, link)
+        for link in self._strangers.overdue(time.monotonic(), self._patience_s):
+            self._guard(link, self._give_up, link, f"within {self._patience_s:g} s")
         self._sweep_later()
 
-    def _give_up(self, link: Channel) -> None:
-        raise StallError(f"process {link.peer[0]} did not say within {self._patience_s:g} s who it is")
+    def _give_up(self, link: Channel, when: str) -> None:
+        raise StallError(f"process {link.peer[0]} did not say {when} who it is")
 
     def _once(self, proof: bytes, who: str) -> None:
         """Raise `ProtocolError` if *proof*, which is right, was shown before: then somebody repeats what he has heard.
@@ -222,7 +234,7 @@ class Reception:
         index, epoch, doorstep = self._me
         lane = shm.welcome(self._job_key, hello, link, index, epoch, doorstep)
         self._half[link] = hello.source, lane
-        if link.fileno() not in self._strangers:
+        if link not in self._strangers:
             self._let_in(link)
 
     def _guard(self, link: Channel, action: Callable[..., None], *arguments: object) -> None:
@@ -240,7 +252,7 @@ class Reception:
     def _hand_over(self, link: Channel) -> None:
         """Stop reading *link*: somebody else does from here on, and believes it."""
         link.frame_max_nbytes = MAX_NBYTES
-        if self._strangers.pop(link.fileno(), None) is not None:
+        if self._strangers.remove(link):
             self._loop.forget(link.fileno())
             self._listen()
 

@@ -82,7 +82,11 @@ class _Loop:
         self._next = 0
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._out = socket.create_connection(server.getsockname(), timeout=_TIMEOUT_S)
-            self._in, _ = server.accept()
+            while True:
+                self._in, peer = server.accept()
+                if peer == self._out.getsockname():
+                    break
+                self._in.close()  # somebody else's
         self._in.settimeout(_TIMEOUT_S)
         self._out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _SEND_NBYTES)
 

@@ -1,26 +1,32 @@
 """The connection over which two sides agree what to measure, and learn at once when the other one is gone.
 
 TCP: the handshake of `orchestration.security`, then messages of a length (4 bytes, little endian) and MessagePack.
-Both sides hold the job's key if one is set (``BPSFAST_JOB_KEY``); without, the key is one that everybody knows.
+Both sides hold a key, see `secret_for`.
 """
 from __future__ import annotations
 
 import contextlib
+import queue
 import select
 import socket
 import struct
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ..launch.place import format_address
+from ..launch.place import format_address, given_key, is_loopback, job_key
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from ..orchestration.handshakes import Door
 from ..orchestration.unreadable import UNREADABLE
+from ..settings import Settings
 from .messages import VERSION, Alive, Message, Stop
 
 DEFAULT_PORT = 18515
+_LOOPBACK = "127.0.0.1"
 _CONTEXT = "bpsfast perf"
 _LENGTH = struct.Struct("<I")
 _LARGEST_NBYTES = 16 << 20
@@ -32,6 +38,51 @@ _REASON_S = 1.0
 
 
 _DECODER = msgspec.msgpack.Decoder(Message)
+
+
+class Secret(NamedTuple):
+    """The key of the handshake, and whether it is one that everybody knows."""
+
+    key: bytes
+    is_public: bool = False
+
+
+def secret_for(loaded: Settings, hosts: Sequence[str]) -> Secret:
+    """Return the key for talking to *hosts*, or for listening on one of them.
+
+    It is the job's key if one is given. Without one, processes of this machine have the key that jobs on it have; with
+    other machines only ``BPSFAST_INSECURE=1`` allows to go on, with a key that everybody knows.
+
+    Raises
+    ------
+    ConfigError
+        There is no key, and there has to be one.
+    """
+    if given_key(loaded) or all(map(is_loopback, hosts)):
+        return Secret(job_key(msgspec.structs.replace(loaded, encryption="off"), "127.0.0.1:0"))
+    if loaded.insecure:
+        return Secret(security.job_key(None, _CONTEXT), True)
+    raise ConfigError(f"measuring with other machines ({', '.join(hosts)}) needs a key: set BPSFAST_JOB_KEY to the "
+                      "same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1 to do without")
+
+
+class Place(NamedTuple):
+    """Where to listen ("": on all addresses), with which key, and what to add when people are told."""
+
+    host: str
+    secret: Secret
+    remark: str = ""
+
+
+def place_to_listen(loaded: Settings, host: str) -> Place:
+    """Return where to listen if *host* is wished ("": no matter); without a key, on the loopback alone.
+
+    Errors: as `secret_for`.
+    """
+    if host or loaded.insecure or given_key(loaded):
+        return Place(host, secret_for(loaded, [host or "all addresses"]))
+    return Place(_LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine alone: to measure with others set "
+                 "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
 
 
 class Control:
@@ -188,23 +239,32 @@ def listen(port: int, host: str = "") -> socket.socket:
 
 
 def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: float) -> Control:
-    """Wait for a client that holds *key*, up to *timeout_s*; strangers are sent away."""
-    deadline = time.monotonic() + timeout_s
-    refused: list[str] = []
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
+    """Wait for a client that holds *key*, up to *timeout_s*; strangers are sent away, and keep nobody waiting."""
+    came: queue.Queue[Control] = queue.Queue()
+    refused: deque[str] = deque(maxlen=3)
+    door = door_to(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)), refused.append)
+    with contextlib.closing(door):
+        door.start()
         try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            break
-        except ConnectionAbortedError:  # he has gone again
-            continue
-        try:
-            return greet(sock, key, silence_s)
-        except BpsError as exc:
-            refused = [*refused[-2:], str(exc)]
-    also = f"; refused: {'; '.join(refused)}" if refused else ""
-    raise StallError(f"no client came within {timeout_s:g} s to port {listener.getsockname()[1]}{also}")
+            found = came.get(timeout=timeout_s)
+        except queue.Empty:
+            also = f"; refused: {'; '.join(refused)}" if refused else ""
+            raise StallError(f"no client came within {timeout_s:g} s to port {listener.getsockname()[1]}{also}") \
+                from None
+    while not came.empty():
+        came.get().close()  # one more came at the same time
+    return found
+
+
+def door_to(listener: socket.socket, key: bytes, silence_s: float, came: Callable[[Control], None],
+            refused: Callable[[Exception], None], warn: Callable[[str], None], name: str = "bpsfast-perf") -> \
+        Door[Control]:
+    """Return a door on *listener*, the door's from now on, that calls *came* with each client, in a thread of its own.
+
+    The others: see `Door`.
+    """
+    return Door(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control), refused, warn,
+                name=name)
 
 
 def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:

@@ -4,19 +4,18 @@ One thread for each client, so that a host that pings another one for a client c
 """
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
 import os
 import socket
 import threading
-import time
 from typing import Any
 
 from ..nic.host import Host
 from ..orchestration.errors import BpsError, ConfigError
 from ..settings import Settings
 from . import control as lines, reach
-from .control import Control
+from .control import Control, Secret
 from .messages import Alive, Answer, Ask
 from .rdma import RdmaEnd
 
@@ -24,45 +23,35 @@ _log = logging.getLogger("bpsfast")
 _SILENCE_S = 60.0
 _ALIVE_S = 1.0
 _MOST_CLIENTS = 32
-#: How long nobody is let in after that has failed, for want of file descriptors for example.
-_DEAF_S = 1.0
 
 
-def serve(listener: socket.socket, key: bytes, loaded: Settings) -> None:
+def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
     """Answer clients until the socket is shut down or the process is interrupted; strangers get nothing."""
     places = threading.BoundedSemaphore(_MOST_CLIENTS)
-    listener.settimeout(None)
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except OSError as exc:
-            if exc.errno in (errno.EBADF, errno.EINVAL):
-                return  # shut down
-            if exc.errno != errno.ECONNABORTED:  # he has gone again
-                _log.warning("ping: nobody can be let in: %s; it is tried again every %g s", exc, _DEAF_S)
-                time.sleep(_DEAF_S)  # else it would be announced again at once
-            continue
-        if not places.acquire(blocking=False):
-            sock.close()
-            continue
-        threading.Thread(target=_client, args=(sock, key, loaded, places), name="bpsfast-ping", daemon=True).start()
 
+    def came(control: Control) -> None:
+        with control:
+            if not places.acquire(blocking=False):
+                return control.stop(f"it has {_MOST_CLIENTS} clients already, more are not let in")
+            try:
+                _Client(control, secret, loaded).run()
+            except BpsError as exc:
+                _log.info("ping: %s", exc)
+            finally:
+                places.release()
 
-def _client(sock: socket.socket, key: bytes, loaded: Settings, places: threading.BoundedSemaphore) -> None:
-    try:
-        with lines.greet(sock, key, _SILENCE_S) as control:
-            _Client(control, key, loaded).run()
-    except BpsError as exc:
-        _log.info("ping: %s", exc)
-    finally:
-        places.release()
+    door = lines.door_to(listener.dup(), secret.key, _SILENCE_S, came, lambda exc: _log.info("ping: %s", exc),
+                         lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
+    with contextlib.closing(door):
+        door.start()
+        door.wait()
 
 
 class _Client:
     """One connection: its questions in order, and the queue pair that it opened last."""
 
-    def __init__(self, control: Control, key: bytes, loaded: Settings) -> None:
-        self._control, self._key, self._settings = control, key, loaded
+    def __init__(self, control: Control, secret: Secret, loaded: Settings) -> None:
+        self._control, self._secret, self._settings = control, secret, loaded
         self._host = Host()
         self._end: RdmaEnd | None = None
         self._rails: list[Any] = []
@@ -107,10 +96,14 @@ class _Client:
                 "rejected": rejected}
 
     def _reach(self, host: str, port: int) -> dict[str, Any]:
-        """Ping another listener; that takes its time, so whoever asked hears that we live."""
+        """Ping another listener for a holder of the key, who hears meanwhile that we live."""
+        if self._secret.is_public:  # anybody may have asked: what is found would tell him which ports are open
+            raise ConfigError("under BPSFAST_INSECURE=1 a listener pings nobody for others: set BPSFAST_JOB_KEY to the "
+                              "same random hex on all hosts (openssl rand -hex 32)")
         found: list[dict[str, Any]] = []
+        key = self._secret.key
         worker = threading.Thread(
-            target=lambda: found.append(reach.reach(host, port, self._key, self._settings, wait_s=5.0)), daemon=True)
+            target=lambda: found.append(reach.reach(host, port, key, self._settings, wait_s=5.0)), daemon=True)
         worker.start()
         while worker.is_alive():
             worker.join(_ALIVE_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import errno
 import os
+import queue
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from ..orchestration import security
 from ..orchestration.errors import PeerLostError, StallError
+from ..orchestration.handshakes import Door
 from ..pyx.pages import Segment
 from ..pyx.perf import Mailbox
 from ..pyx.tcp import Stream
@@ -44,10 +46,20 @@ class TcpEnd:
         #: What this side sent in the run, once there will be no more. Any thread may read it.
         self.all_sent: int | None = None
         self._lock = threading.Lock()
-        self._listener = None
+        self._listener: socket.socket | None = None
+        self._door: Door[security.StreamHello] | None = None
+        self._came: queue.Queue[tuple[security.StreamHello, socket.socket]] = queue.Queue()
+        self._early: dict[int, socket.socket] = {}  # by number
+        self._refused = ""
         if is_server:
             family = socket.AF_INET6 if ":" in control.own_host else socket.AF_INET
             self._listener = socket.create_server((control.own_host, 0), family=family)
+            self._door = Door(
+                self._listener, lambda sock: security.challenge_accept(
+                    sock, self._key, _CONTEXT, peer=0, epoch=_EPOCH, timeout_s=_CONNECT_S),
+                lambda sock, hello: self._came.put((hello, sock)), self._refuse, self._refuse, plan.pairs,
+                "bpsfast-perf-data")
+            self._door.start()
 
     def offer(self) -> dict[str, Any]:
         """Return where the streams are to be dialled, if this side listens."""
@@ -68,19 +80,21 @@ class TcpEnd:
             sock.detach()
 
     def _accept(self, number: int) -> socket.socket:
-        assert self._listener is not None
-        self._listener.settimeout(_CONNECT_S)
-        try:
-            sock, _ = self._listener.accept()
-        except TimeoutError as exc:
-            raise StallError(f"{self._control.peer} did not open data connection {number} within {_CONNECT_S:g} s: is "
-                             f"port {self._listener.getsockname()[1]} open?") from exc
-        try:
-            security.challenge_accept(sock, self._key, _CONTEXT, peer=0, epoch=_EPOCH, timeout_s=_CONNECT_S)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        deadline = time.monotonic() + _CONNECT_S
+        while number not in self._early:  # threads of their own bring them, in any order
+            try:
+                hello, sock = self._came.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                assert self._listener is not None
+                also = f"; refused: {self._refused}" if self._refused else ""
+                raise StallError(
+                    f"{self._control.peer} did not open data connection {number} within {_CONNECT_S:g} s: is port "
+                    f"{self._listener.getsockname()[1]} open?{also}") from None
+            self._early[hello.stream] = sock
+        return self._early.pop(number)
+
+    def _refuse(self, why: object) -> None:
+        self._refused = str(why)
 
     def _dial(self, port: int, number: int) -> socket.socket:
         where = (self._control.peer_host, port)
@@ -206,6 +220,10 @@ class TcpEnd:
         """Close the streams. Idempotent."""
         for stream in self._streams:
             stream.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self._door is not None:
+            self._door.close()
+        while not self._came.empty():
+            self._came.get()[1].close()
+        for sock in self._early.values():
+            sock.close()
         self._memory.close()

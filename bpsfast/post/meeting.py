@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from .. import channel
 from ..boot import network_id
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
+from ..orchestration.handshakes import BREATH_S, HandshakeLimiter, source_of
 from ..orchestration.job.losses import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
 from ..refusals import Refusals
@@ -38,9 +40,8 @@ log = logging.getLogger("bpsfast.post")
 
 JOINED, CROSSED, REFUSED = b"J", b"C", b"R"
 _CONTEXT = "bpsfast post"
-#: A stranger holds up one thread for at most so long, and only so many at a time.
+#: A stranger holds up one thread for at most so long.
 _CHALLENGE_S = 5.0
-_MOST_STRANGERS = 16
 #: A rank publishes its address when it first exchanges messages, hours after others perhaps: whoever waits for it has a
 #: deadline of his own.
 _ADDRESS_S = 86_400.0
@@ -86,7 +87,8 @@ class Meeting:
         self._refusals = Refusals(log)
         self._threads: set[threading.Thread] = set()
         self._unproven: set[socket.socket] = set()
-        self._strangers = 0
+        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(n_members=session.size)
+        self._makes_room = False
         self._deaf_until = 0.0  # by the monotonic clock; 0: it hears
         self._was_deaf = False
         self._doing: dict[int, str] = {}  # by rank that is dialled, in words
@@ -137,7 +139,7 @@ class Meeting:
     def listens(self) -> bool:
         """Whether `accept` should be called when somebody has come: not while too many are here, or it cannot work."""
         with self._lock:
-            return self._strangers < _MOST_STRANGERS and not self._deaf_until
+            return self._strangers.has_room and not self._deaf_until
 
     def accept(self, listener: socket.socket) -> None:
         """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
@@ -148,11 +150,37 @@ class Meeting:
         except OSError as exc:
             self._go_deaf(exc)
             return
+        if sock.family == socket.AF_UNIX and channel.peer_uid(sock)[1] != os.getuid():
+            sock.close()  # other users must not take the places of this one's ranks
+            self._refuse(ProtocolError("another user's process has connected"))
+            return
         with self._lock:
-            self._strangers += 1
-        if not self.listens:
+            self._strangers.add(sock, source_of(sock), time.monotonic())
+            is_full = not self._strangers.has_room
+            makes_room = is_full and not self._makes_room
+            self._makes_room = self._makes_room or is_full
+        if is_full:
             self._tell_listening()
         self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+        if makes_room:
+            self._begin(self._make_room, "bpsfast-post-room")
+
+    def _make_room(self) -> None:
+        """While there is none, push out a stranger for everybody who waits outside."""
+        while True:
+            with self._lock:
+                if self._closed or self._strangers.has_room:
+                    self._makes_room = False
+                    break
+                if select.select(self.listeners, [], [], 0)[0]:
+                    going = self._strangers.one_to_go(time.monotonic())
+                    if going is not None:
+                        self._strangers.remove(going)
+                        with contextlib.suppress(OSError):
+                            going.shutdown(socket.SHUT_RDWR)  # its thread says so, and closes it
+                        continue
+            time.sleep(BREATH_S)
+        self._tell_listening()
 
     def _go_deaf(self, error: OSError) -> None:
         """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
@@ -294,14 +322,15 @@ class Meeting:
         """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""
         session, taken = self._session, False
         try:
-            if sock.family == socket.AF_UNIX:
-                if channel.peer_uid(sock)[1] != os.getuid():
-                    raise ProtocolError("another user's process has connected")
-            else:
+            if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._unproved(sock):
-                hello, secret = security.greet_dialler(sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH,
-                                                       timeout_s=_CHALLENGE_S, encrypted=self._encryption.covers(sock))
+            try:
+                with self._unproved(sock):
+                    hello, secret = security.greet_dialler(
+                        sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH, timeout_s=_CHALLENGE_S,
+                        encrypted=self._encryption.covers(sock))
+            finally:
+                self._forget(sock)
             if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
                 raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
                                     f"{session.size}")
@@ -310,15 +339,21 @@ class Meeting:
             if not taken:
                 sock.send(REFUSED)
         except (BpsError, OSError) as exc:
-            self._refusals.note(logging.WARNING, "rank %d refused a connection for messages: %s", session.rank, exc)
+            self._refuse(exc)
         finally:
             if not taken:
                 sock.close()
-            with self._lock:
-                self._strangers -= 1
-                few = self._strangers == _MOST_STRANGERS - 1
-            if few:
-                self._tell_listening()
+
+    def _forget(self, sock: socket.socket) -> None:
+        """From here on *sock* is no stranger's, or is over."""
+        with self._lock:
+            was_full = not self._strangers.has_room
+            self._strangers.remove(sock)
+        if was_full:
+            self._tell_listening()
+
+    def _refuse(self, why: Exception) -> None:
+        self._refusals.note(logging.WARNING, "rank %d refused a connection for messages: %s", self._session.rank, why)
 
     def _sealed(self, sock: socket.socket, secret: bytes, *, dialled: bool) -> socket.socket:
         """Return what is used in place of *sock* after the handshake, with its *secret*."""

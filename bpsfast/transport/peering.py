@@ -34,7 +34,7 @@ _JOIN_S = 1.0
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if the setting asks for what cannot be."""
-    if settings.num_nodes != 1 or settings.num_helpers:
+    if settings.num_nodes != 1 or settings.num_helpers or settings.max_helpers:
         check_encryption(settings)
     if settings.transport == "rdma":
         rails = rdma.Rails(settings, 0)

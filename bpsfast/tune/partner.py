@@ -4,6 +4,7 @@ Every measurement has a connection of its own, served by a thread of its own, fo
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -50,18 +51,14 @@ class Partner:
         PeerLostError
             Somebody came, and then nobody for so long.
         """
-        self._listener.settimeout(_LOOK_S)
         self._heard_s = time.monotonic()
-        while not self._ended.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
+        door = lines.door_to(self._listener.dup(), self._key, _SILENCE_S, self._client,
+                             lambda exc: _log.info("tune: %s", exc), lambda words: _log.warning("tune: %s", words),
+                             "bpsfast-tune")
+        with contextlib.closing(door):
+            door.start()
+            while not self._ended.wait(_LOOK_S):
                 self._check_silence(wait_s)
-                continue
-            if not self._places.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._client, args=(sock,), name="bpsfast-tune", daemon=True).start()
 
     def _check_silence(self, wait_s: float) -> None:
         with self._lock:
@@ -74,23 +71,25 @@ class Partner:
         raise StallError(f"nobody came within {wait_s:g} s to port {self._listener.getsockname()[1]}: start `bpsfast "
                          "tune rdma` with this host's name on the other one")
 
-    def _client(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._at_work += 1
-        try:
-            with lines.greet(sock, self._key, _SILENCE_S) as control:
+    def _client(self, control: Control) -> None:
+        with control:
+            if not self._places.acquire(blocking=False):
+                return control.stop(f"{_MOST_AT_ONCE} measurements are under way already")
+            with self._lock:
+                self._at_work += 1
+            try:
                 if not self._driver:
                     self._say(f"measured from {control.peer_host}")
                 self._driver = control.peer_host
                 self._answer(control)
-        except (BpsError, OSError, ValueError) as exc:
-            # values that cannot be are part of trying, and the other side tells its user
-            _log.info("tune: %s", exc)
-        finally:
-            with self._lock:
-                self._at_work -= 1
-                self._heard_s = time.monotonic()
-            self._places.release()
+            except (BpsError, OSError, ValueError) as exc:
+                # values that cannot be are part of trying, and the other side tells its user
+                _log.info("tune: %s", exc)
+            finally:
+                with self._lock:
+                    self._at_work -= 1
+                    self._heard_s = time.monotonic()
+                self._places.release()
 
     def _answer(self, control: Control) -> None:
         asked = control.receive((Ask, Propose), "a question or a measurement")

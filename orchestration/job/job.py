@@ -116,8 +116,10 @@ class Job:
 
     @property
     def coming(self) -> list[bytes]:
-        """Return the nodes that come late and do not take part yet."""
-        return [self._roster.senders[index] for index in sorted(self._roster.joining)]
+        """Return the nodes that come late and do not take part yet, those last for whom there is no room."""
+        if not self._admitted:
+            return []
+        return [*(self._roster.senders[index] for index in sorted(self._roster.joining)), *self._joinings.queue]
 
     @property
     def lost(self) -> set[int]:
@@ -224,6 +226,7 @@ class Job:
         out: Outgoing = []
         for sender, error in (*self._joinings.overdue(now), *self._losses.overdue_newcomers(now)):
             out += self._gone(now, sender, PeerLostError(str(error)))
+        out += self._look_at_queue(now)
         overdue = self._losses.overdue(now)
         return out if overdue is None else out + self.abort(overdue)
 
@@ -241,12 +244,23 @@ class Job:
             return [(sender, self.aborted)]
         refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
         if refusal is not None:
-            return [(sender, m.Refuse(error=type(refusal).__name__, reason=str(refusal)))]
+            return [(sender, _refusal(refusal))]
+        if self._admitted and not self._joinings.has_room:
+            self._joinings.wait(now, sender, join)
+            return []
         self._silence.heard(now, sender)
         if self._admitted:
             self._measuring.add(join.nic_rate_bytes)
             return self._joinings.admit(now, sender, join)
         return self._join(sender, join)
+
+    def _look_at_queue(self, now: float) -> Outgoing:
+        """Admit who has waited for room that there is now; refuse who has waited long enough."""
+        out: Outgoing = []
+        while (found := self._joinings.next_in_queue(now)) is not None:
+            sender, join, refusal = found
+            out += self._newcomer(now, sender, join) if refusal is None else [(sender, _refusal(refusal))]
+        return out
 
     def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
         welcome = self._joinings.meets(sender, message, self.name, self._measuring.rates, self._generations.units)
@@ -273,8 +287,7 @@ class Job:
             return self.abort(ProtocolError(f"{self._name(sender)} joined twice"))
         mismatch = self._admission.check(join)
         if mismatch is not None:
-            refuse = m.Refuse(error=type(mismatch).__name__, reason=str(mismatch))
-            return [(sender, refuse), *self.abort(mismatch, but=[sender])]
+            return [(sender, _refusal(mismatch)), *self.abort(mismatch, but=[sender])]
         before = self._admission.add(sender, join)
         if before is not None:
             self._silence.forget(before)
@@ -301,7 +314,7 @@ class Job:
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
             fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round)
         self._losses = Losses(roster, self._generations, settings.start_timeout_s)
-        self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings.start_timeout_s)
+        self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
@@ -434,5 +447,9 @@ class Job:
     def _to_all(self, message: m.Message, and_newcomers: bool = False) -> Outgoing:
         senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
         if and_newcomers:
-            senders += [self._roster.senders[index] for index in sorted(self._roster.joining)]
+            senders += self.coming
         return [(sender, message) for sender in senders]
+
+
+def _refusal(error: BpsError) -> m.Refuse:
+    return m.Refuse(error=type(error).__name__, reason=str(error))

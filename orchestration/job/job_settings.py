@@ -11,6 +11,7 @@ class JobSettings:
 
     num_nodes: int
     num_helpers: int = 0
+    max_helpers: int = 0
     num_server_processes: int = -1
     size: int = -1
     package: str = ""
@@ -24,3 +25,11 @@ class JobSettings:
     start_timeout_s: float = 60.0
     first_round: int = 1
     name: str = ""  # that no other job has
+
+    @property
+    def most_helpers(self) -> int:
+        """The most helpers that a running job has at a time: as many as it starts with, or more if it was told so.
+
+        BytePS's server processes count as helpers here: on which machines they are is not known before they come.
+        """
+        return max(self.num_helpers, self.num_server_processes, self.max_helpers)

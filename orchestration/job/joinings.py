@@ -4,7 +4,9 @@
     welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed
     linked      it, and all of them, have said so (`Meets`): the next change of epoch takes it in (`Losses.take_in`)
 
-Only nodes without ranks can come. Who is refused, dies, or is not connected in time is nobody's loss: the job goes on.
+Only nodes without ranks can come, and only as many as the job expects. While it has as many helpers as that, one more
+waits for a lease, in case one of them is dead and not yet known to be, and is refused then. Who is refused, dies, or is
+not connected in time is nobody's loss: the job goes on.
 """
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from ..errors import BpsError, ConfigError, MismatchError, PeerLostError, StallE
 from ..placement.rates import machines_of
 from ..placement.shares import optimal_shares
 from ..roster import Roster
-from .admission import Admission, node_of
+from .admission import Admission, node_of, place_of
+from .job_settings import JobSettings
 from .recovery import is_plain
 
 Outgoing = list[tuple[bytes, m.Message]]
@@ -38,16 +41,20 @@ class _Coming:
 
 
 class Joinings:
-    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing; *epoch*: that of connections,
-    *timeout_s*: for each to be connected.
+    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing; *epoch*: that of connections.
+
+    *settings* give how long each may take to be connected (`start_timeout_s`), how many helpers there may be
+    (`most_helpers`), and for how long a dead one may count among them (`helper_lease_s`).
     """
 
-    def __init__(self, roster: Roster, admission: Admission, epoch: int, timeout_s: float) -> None:
+    def __init__(self, roster: Roster, admission: Admission, epoch: int, settings: JobSettings) -> None:
         self._roster = roster
         self._admission = admission
         self._epoch = epoch
-        self._timeout_s = timeout_s
+        self._settings = settings
+        self._timeout_s = settings.start_timeout_s
         self._coming: dict[int, _Coming] = {}
+        self._queue: dict[bytes, tuple[m.Join, float]] = {}  # who waits for room, and until when
 
     def refusal(self, sender: bytes, join: m.Join, is_over: bool) -> BpsError | None:
         """Return why *join* cannot come late, if it cannot."""
@@ -64,6 +71,44 @@ class Joinings:
             return ConfigError(f"a job numbers at most {MAX_NODES} nodes, lost ones included: {who} is one too many")
         mismatch: MismatchError | None = self._admission.check(join)
         return mismatch
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the job may have one helper more, newcomers counted."""
+        return len(self._helpers()) < self._settings.most_helpers
+
+    def _helpers(self) -> list[int]:
+        return [node.index for node in self._roster.nodes if not node.ranks and node.index not in self._roster.lost]
+
+    @property
+    def queue(self) -> list[bytes]:
+        """Who waits for room."""
+        return list(self._queue)
+
+    def wait(self, now: float, sender: bytes, join: m.Join) -> None:
+        """Keep *join* until there is room, or all that are dead are known to be."""
+        until = now + (self._settings.helper_lease_s or self._settings.lease_s) + self._settings.heartbeat_s
+        for other, (before, since) in list(self._queue.items()):
+            if place_of(before) == place_of(join):  # it has dialled anew
+                del self._queue[other]
+                until = since
+        self._queue[sender] = join, until
+
+    def next_in_queue(self, now: float) -> tuple[bytes, m.Join, ConfigError | None] | None:
+        """Take out who is admitted now, or has to be refused, and why; None: nobody is."""
+        for sender, (join, until) in self._queue.items():
+            if self.has_room or now >= until:
+                del self._queue[sender]
+                return sender, join, None if self.has_room else self._one_too_many(join)
+        return None
+
+    def _one_too_many(self, join: m.Join) -> ConfigError:
+        helpers = self._helpers()
+        have = f"has {len(helpers)} of them ({', '.join(map(self._roster.describe_node, helpers))})" if helpers else \
+            "has none"
+        return ConfigError(f"the job expects at most {self._settings.most_helpers} helpers and {have}: the node on "
+                           f"host {join.host} (pid {join.pid}) is one too many. To let helpers come later, start the "
+                           "job with BPSFAST_MAX_HELPERS set to the most there may be")
 
     def admit(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
         """Give a newcomer its index, and have all that it exchanges gradients with expect it."""

@@ -15,6 +15,7 @@ import pytest
 from bpsfast import settings
 from bpsfast.nic.host import Host
 from bpsfast.perf import control as lines, listener as ping_listener, reach
+from bpsfast.perf.control import Secret
 
 KEY = b"k" * 32
 
@@ -37,7 +38,7 @@ def pinged(devices=""):
     """Have somebody to ping; yield the port."""
     loaded = settings.load({"rdma_devices": devices}, {})
     with lines.listen(0, "127.0.0.1") as sock:
-        thread = threading.Thread(target=ping_listener.serve, args=(sock, KEY, loaded))
+        thread = threading.Thread(target=ping_listener.serve, args=(sock, Secret(KEY), loaded))
         thread.start()
         try:
             yield sock.getsockname()[1]

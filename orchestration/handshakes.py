@@ -1,0 +1,275 @@
+"""Connections that have not proved the job's key: how many there may be, who has to go first, and a door that asks all.
+
+All sockets that listen have one policy (`HandshakeLimiter`): strangers are few at a time, each has a deadline, and
+when one more comes the oldest goes of the source that has the most. So a flood from one host pushes out its own
+connections, and never that of a member on another host which is in the middle of its handshake.
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+from .errors import BpsError
+
+#: So many strangers at a time, where nothing else is said.
+MOST_STRANGERS = 64
+#: Who came so recently is not pushed out: a member on a busy machine may need that long. One of a crowd has a tenth of
+#: it, for others wait meanwhile: that is a source with more than half of all places, and more than there are members.
+GRACE_S = 1.0
+
+#: Descriptors or memory may be there again after so long.
+_RESPITE_S = 0.2
+#: How soon it is looked again whether there is room for one more.
+BREATH_S = 0.02
+#: After `Door.close` handshakes are cut off; a thread may still be in a system call.
+_JOIN_S = 1.0
+#: What is left unread would turn the end of a refused connection into a reset.
+_DRAIN_NBYTES = 1 << 16
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+#: What `accept` may say of a connection that was over before it was taken (accept(2)).
+_OVER = (errno.ECONNABORTED, errno.EAGAIN, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.ENETUNREACH,
+         errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOPROTOOPT, errno.ENONET, errno.EOPNOTSUPP, errno.ETIMEDOUT)
+
+#: And of a listener that was shut down under this object.
+_SHUT = (errno.EBADF, errno.EINVAL)
+
+Connection = TypeVar("Connection", bound=Hashable)
+Proof = TypeVar("Proof")
+
+
+class HandshakeLimiter(Generic[Connection]):
+    """At most *most* connections without a proof, in the order in which they came. Not thread-safe, no I/O.
+
+    *now* is any clock that only moves forward. *n_members*: connections the job itself may open at once. *grace_s*:
+    see `GRACE_S`; 0 where strangers are in already when they are counted, and whoever is pushed out connects again by
+    himself.
+    """
+
+    def __init__(self, most: int = MOST_STRANGERS, n_members: int = 0, grace_s: float = GRACE_S) -> None:
+        self.most = most
+        self._crowd = max(most / 2, n_members)
+        self._grace_s = grace_s
+        self._held: dict[Connection, tuple[str, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._held
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._held))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may come."""
+        return len(self._held) < self.most
+
+    def add(self, connection: Connection, source: str, now: float) -> None:
+        """Count *connection*, which comes from *source* (see `source_of`)."""
+        self._held[connection] = source, now
+
+    def remove(self, connection: Connection) -> bool:
+        """Count *connection* no more: it has proved the key, or has ended. Returns whether it was counted."""
+        return self._held.pop(connection, None) is not None
+
+    def overdue(self, now: float, patience_s: float) -> list[Connection]:
+        """Return who has not proved the key within *patience_s*."""
+        return [connection for connection, (_, since) in self._held.items() if now - since >= patience_s]
+
+    def one_to_go(self, now: float) -> Connection | None:
+        """Return who is to be cut off so that one more can come; None: there is room, or nobody is yet.
+
+        It is the oldest one of the source that has the most; of two such sources, of the one whose oldest came first.
+        """
+        if self.has_room:
+            return None
+        n_of = Counter(source for source, _ in self._held.values())
+        n_most = max(n_of.values())
+        connection, since = next((each, since) for each, (source, since) in self._held.items()
+                                 if n_of[source] == n_most)
+        grace_s = self._grace_s / 10 if n_most > self._crowd else self._grace_s
+        return connection if now - since >= grace_s else None
+
+
+def source_of(sock: socket.socket) -> str:
+    """Return where the other end of *sock* is, for `HandshakeLimiter.add`; "" if it is gone.
+
+    That is its host's address, of IPv6 the network (/64) of which a host may have all addresses; of a local socket the
+    process.
+    """
+    try:
+        if sock.family == socket.AF_UNIX:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return f"process {struct.unpack('3i', credentials)[0]}"
+        return host_of(sock.getpeername()[0])
+    except OSError:
+        return ""
+
+
+def host_of(address: str) -> str:
+    """Return *address*, of IPv6 its network of 64 bits; an IPv4 address that is mapped into IPv6 as itself."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((found, 64), strict=False))
+
+
+class Door(Generic[Proof]):
+    """Accepts on *listener*, which is this object's to close, from `start` until `close`.
+
+    Parameters
+    ----------
+    prove
+        Called with each new socket, in a thread of its own: the handshake, within a deadline of its own. Raises
+        `BpsError` or `OSError` for a stranger.
+    came
+        Called with (socket, what `prove` has returned), in the same thread; the socket goes with it.
+    refused
+        Called with the error of a connection that is refused; it is closed afterwards.
+    warn
+        Called with words when nobody can be accepted for a while, or any more.
+    n_members
+        Connections that the job itself may open at the same time: there is room for them beside `MOST_STRANGERS`.
+    """
+
+    def __init__(self, listener: socket.socket, prove: Callable[[socket.socket], Proof],
+                 came: Callable[[socket.socket, Proof], None], refused: Callable[[Exception], None],
+                 warn: Callable[[str], None], n_members: int = 0, name: str = "bpsfast-door") -> None:
+        self._listener = listener
+        self._prove, self._came, self._refused, self._warn = prove, came, refused, warn
+        self._name = name
+        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(MOST_STRANGERS + n_members, n_members)
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._exhausted = False
+        self.is_closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._listener.setblocking(False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once nobody can come any more, for the listener was shut down or has failed."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Accept nobody any more; end what strangers have begun. Idempotent."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            for sock in self._strangers:
+                _end(sock)
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join()
+        for thread in tuple(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+        os.close(self._wake)
+        self._listener.close()
+
+    # -- the thread that accepts --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.register(self._listener, select.POLLIN)
+        while not self.is_closed:
+            poller.poll()
+            if self.is_closed:
+                return
+            if not self._make_room():
+                self._rest(BREATH_S)
+                continue
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as exc:
+                if exc.errno in _EXHAUSTED:
+                    self._exhaust(exc)
+                elif exc.errno in _SHUT:
+                    return
+                elif exc.errno not in _OVER:
+                    self._warn(f"nobody can be accepted any more: {exc}")
+                    return
+                continue
+            self._let_in(sock)
+
+    def _make_room(self) -> bool:
+        """Whether one more may try."""
+        with self._lock:
+            going = self._strangers.one_to_go(time.monotonic())
+            if going is not None:
+                self._strangers.remove(going)
+                _end(going)  # its thread says so, and closes it
+            return self._strangers.has_room
+
+    def _let_in(self, sock: socket.socket) -> None:
+        thread = threading.Thread(target=self._receive, args=(sock,), name=f"{self._name}-handshake", daemon=True)
+        with self._lock:
+            self._strangers.add(sock, source_of(sock), time.monotonic())
+            self._threads = {each for each in self._threads if each.is_alive()} | {thread}
+        try:
+            thread.start()
+        except RuntimeError as exc:  # no thread can be had
+            self._forget(sock)
+            self._threads.discard(thread)
+            sock.close()
+            self._exhaust(exc)
+        else:
+            self._exhausted = False
+
+    def _exhaust(self, exc: Exception) -> None:
+        if not self._exhausted:
+            self._exhausted = True
+            self._warn(f"connections have to wait until they can be accepted: {exc} (too many open files: see "
+                       "ulimit -n)")
+        self._rest(_RESPITE_S)
+
+    def _rest(self, duration_s: float) -> None:
+        select.select([self._wake], [], [], duration_s)
+
+    # -- a thread for each connection ---------------------------------------------------------------------
+
+    def _receive(self, sock: socket.socket) -> None:
+        """Let one connection prove itself. A stranger is refused, and harms nobody."""
+        try:
+            proof = self._prove(sock)
+        except (BpsError, OSError) as exc:
+            self._forget(sock)
+            self._refused(exc)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+                sock.setblocking(False)
+                sock.recv(_DRAIN_NBYTES)
+            sock.close()
+            return
+        self._forget(sock)
+        self._came(sock, proof)
+
+    def _forget(self, sock: socket.socket) -> None:
+        """From here on the socket is nobody's to push out."""
+        with self._lock:
+            self._strangers.remove(sock)
+
+
+def _end(sock: socket.socket) -> None:
+    """Make whoever waits for *sock* return; the descriptor stays its own."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
