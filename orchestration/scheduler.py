@@ -145,6 +145,11 @@ class Scheduler:
         """Return what ended the job, if it did not end well."""
         return self._job.aborted
 
+    @property
+    def job_name(self) -> str:
+        """Return the name of the job, "" before its nodes know it (after a restart it has the name it had before)."""
+        return self._job.job.name if self._job.job.admitted else ""
+
     def stop(self, reason: str = "the scheduler was stopped") -> None:
         """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
         self._stop_reason = reason

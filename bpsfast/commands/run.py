@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import settings
+from .. import logs, settings
 from ..orchestration.errors import ConfigError
 from . import host_options, output
 from .assignments import overrides, set_option
@@ -80,6 +80,7 @@ def command(**options: Any) -> None:
     plan = host_options.take_plan(options, _PLAYED)
     program, show_only = options["program"], options["dry_run"]
     loaded = settings.load(overrides(options["assignments"]), _without_place(os.environ))
+    logs.know("launcher")
     limits = Limits(job_s=options["timeout_s"])
     out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
     with contextlib.closing(out):

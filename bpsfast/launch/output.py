@@ -1,15 +1,22 @@
-"""Where the output of a job's processes goes: line by line, headed by whose it is, to a terminal and into files."""
+"""Where the output of a job's processes goes: line by line, headed by whose it is, to a terminal and into files.
+
+Under ``log_format=json`` each line that is shown is a JSON object instead: the log lines of bpsfast's processes as they
+are, others with the keys ts, role, its number, stream ("stdout" or "stderr") and message. Files have lines as written.
+"""
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
+import json
+import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from .. import logs
 from .outlet import Outlet, is_one
 
 _TAIL_LINES = 200
@@ -58,6 +65,7 @@ class Output:
         self._is_hurried = False
         self._n_dropped = 0
         self._tee_dir, self._rank_dir, self._stamped = tee_dir, rank_dir, stamped
+        self._as_json = logs.is_json()
         self._n_named = 0
         self._files = contextlib.ExitStack()
 
@@ -85,11 +93,18 @@ class Output:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher itself."""
-        self._write(self._err, f"[bpsfast run] {text}\n".encode())
+        if self._as_json:
+            self._write(self._err, _json_line({"level": "INFO", "logger": "bpsfast.launcher", "pid": os.getpid(),
+                                               "role": "launcher", "message": text}))
+        else:
+            self._write(self._err, f"{_stamp() if self._stamped else ''}[bpsfast run] {text}\n".encode())
 
     def quote(self, lines: Sequence[bytes]) -> None:
         """Write *lines* as they are to the error stream."""
-        self._write(self._err, b"".join(line + b"\n" for line in lines))
+        if self._as_json:
+            self.say("\n".join(line.decode(errors="replace") for line in lines))
+        else:
+            self._write(self._err, b"".join(line + b"\n" for line in lines))
 
     # -- a reader that stalls --------------------------------------------------------------------------------------
 
@@ -149,20 +164,58 @@ class Output:
         self._files.close()
 
     def _transcript(self, name: str, colour: int, outlet: Outlet, files: Sequence[BinaryIO], n_kept: int) -> Transcript:
-        head = f"\x1b[{colour}m[{name}]\x1b[0m" if outlet.is_terminal else f"[{name}]"
-        return Transcript(head, functools.partial(self._show, outlet), files, self._stamped, n_kept)
+        if self._as_json:
+            spell: Callable[[bytes], bytes] = _Objects(name, "stdout" if n_kept == 0 else "stderr")
+        else:
+            spell = _Headed(name, colour if outlet.is_terminal else None, self._stamped)
+        return Transcript(spell, functools.partial(self._show, outlet), files, n_kept)
 
     def _file(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return self._files.enter_context(path.open("wb"))
 
 
-class Transcript:
-    """One stream of one process, cut into lines; `tail`: the last ones, of standard error. See `Output.streams`."""
+class _Headed:
+    """Makes of a line what is shown of it: time, whose it is, and the line, which then need not say the same again."""
 
-    def __init__(self, head: str, show: Callable[[bytes], None], files: Sequence[BinaryIO], stamped: bool,
+    def __init__(self, name: str, colour: int | None, stamped: bool) -> None:
+        self._name, self._stamped = name.encode(), stamped
+        self._head = f"[{name}] " if colour is None else f"\x1b[{colour}m[{name}]\x1b[0m "
+
+    def __call__(self, line: bytes) -> bytes:
+        head = _stamp() + self._head if self._stamped else self._head
+        return head.encode() + logs.without_head(line, self._name, self._stamped) + b"\n"
+
+
+class _Objects:
+    """The same as a JSON object."""
+
+    def __init__(self, name: str, stream: str) -> None:
+        self._stream, self._identity = stream, logs.identity(name)
+
+    def __call__(self, line: bytes) -> bytes:
+        if logs.is_object(line):
+            return line + b"\n"
+        return _json_line({**self._identity, "stream": self._stream, "message": line.decode(errors="replace")})
+
+
+def _json_line(values: dict[str, str | int]) -> bytes:
+    return json.dumps({"ts": logs.time_of(time.time()), **values}, ensure_ascii=False).encode() + b"\n"
+
+
+def _stamp() -> str:
+    return logs.time_of(time.time()) + " "
+
+
+class Transcript:
+    """One stream of one process, cut into lines; `tail`: the last ones, of standard error. See `Output.streams`.
+
+    *spell* makes of a line what *write* shows of it.
+    """
+
+    def __init__(self, spell: Callable[[bytes], bytes], write: Callable[[bytes], None], files: Sequence[BinaryIO],
                  n_kept: int) -> None:
-        self._head, self._write, self._files, self._stamped = head, show, files, stamped
+        self._spell, self._write, self._files = spell, write, files
         self._rest = bytearray()
         self._cut_at_return = False
         self.tail: deque[bytes] = deque(maxlen=n_kept)
@@ -193,12 +246,8 @@ class Transcript:
     def _show(self, lines: Sequence[bytes]) -> None:
         if not lines:
             return
-        head = self._head
-        if self._stamped:
-            head = f"{datetime.datetime.now().astimezone().isoformat(timespec='milliseconds')} {head}"
         self.tail.extend(lines)
         for file in self._files:
             file.write(b"".join(line + b"\n" for line in lines))
             file.flush()
-        start = head.encode() + b" "
-        self._write(b"".join(start + line + b"\n" for line in lines))
+        self._write(b"".join(map(self._spell, lines)))

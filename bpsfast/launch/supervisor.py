@@ -35,7 +35,7 @@ _AFTER_SIGKILL_S = 5.0
 _DELIVERY_S = 0.5
 #: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
 _CONSEQUENCE = re.compile(
-    rb"(?:[\w.]+\.)?PeerLostError: |KeyboardInterrupt\b|bpsfast .*: (?:PeerLostError|" + logs.ABORTED.encode() + rb")")
+    rb"(?:[\w.]+\.)?PeerLostError: |KeyboardInterrupt\b|" + logs.CONSEQUENCE)
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -60,7 +60,7 @@ def main(settings: Settings, host: Host | None = None) -> int:
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
     """
-    logs.configure(settings.log_level, "node")
+    logs.configure(settings.log_level, "node" if settings.local_size else "helper")
     key = bytes.fromhex(settings.job_key)
     try:
         transport.check(settings)
@@ -330,6 +330,12 @@ class Node:
         """What this node is called in messages."""
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
+    def _role(self, welcome: messages.Welcome) -> str:
+        """Return what log lines call this node: a helper by its number among helpers."""
+        if welcome.nodes[welcome.index].ranks:
+            return self.name
+        return f"helper {welcome.index - sum(bool(node.ranks) for node in welcome.nodes)}"
+
     def _close(self) -> None:
         if self._exporter is not None:
             self._exporter.close()
@@ -350,7 +356,7 @@ class Node:
     def _on_welcome(self, message: messages.Welcome) -> None:
         self._welcome = message
         self._interregnum.welcomed(message)
-        logs.configure(self._settings.log_level, self.name)
+        logs.know(self._role(message), message.job)
         self._home.admitted(message.nodes[message.index])
         self._peers.welcomed(message)
         self._reception.know(message.index, message.epoch, self._vertex.doorstep)

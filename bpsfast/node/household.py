@@ -130,7 +130,8 @@ class Household:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus)),
+                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus),
+                job=welcome.job),
                 vertex.fds_for(rank))
         if self._departed is not None:
             self.tell_all(self._departed)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .. import logs
 from ..orchestration.errors import ClosedError
 from .joining import abandon as leave_lost, join, leave
 from .lifetime import Watch
@@ -40,7 +41,6 @@ def init(**settings: object) -> None:
     """
     if session() is not None:
         return
-    from .. import logs
     from ..launch import roles
     from ..settings import load
 
@@ -72,7 +72,10 @@ def begin(place: Place, found: Settings, why_void: Callable[[], str | None] = la
             f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
             "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
             "at the end of the program")
+    if place.rank >= 0:
+        logs.know(f"rank {place.rank}")
     session, started = join(place, found, why_void)
+    logs.know(f"rank {session.rank}", session.job)
     _current, _watch = session, Watch(shutdown, started, brief=place.launcher in ("bpsfast", "elastic"))
 
 
