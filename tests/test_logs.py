@@ -134,7 +134,7 @@ def test_a_launcher_shows_json_lines_as_they_are_and_makes_objects_of_others():
                      "message": "over"}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_whole_job_in_json():
     """Each line of both streams is an object; processes of the job say the same job, each its role and process."""
     done = subprocess.run(

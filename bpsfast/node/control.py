@@ -203,13 +203,15 @@ class Node:
             self._membership.send(message)
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
-             level: int = logging.ERROR) -> None:
-        """End the job with *error* on all ranks; log it with *level*.
+             level: int | None = None) -> None:
+        """End the job with *error* on all ranks; log it with *level*, by default as an error if nobody else says it.
 
         The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
         """
         if self._exit_code is not None:
             return
+        if level is None:
+            level = logging.INFO if self._is_said_by_others(error) else logging.ERROR
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
@@ -217,6 +219,13 @@ class Node:
         has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
         survives = tell and has_begun and not self._home.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else 1)
+
+    def _is_said_by_others(self, error: BpsError) -> bool:
+        """Whether ranks raise *error*: those of this machine, or of others where it tells of somebody else's end.
+
+        A rank that is lost has raised something itself, or whoever started it says what has ended it.
+        """
+        return self._home.is_heard or (isinstance(error, PeerLostError) and not self._is_alone)
 
     def _leave(self, error: BpsError, code: int) -> None:
         if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
@@ -378,7 +387,7 @@ class Node:
                 self._leave(error, LEFT_BEHIND)
             return
         # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
-        quiet = bool(self._home.ranks) or isinstance(error, ClosedError)
+        quiet = self._home.is_heard or isinstance(error, ClosedError)
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
 
     def _on_finish(self, message: messages.Finish) -> None:

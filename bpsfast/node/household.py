@@ -268,6 +268,11 @@ class Household:
         if self._attached:
             self.tell_all(message)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a rank is there that raises what the job ends with."""
+        return any(not rank.gone for rank in self.ranks)
+
     def gone(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of the global *ranks* that have left."""
         return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .. import logs
-from ..orchestration.errors import ClosedError
+from ..orchestration.errors import BpsError, ClosedError
 from .joining import abandon as leave_lost, join, leave
-from .lifetime import Watch
+from .lifetime import Watch, be_brief
 from .session import Session
 
 if TYPE_CHECKING:
@@ -74,9 +74,15 @@ def begin(place: Place, found: Settings, why_void: Callable[[], str | None] = la
             "at the end of the program")
     if place.rank >= 0:
         logs.know(f"rank {place.rank}")
-    session, started = join(place, found, why_void)
+    is_launchers = place.launcher in ("bpsfast", "elastic")
+    try:
+        session, started = join(place, found, why_void)
+    except BpsError:
+        if is_launchers:
+            be_brief()
+        raise
     logs.know(f"rank {session.rank}", session.job)
-    _current, _watch = session, Watch(shutdown, started, brief=place.launcher in ("bpsfast", "elastic"))
+    _current, _watch = session, Watch(shutdown, started, brief=is_launchers)
 
 
 def shutdown() -> None:
