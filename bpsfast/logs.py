@@ -24,8 +24,8 @@ ABORTED = "the job was aborted: "
 _JSON_START = b'{"ts": '
 _HEAD = rb"(\S+ )(pid=\d+ job=\S+ )"
 #: Matches a line, of either format, by which a process says that it ends because of another one.
-CONSEQUENCE = (rb"(?:(?:" + _HEAD + rb")?bpsfast .*: |\{\"ts\": .*\"message\": \"(?:the job is aborted: )?)(?:PeerLostError|"
-               + ABORTED.encode() + rb")")
+CONSEQUENCE = (rb"(?:(?:" + _HEAD + rb")?bpsfast .*: |\{\"ts\": .*\"message\": \"(?:the job is aborted: )?)"
+               rb"(?:PeerLostError|" + ABORTED.encode() + rb")")
 _LINE = re.compile(_HEAD + rb"bpsfast (\w+(?: \d+)?) (?=[A-Z]+: )")
 _TEXT_JOB_LENGTH = 8
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -29,8 +30,8 @@ def test_a_traceback_is_shown_whole_and_once():
     lines = traceback("bpsfast.StallError: rank 0 waited 4 s: missing: rank 2")
     others = traceback("bpsfast.StallError: rank 1 waited 4.01 s: missing: rank 2", n_calls=8)
     assert first.take(lines[:3]) == second.take(others[:2]) == []
-    assert first.take(lines[3:] + [b"a last word"]) == [lines, [b"a last word"]]
-    assert second.take(others[2:] + [b"another"]) == [
+    assert first.take([*lines[3:], b"a last word"]) == [lines, [b"a last word"]]
+    assert second.take([*others[2:], b"another"]) == [
         [b"the traceback of rank 0, too: bpsfast.StallError"], [b"another"]]
     assert first.take(lines) == [lines], "one process may show the same again: it is what it does"
 
@@ -46,7 +47,7 @@ def test_of_a_chain_that_is_known_nothing_is_left_over():
     chain = [*traceback("KeyError: 'x'"), b"", b"The above exception was the direct cause of the following exception:",
              b"", *traceback("ValueError: boom")]
     folding = Folding(wanted=True)
-    assert sum(Folder("rank 0", folding).take(chain), []) == chain
+    assert [*itertools.chain.from_iterable(Folder("rank 0", folding).take(chain))] == chain
     assert Folder("rank 1", folding).take([*chain, b"", b"more"])[-2:] == [
         [b"the traceback of rank 0, too: ValueError"], [b"more"]]
 
@@ -56,7 +57,7 @@ def test_what_begins_like_a_traceback_and_is_none_is_shown():
     begun = traceback("")[:-1]
     assert folder.take(begun) == [] and folder.finish() == [begun] and folder.finish() == []
     endless = [begun[0], *[b"  x"] * 5000]
-    assert sum(folder.take(endless), []) == endless, "and is not waited for without end"
+    assert [*itertools.chain.from_iterable(folder.take(endless))] == endless, "and is not waited for without end"
 
 
 @pytest.mark.parametrize("line", [
@@ -67,6 +68,14 @@ def test_consequences_are_kept_back_and_may_be_released(line):
     assert folder.take([line, b"x"]) == [[b"x"]] and folder.keeps
     assert folder.release() == [[line]] and not folder.keeps and folder.release() == []
     assert Folder("rank 0", Folding(wanted=False)).take([line]) == [[line]]
+
+
+def test_a_rank_that_a_stopped_scheduler_ends_is_one():
+    block = traceback("bpsfast.orchestration.errors.ClosedError: the scheduler got SIGTERM")
+    folder = Folder("rank 0", Folding(wanted=True))
+    assert folder.take(block) == [] and folder.keeps and folder.release() == [[line] for line in block]
+    own = traceback("bpsfast.orchestration.errors.ClosedError: bpsfast is not running in this process")
+    assert folder.take(own) == [own] and not folder.keeps
 
 
 def test_names_are_put_together():

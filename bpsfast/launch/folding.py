@@ -14,6 +14,8 @@ TRACEBACK = b"Traceback (most recent call last)"
 CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
 #: What a rank of ours, or a daemon, says if it ends only because of another process.
 _CONSEQUENCE = re.compile(rb"bpsfast\.PeerLostError: .* \(ended in |" + logs.CONSEQUENCE)
+#: What a rank's traceback ends with where the launcher has ended the scheduler a moment before the rank.
+_STOPPED = re.compile(rb"(?:[\w.]+\.)?ClosedError: the scheduler got SIG")
 #: A traceback is shown from there on as it comes: something else must have begun like one.
 _MOST_LINES = 1000
 #: Tracebacks that are remembered, to be known again.
@@ -97,6 +99,10 @@ class Folder:
 
     def _settle(self) -> list[list[bytes]]:
         block, self._block = self._block, []
+        if self._folding.wanted and _STOPPED.match(block[-1]):
+            self._folding.kept.setdefault(self._name, []).extend(block)
+            self._is_folded = True
+            return []
         first = self._folding.first_with(self._name, block) if self._folding.wanted else self._name
         self._is_folded = first != self._name
         if not self._is_folded:

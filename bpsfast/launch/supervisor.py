@@ -1,8 +1,8 @@
 """Run the processes of one job, on this machine or others: their output, their end, and the one exit code.
 
 What users of launchers ask for (and did not get): every line says whose it is; the process that failed *first* is named
-last, with its reason, which is told once; the exit code is that process's; Ctrl-C ends everything within two seconds; nothing
-survives the launcher, not even its ``kill -9``.
+last, with its reason, which is told once; the exit code is that process's; Ctrl-C ends everything within two seconds;
+nothing survives the launcher, not even its ``kill -9``.
 
 One thread. Everything is an event of a selector: lines from pipes, ends of processes (pidfds), messages of other
 hosts, signals (a socket), and readers of the output that go on after they have stopped: the processes wait for them,
