@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from . import __version__, settings
+from . import __version__, logs, settings
 from .commands import LazyGroup, effective, output
 from .commands.assignments import overrides, set_option
 from .commands.exits import errors_in_words
@@ -31,6 +31,7 @@ def cli() -> None:
     bpsfast doctor                          what keeps RDMA from working
     bpsfast COMMAND --help                  options and examples of each
     """
+    logs.know("tool")
 
 
 @cli.command()
@@ -55,6 +56,7 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
     """
     from .launch import daemons
 
+    logs.know("scheduler")
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
@@ -85,6 +87,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     """
     from .launch import daemons
 
+    logs.know("helper" if helper else "node")
     if helper:
         if options["local_size"]:
             raise ConfigError(f"--helper has no ranks, --local-size {options['local_size']} has: give one of them")

@@ -39,6 +39,7 @@ def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> m
 
 _Transport = Literal["auto", "shm", "tcp", "rdma"]
 _Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_Form = Literal["text", "json"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +204,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_textfile: Annotated[str, _about("the same as a file for node-exporter, written every 5 s and at the end; "
                                             "{node} in it becomes the node's number; empty: none", "path")] = ""
     log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
+    log_format: Annotated[_Form, _about("a line of text for each message, or a JSON object; under `bpsfast run` for "
+                                        "each line of output")] = "text"
     profile: Annotated[str, _about("TOML file with settings", "path")] = ""
 
     @property
@@ -247,7 +250,7 @@ def _row(name: str) -> Setting:
 def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of this process (see `load_with_origins`); set the log's level, log BytePS's variables."""
     settings, origins = load_with_origins(overrides, environ)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, form=settings.log_format)
     report(os.environ if environ is None else environ, origins)
     return settings
 

@@ -84,6 +84,11 @@ class Membership:
         self._socket.close(linger=int(linger_s * 1000))
 
     @property
+    def is_heard(self) -> bool:
+        """Whether a scheduler is heard over the connection that stands. Any thread."""
+        return self._heard is not None and self._lost is None
+
+    @property
     def sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
         """Return what to poll for input."""
         return self._socket, self._monitor

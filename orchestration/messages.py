@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 16
+VERSION = 17
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -710,7 +710,7 @@ class Attached(Message):
     """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd.
 
     `machines`: of each node, in node order, its number of ranks and what is known of its rate (bytes/s, 0: nothing).
-    `cpus`: those that the rank is to keep to ("0-3,8"); "": to none.
+    `cpus`: those that the rank is to keep to ("0-3,8"); "": to none. `job`: as of `Welcome`.
     """
 
     rank: int
@@ -725,6 +725,7 @@ class Attached(Message):
     settings: dict[str, str]
     machines: tuple[tuple[int, float], ...] = ()
     cpus: str = ""
+    job: str = ""
 
 
 class SegmentShared(Message):

@@ -68,6 +68,7 @@ class Scheduler:
         self._lease_s = settings.lease_s
         self._tick_s = tick_s
         self._stop_reason = ""
+        self._is_abort_told = False
         self._client_key = curve_pair(key, "node")[0]
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,19 +132,31 @@ class Scheduler:
         try:
             while not self._job.over:
                 self._turn()
-            if self._job.aborted is not None:  # there may be nobody left, or nobody yet, to say it
-                log.error("the job is aborted: %s: %s", self._job.aborted.error, self._job.aborted.reason)
             until = time.monotonic() + (self._farewell_s if self._job.aborted is not None else self._lease_s)
             while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
                 self._turn()
+            self._log_abort()
             return 0 if self._job.finished else 1
         finally:
             self.close()
+
+    def _log_abort(self) -> None:
+        """Say why the job was aborted: as an error only if there was nobody to tell, whose ranks say it, too."""
+        aborted = self._job.aborted
+        if aborted is not None:
+            is_said = self._is_abort_told or bool(self._stop_reason)  # whoever stopped it knows
+            log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", aborted.error,
+                    aborted.reason)
 
     @property
     def aborted(self) -> m.Abort | None:
         """Return what ended the job, if it did not end well."""
         return self._job.aborted
+
+    @property
+    def job_name(self) -> str:
+        """Return the name of the job, "" before its nodes know it (after a restart it has the name it had before)."""
+        return self._job.job.name if self._job.job.admitted else ""
 
     def stop(self, reason: str = "the scheduler was stopped") -> None:
         """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
@@ -215,6 +228,8 @@ class Scheduler:
                     f"{len(data)} bytes from a node are no control message: {type(exc).__name__}"))
                 continue
             self._send(self._job.receive(time.monotonic(), sender, message))
+            if isinstance(message, m.Lost) and message.who.startswith("rank ") and self._job.aborted is not None:
+                self._is_abort_told = True  # the rank has said it, or whoever started it says what has ended it
         return False
 
     def _refuse(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
@@ -237,6 +252,7 @@ class Scheduler:
             destination, message = pending.pop(0)
             try:
                 self._router.send_multipart([destination, m.encode(message)], zmq.NOBLOCK)
+                self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self._job.aborted is not None
             except zmq.ZMQError as exc:
                 if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise

@@ -39,6 +39,7 @@ def unconfigured_logging() -> None:
     if logs._handler is not None:
         logger.removeHandler(logs._handler)
         logs._handler = None
+    logs._formatter.__init__()
 
 
 def uses_torch(module: Any) -> bool:

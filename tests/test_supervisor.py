@@ -173,13 +173,27 @@ def test_a_reader_that_stops_holds_up_no_signal(together, text, is_too_much, no_
             assert b" bytes of output are left out" in said or not is_too_much
 
 
-def test_a_failure_ends_the_others_and_its_traceback_comes_last():
+def test_a_failure_ends_the_others_and_its_reason_comes_last():
     code, _, err = supervise(
         program("rank 0", "import time; time.sleep(600)"),
-        program("rank 1", "try: raise KeyError('inner')\nexcept KeyError as e: raise ValueError('boom') from e"),
+        program("rank 1", "raise ValueError('boom')"),
     )
     assert code == 1
-    last = err[err.index("[bpsfast run] rank 1 failed first: it ended with exit code 1") :].splitlines()[1:]
+    assert err.splitlines()[-1] == "[bpsfast run] rank 1 failed first: it ended with exit code 1: ValueError: boom"
+    assert err.count("Traceback") == 1
+
+
+def test_a_traceback_that_is_out_of_sight_is_shown_again(tmp_path):
+    gate = fifo(tmp_path)
+    code, _, err = supervise(
+        program("rank 0", f"import sys, time; open({gate!r}).read(); print('x\\n' * 30, file=sys.stderr); "
+                          "time.sleep(600)"),
+        program("rank 1", f"import atexit; atexit.register(open, {gate!r}, 'w')\n"
+                          "try: raise KeyError('inner')\nexcept KeyError as e: raise ValueError('boom') from e"),
+        limits=Limits(job_s=60.0, after_failure_s=3.0))
+    assert code == 1
+    head = "[bpsfast run] rank 1 failed first: it ended with exit code 1. Its last output:"
+    last = err[err.index(head) :].splitlines()[1:]
     assert last[0] == "Traceback (most recent call last):"
     assert last[-1] == "ValueError: boom"
     assert "KeyError: 'inner'" in last, "the exception it came from belongs to it"

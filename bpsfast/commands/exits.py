@@ -3,13 +3,17 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from .. import logs
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, LackingError, StallError
+
+_log = logging.getLogger("bpsfast")
 
 OK = 0
 #: A check failed, or whatever has no code of its own.
@@ -43,7 +47,8 @@ def code_of(error: Exception) -> int:
 def errors_in_words(function: Callable) -> Callable:
     """Print an error as one line; a traceback of our own files would not help who has to fix a setting.
 
-    With the option ``--json`` (a parameter ``as_json``) standard output gets an object ``{"error": ...}`` as well.
+    With ``log_format=json`` it is a log line. With the option ``--json`` (a parameter ``as_json``) standard output gets
+    an object ``{"error": ...}`` as well.
     """
 
     @functools.wraps(function)
@@ -55,7 +60,11 @@ def errors_in_words(function: Callable) -> Callable:
                 raise  # standard output was closed (`| head`): click ends quietly
             if kwargs.get("as_json"):
                 click.echo(json.dumps({"error": {"class": type(exc).__name__, "text": str(exc)}}))
-            click.echo(f"bpsfast: {type(exc).__name__}: {exc}", err=True)
+            if logs.is_json():
+                logs.configure("ERROR")
+                _log.error("%s: %s", type(exc).__name__, exc)
+            else:
+                click.echo(f"bpsfast: {type(exc).__name__}: {exc}", err=True)
             sys.exit(code_of(exc))
 
     return wrapped

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import settings
+from .. import logs, settings
 from ..orchestration.errors import ConfigError
 from . import host_options, output
 from .assignments import overrides, set_option
@@ -83,6 +83,7 @@ def command(**options: Any) -> None:
     program, show_only = options["program"], options["dry_run"]
     given = overrides(options["assignments"], max_helpers=options["max_helpers"])
     loaded = settings.load(given, _without_place(os.environ))
+    logs.know("launcher")
     limits = Limits(job_s=options["timeout_s"])
     out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
     with contextlib.closing(out):

@@ -164,8 +164,7 @@ def run_node(settings: Settings) -> int:
 
     if not settings.scheduler:
         raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
-    name = "node" if settings.node_index < 0 else f"node {settings.node_index}"
-    logs.configure(settings.log_level, name)
+    logs.configure(settings.log_level, "node")
     settings = quota.take(settings)
     return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()))
 
@@ -194,6 +193,7 @@ def run_scheduler(settings: Settings) -> int:
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
+    logs.know(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
     return scheduler.run()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from .. import logs
 from ..cluster.cluster import Cluster, Machine
 from ..orchestration.errors import ConfigError
 from ..settings import Settings, environment
@@ -168,6 +169,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
                 base | {"BYTEPS_LOCAL_RANK": str(i), "BYTEPS_LOCAL_SIZE": str(n_local)})
         for i in range(n_local)
     ]
+    logs.know("launcher")
     return Supervisor(commands).run()
 
 

@@ -1,18 +1,30 @@
-"""Where the output of a job's processes goes: line by line, headed by whose it is, to a terminal and into files."""
+"""Where the output of a job's processes goes: line by line, headed by whose it is, to a terminal and into files.
+
+Under ``log_format=json`` each line that is shown is a JSON object instead: the log lines of bpsfast's processes as they
+are, others with the keys ts, role, its number, stream ("stdout" or "stderr") and message, a whole traceback in one.
+What is shown of lines that repeat each other is the business of `folding`. Files have all lines as they were written.
+"""
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
+import json
+import logging
+import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from .. import logs
+from .folding import Folder, Folding
 from .outlet import Outlet, is_one
 
 _TAIL_LINES = 200
+#: What was shown so many lines ago still stands on a terminal.
+_IN_SIGHT_LINES = 20
 #: After which a line is cut that does not end.
 _LINE_NBYTES = 1 << 20
 #: What may wait for a reader before the job has to wait for it.
@@ -58,6 +70,9 @@ class Output:
         self._is_hurried = False
         self._n_dropped = 0
         self._tee_dir, self._rank_dir, self._stamped = tee_dir, rank_dir, stamped
+        self._as_json = logs.is_json()
+        self._folding = Folding(not self._as_json and not logging.getLogger("bpsfast").isEnabledFor(logging.INFO))
+        self._n_lines = 0
         self._n_named = 0
         self._files = contextlib.ExitStack()
 
@@ -85,11 +100,37 @@ class Output:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher itself."""
-        self._write(self._err, f"[bpsfast run] {text}\n".encode())
+        if self._as_json:
+            self._write(self._err, _json_line({"level": "INFO", "logger": "bpsfast.launcher", "pid": os.getpid(),
+                                               "role": "launcher", "message": text}))
+        else:
+            self._write(self._err, f"{_stamp() if self._stamped else ''}[bpsfast run] {text}\n".encode())
 
     def quote(self, lines: Sequence[bytes]) -> None:
         """Write *lines* as they are to the error stream."""
-        self._write(self._err, b"".join(line + b"\n" for line in lines))
+        if self._as_json:
+            self.say("\n".join(line.decode(errors="replace") for line in lines))
+        else:
+            self._write(self._err, b"".join(line + b"\n" for line in lines))
+
+    def conclude(self, text: str, cause: Sequence[bytes], err: Transcript) -> None:
+        """Say as the last words that *text* has ended the job, and *cause*: lines of that process's error output *err*.
+
+        They are shown again only if they are out of sight, or have not been shown yet. Processes whose lines were kept
+        back, because they only ended by that, are named.
+        """
+        last = cause[-1].decode(errors="replace").strip() if cause else ""
+        if not last:
+            self.say(text)
+        elif not err.is_kept_back and self._n_lines - err.shown_at < _IN_SIGHT_LINES:
+            self.say(f"{text}: {last}")
+        else:
+            self.say(f"{text}. Its last output:")
+            self.quote(cause)
+        err.forget()
+        if self._folding.kept:
+            self.say(f"{self._folding.names_kept()} ended because of that (in their words: --tee-dir, or "
+                     "BPSFAST_LOG_LEVEL=INFO)")
 
     # -- a reader that stalls --------------------------------------------------------------------------------------
 
@@ -132,6 +173,7 @@ class Output:
 
     def _show(self, outlet: Outlet, data: bytes) -> None:
         """Write what a process has written."""
+        self._n_lines += data.count(b"\n")
         if self._is_hurried and outlet.pending_nbytes >= _PENDING_NBYTES:
             self._n_dropped += len(data)
         else:
@@ -149,20 +191,63 @@ class Output:
         self._files.close()
 
     def _transcript(self, name: str, colour: int, outlet: Outlet, files: Sequence[BinaryIO], n_kept: int) -> Transcript:
-        head = f"\x1b[{colour}m[{name}]\x1b[0m" if outlet.is_terminal else f"[{name}]"
-        return Transcript(head, functools.partial(self._show, outlet), files, self._stamped, n_kept)
+        if self._as_json:
+            spell: Callable[[list[bytes]], bytes] = _Objects(name, "stdout" if n_kept == 0 else "stderr")
+        else:
+            spell = _Headed(name, colour if outlet.is_terminal else None, self._stamped)
+        folder = Folder(name, self._folding) if n_kept else None
+        return Transcript(spell, functools.partial(self._show, outlet), files, n_kept, folder, lambda: self._n_lines)
 
     def _file(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return self._files.enter_context(path.open("wb"))
 
 
-class Transcript:
-    """One stream of one process, cut into lines; `tail`: the last ones, of standard error. See `Output.streams`."""
+class _Headed:
+    """Makes of lines what is shown of them: time, whose it is, and the line, which then need not say the same again."""
 
-    def __init__(self, head: str, show: Callable[[bytes], None], files: Sequence[BinaryIO], stamped: bool,
-                 n_kept: int) -> None:
-        self._head, self._write, self._files, self._stamped = head, show, files, stamped
+    def __init__(self, name: str, colour: int | None, stamped: bool) -> None:
+        self._name, self._stamped = name.encode(), stamped
+        self._head = f"[{name}] " if colour is None else f"\x1b[{colour}m[{name}]\x1b[0m "
+
+    def __call__(self, lines: list[bytes]) -> bytes:
+        head = (_stamp() + self._head if self._stamped else self._head).encode()
+        return b"".join(head + logs.without_head(line, self._name, self._stamped) + b"\n" for line in lines)
+
+
+class _Objects:
+    """Makes a JSON object of lines that belong together."""
+
+    def __init__(self, name: str, stream: str) -> None:
+        self._stream, self._identity = stream, logs.identity(name)
+
+    def __call__(self, lines: list[bytes]) -> bytes:
+        if len(lines) == 1 and logs.is_object(lines[0]):
+            return lines[0] + b"\n"
+        text = b"\n".join(lines).decode(errors="replace")
+        return _json_line({**self._identity, "stream": self._stream, "message": text})
+
+
+def _json_line(values: dict[str, str | int]) -> bytes:
+    return json.dumps({"ts": logs.time_of(time.time()), **values}, ensure_ascii=False).encode() + b"\n"
+
+
+def _stamp() -> str:
+    return logs.time_of(time.time()) + " "
+
+
+class Transcript:
+    """One stream of one process, cut into lines; `tail`: the last ones, of standard error. See `Output.streams`.
+
+    *spell* makes of lines what *write* shows of them; *folder* decides which those are, None: all. `shown_at`: how many
+    lines of all processes, by *n_lines*, had been shown when this one's last was.
+    """
+
+    def __init__(self, spell: Callable[[list[bytes]], bytes], write: Callable[[bytes], None], files: Sequence[BinaryIO],
+                 n_kept: int, folder: Folder | None, n_lines: Callable[[], int]) -> None:
+        self._spell, self._write, self._files = spell, write, files
+        self._folder, self._n_lines = folder, n_lines
+        self.shown_at = 0
         self._rest = bytearray()
         self._cut_at_return = False
         self.tail: deque[bytes] = deque(maxlen=n_kept)
@@ -189,16 +274,34 @@ class Transcript:
         rest = bytes(self._rest)
         self._rest.clear()
         self._show([rest] if rest else [])
+        if self._folder is not None:
+            self._spell_out(self._folder.finish())
+
+    @property
+    def is_kept_back(self) -> bool:
+        """Whether lines by which the process blames another one have not been shown."""
+        return self._folder is not None and self._folder.keeps
+
+    def release(self) -> None:
+        """Show them: the job goes on, and nobody else says what they do."""
+        if self._folder is not None:
+            self._spell_out(self._folder.release())
+
+    def forget(self) -> None:
+        """Leave them out for good."""
+        if self._folder is not None:
+            self._folder.release()
 
     def _show(self, lines: Sequence[bytes]) -> None:
         if not lines:
             return
-        head = self._head
-        if self._stamped:
-            head = f"{datetime.datetime.now().astimezone().isoformat(timespec='milliseconds')} {head}"
         self.tail.extend(lines)
         for file in self._files:
             file.write(b"".join(line + b"\n" for line in lines))
             file.flush()
-        start = head.encode() + b" "
-        self._write(b"".join(start + line + b"\n" for line in lines))
+        self._spell_out([[line] for line in lines] if self._folder is None else self._folder.take(lines))
+
+    def _spell_out(self, groups: list[list[bytes]]) -> None:
+        if groups:
+            self._write(b"".join(map(self._spell, groups)))
+            self.shown_at = self._n_lines()

@@ -1,8 +1,8 @@
 """Run the processes of one job, on this machine or others: their output, their end, and the one exit code.
 
-What users of launchers ask for (and did not get): every line says whose it is; the traceback of the process that failed
-*first* is printed last and alone; the exit code is that process's; Ctrl-C ends everything within two seconds; nothing
-survives the launcher, not even its ``kill -9``.
+What users of launchers ask for (and did not get): every line says whose it is; the process that failed *first* is named
+last, with its reason, which is told once; the exit code is that process's; Ctrl-C ends everything within two seconds;
+nothing survives the launcher, not even its ``kill -9``.
 
 One thread. Everything is an event of a selector: lines from pipes, ends of processes (pidfds), messages of other
 hosts, signals (a socket), and readers of the output that go on after they have stopped: the processes wait for them,
@@ -24,10 +24,10 @@ from .. import logs
 from .child import Children, Command, Kind, Place, Process, watch
 from .crew import Crew, member_of
 from .daemons import LEFT_BEHIND
+from .folding import CHAINED, TRACEBACK
 from .muster_service import End, Order, Stop
 from .output import Output, Sink, Transcript
 
-_CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_TIMEOUT = 124  # as of timeout(1)
 _AFTER_SIGKILL_S = 5.0
@@ -35,7 +35,7 @@ _AFTER_SIGKILL_S = 5.0
 _DELIVERY_S = 0.5
 #: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
 _CONSEQUENCE = re.compile(
-    rb"(?:[\w.]+\.)?PeerLostError: |KeyboardInterrupt\b|bpsfast .*: (?:PeerLostError|" + logs.ABORTED.encode() + rb")")
+    rb"(?:[\w.]+\.)?(?:PeerLostError: |StallError: .*: has called shutdown)|KeyboardInterrupt\b|" + logs.CONSEQUENCE)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -191,6 +191,7 @@ class Supervisor:
             is_spare = process in self._restarted and process.code != 0
             if self._phase in ("run", "leaving") and (self._can_be_missed(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
+                self._errors[process].release()
                 self._missed.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
@@ -308,8 +309,9 @@ class Supervisor:
         code = int(self._is_hopeless)
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
-            self._output.say(f"{cause.command.name} failed first: it {cause.end_in_words()}. Its last output:")
-            self._output.quote(_traceback_of(self._errors[cause].tail))
+            err = self._errors[cause]
+            self._output.conclude(f"{cause.command.name} failed first: it {cause.end_in_words()}",
+                                  _traceback_of(err.tail), err)
         return code
 
     def _cause(self) -> Process | None:
@@ -338,12 +340,12 @@ def _can_be_missed(process: Process) -> bool:
 def _traceback_of(tail: Sequence[bytes], n_lines: int = 20) -> list[bytes]:
     """Return the last traceback in *tail* (with the exceptions it came from), else its last lines."""
     lines = list(tail)
-    starts = [i for i, line in enumerate(lines) if line.startswith(b"Traceback (most recent call last)")]
+    starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
     if not starts:
         return lines[-n_lines:]
     first = starts[-1]
     for start in reversed(starts[:-1]):
-        if not any(line.rstrip().endswith(_CHAINED) for line in lines[start:first]):
+        if not any(line.rstrip().endswith(CHAINED) for line in lines[start:first]):
             break
         first = start
     return lines[first:]

@@ -24,6 +24,7 @@ import zmq
 
 from .. import __version__, logs, transport
 from ..launch.daemons import LEFT_BEHIND
+from ..launch.place import is_loopback
 from ..launch.reach import local_host, nobody_at
 from ..nic.host import Host
 from ..orchestration import messages
@@ -40,6 +41,7 @@ from .household import Household
 from .interregnum import Interregnum
 from .peers import GRACE_S, Peers
 from .plans import Plans
+from .reading import Reading, Status
 from .recovery import Recovery
 from .regions import PAGE_NBYTES
 from .seats import Seats
@@ -60,7 +62,7 @@ def main(settings: Settings, host: Host | None = None) -> int:
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
     """
-    logs.configure(settings.log_level, "node")
+    logs.configure(settings.log_level, "node" if settings.local_size else "helper")
     key = bytes.fromhex(settings.job_key)
     try:
         transport.check(settings)
@@ -103,6 +105,8 @@ class Node:
                                   self._peers.take_in)
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
+        self._generation = 0  # the last one that was committed
+        self._ran_at = time.monotonic()  # the control loop
         self._dialled: tuple[zmq.Socket[bytes], ...] = ()
         self._unread: list[messages.Message] = []
         self._is_alone = False  # the scheduler is gone for good
@@ -130,12 +134,14 @@ class Node:
     def run(self) -> int:
         """Serve until the job ends; return the exit code."""
         self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
+        self._export()
         with StopSignals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
             try:
                 if self._settings.local_size <= 0:
                     self.join()
                 while not self._over():
                     self._loop.run_once(_TICK_S)
+                    self._ran_at = time.monotonic()
                     self._turn()
             finally:
                 self._close()
@@ -203,13 +209,15 @@ class Node:
             self._membership.send(message)
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
-             level: int = logging.ERROR) -> None:
-        """End the job with *error* on all ranks; log it with *level*.
+             level: int | None = None) -> None:
+        """End the job with *error* on all ranks; log it with *level*, by default as an error if nobody else says it.
 
         The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
         """
         if self._exit_code is not None:
             return
+        if level is None:
+            level = logging.INFO if self._is_said_by_others(error) else logging.ERROR
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
@@ -217,6 +225,13 @@ class Node:
         has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
         survives = tell and has_begun and not self._home.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else 1)
+
+    def _is_said_by_others(self, error: BpsError) -> bool:
+        """Whether ranks raise *error*: those of this machine, or of others where it tells of somebody else's end.
+
+        A rank that is lost has raised something itself, or whoever started it says what has ended it.
+        """
+        return self._home.is_heard or (isinstance(error, PeerLostError) and not self._is_alone)
 
     def _leave(self, error: BpsError, code: int) -> None:
         if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
@@ -262,6 +277,7 @@ class Node:
         return future.result()
 
     def _breathe(self) -> None:
+        self._ran_at = time.monotonic()
         if self._membership is not None and self._exit_code is None:
             now = time.monotonic()
             self._unread += self._membership.recv_nowait(now)
@@ -330,6 +346,12 @@ class Node:
         """What this node is called in messages."""
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
+    def _role(self, welcome: messages.Welcome) -> str:
+        """Return what log lines call this node: a helper by its number among helpers."""
+        if welcome.nodes[welcome.index].ranks:
+            return self.name
+        return f"helper {welcome.index - sum(bool(node.ranks) for node in welcome.nodes)}"
+
     def _close(self) -> None:
         if self._exporter is not None:
             self._exporter.close()
@@ -345,19 +367,69 @@ class Node:
         self._vertex.close()
         self._loop.close()
 
+    # -- what others may know of it -----------------------------------------------------------------------
+
+    def _export(self) -> None:
+        """Answer from now on who asks for numbers, or whether this node lives and is ready."""
+        settings = self._settings
+        if settings.metrics_port or settings.metrics_textfile:
+            # where all nodes are of one host its index says how many ports are taken; else `welcomed` does
+            n_before = max(0, settings.node_index) if is_loopback(self._scheduler[0]) else 0
+            self._exporter = metrics.Exporter(settings, self._loop, self._status, self._reading, self._progress,
+                                              n_before)
+
+    def _status(self) -> Status:
+        """Any thread."""
+        welcome, membership = self._welcome, self._membership
+        return Status(-1 if welcome is None else welcome.index, "" if welcome is None else welcome.job,
+                      self._why_not_ready(), membership is not None and membership.is_heard,
+                      time.monotonic() - self._ran_at)
+
+    def _why_not_ready(self) -> str:
+        scheduler = f"the scheduler at {self._scheduler[0]}:{self._scheduler[1]}"
+        if self.ending:
+            return "the job is over"
+        if self._membership is None:
+            return f"waits for ranks of this machine: {self._home.missing()} has not attached yet"
+        if self._welcome is None:
+            return (f"waits for others to join the job that {scheduler} gathers" if self._membership.is_heard
+                    else f"waits for {scheduler}")
+        if not self._vertex.connected:
+            return "connects to its peers"
+        if self.is_without_scheduler or not self._membership.is_heard:
+            return f"{scheduler} is lost: the job goes on, and waits for another one there"
+        return ""
+
+    def _progress(self) -> tuple[int, int]:
+        if not self._vertex.connected:
+            return 0, 0
+        counters = self._vertex.engine.counters()
+        return counters["sums"], counters["published_bytes"]
+
+    def _reading(self) -> Reading | None:
+        vertex, recovery, welcome = self._vertex, self._recovery, self._welcome
+        if welcome is None or not vertex.connected:
+            return None
+        return Reading(vertex.counters(), vertex.regions.nbytes_by_kind(),
+                       {index: link.kind for index, link in vertex.links.items()}, vertex.lags(owned=False),
+                       vertex.lags(owned=True), self._peers.members(), recovery.count, recovery.n_joined,
+                       max(welcome.epoch, recovery.epoch), self._generation)
+
     # -- the scheduler's words ----------------------------------------------------------------------------
 
     def _on_welcome(self, message: messages.Welcome) -> None:
         self._welcome = message
         self._interregnum.welcomed(message)
-        logs.configure(self._settings.log_level, self.name)
+        logs.know(self._role(message), message.job)
         self._home.admitted(message.nodes[message.index])
         self._peers.welcomed(message)
         self._reception.know(message.index, message.epoch, self._vertex.doorstep)
-        self._exporter = metrics.exporter_for(self._settings, message, self._loop, self._vertex, self._peers,
-                                               self._recovery)
+        if self._exporter is not None:
+            me = message.nodes[message.index]
+            self._exporter.welcomed(message.index, sum(node.host == me.host for node in message.nodes[:message.index]))
 
     def _on_commit(self, message: messages.Commit) -> None:
+        self._generation = message.generation
         if not self._recovery.commit(message):
             self._plans.commit(message)
 
@@ -372,7 +444,7 @@ class Node:
                 self._leave(error, LEFT_BEHIND)
             return
         # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
-        quiet = bool(self._home.ranks) or isinstance(error, ClosedError)
+        quiet = self._home.is_heard or isinstance(error, ClosedError)
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
 
     def _on_finish(self, message: messages.Finish) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
+        #: The one that has made it, whose loop it is.
+        self.thread = threading.current_thread()
         self._wake = WakeUp()
         self.watch(self._wake.fileno(), self._run_calls)
 

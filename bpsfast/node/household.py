@@ -130,7 +130,8 @@ class Household:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus)),
+                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus),
+                job=welcome.job),
                 vertex.fds_for(rank))
         if self._departed is not None:
             self.tell_all(self._departed)
@@ -266,6 +267,11 @@ class Household:
         self._departed = message
         if self._attached:
             self.tell_all(message)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a rank is there that raises what the job ends with."""
+        return any(not rank.gone for rank in self.ranks)
 
     def gone(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of the global *ranks* that have left."""

@@ -1,129 +1,155 @@
-"""The node's numbers for Prometheus: over HTTP, and as a file for node-exporter. Needs the extra "metrics".
+"""The node's numbers for Prometheus, and whether it lives and is ready: over HTTP, and as a file for node-exporter.
 
-One exporter per node tells of the node, its wires and its ranks. What a rank counts lies in its lane, so no rank is
-asked. HTTP threads read through the control loop, which owns the counters.
+    /metrics    what `reading.Collector` makes of the node, its wires and its ranks; needs the extra "metrics"
+    /healthz    200 while the control loop runs, else 503: for a liveness probe; a slow rendezvous does not matter
+    /readyz     200 once the node is in the job and connected, else 503 and why not
+
+It answers as soon as the node's process runs, before there is a job. What a rank counts lies in its lane, so no rank is
+asked. HTTP threads read through the control loop, which owns the counters; while that is busy (it faults in memory, or
+compiles) they tell the numbers that they got last, and how old those are.
 """
 from __future__ import annotations
 
 import importlib.util
 import logging
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
 
-from ..orchestration.errors import ConfigError, LackingError
-from ..orchestration.messages import Welcome
+from ..orchestration.errors import ConfigError
 from ..settings import Settings
 from .event_loop import EventLoop
-from .reading import Collector, Reading
-
-if TYPE_CHECKING:
-    from .peers import Peers
-    from .recovery import Recovery
-    from .vertex import Vertex
+from .reading import Collector, Reading, Status
 
 log = logging.getLogger("bpsfast.node")
 
 #: Between two writings of the text file.
 _TEXTFILE_S = 5.0
-#: How long a scrape waits for the control loop, which may be faulting in memory.
-_ANSWER_S = 5.0
+#: How long a scrape waits for the control loop before it tells what it knows. Prometheus waits 10 s.
+_ANSWER_S = 2.0
+#: A control loop that has not run for so long does not live: its longest wait is 30 s.
+_LIVE_S = 60.0
+#: Between two looks whether numbers have changed, and whether a port that was taken is free.
+_LOOK_S = 0.5
+#: After which it is said that the port stays taken: another node of this host may have to leave it first.
+_TAKEN_S = 5.0
+#: A client that says nothing is not waited for.
+_PATIENCE_S = 10.0
 
 
 def check(settings: Settings) -> None:
-    """Raise `ConfigError` if numbers are to be exported and cannot be."""
+    """Raise `ConfigError` if numbers cannot be written where they are to be; warn if the library is missing."""
     if not settings.metrics_port and not settings.metrics_textfile:
         return
-    asked = (f"BPSFAST_METRICS_PORT = {settings.metrics_port}" if settings.metrics_port
-             else f"BPSFAST_METRICS_TEXTFILE = {settings.metrics_textfile!r}")
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise LackingError(f"{asked} needs the library prometheus_client, which is not installed: pip install "
-                           "'bpsfast[metrics]', or unset it")
+    if not _has_library():
+        asked = (f"BPSFAST_METRICS_PORT = {settings.metrics_port}" if settings.metrics_port
+                 else f"BPSFAST_METRICS_TEXTFILE = {settings.metrics_textfile!r}")
+        log.warning("%s: the library prometheus_client is not installed, so the job goes on without numbers for "
+                    "Prometheus%s; pip install 'bpsfast[metrics]'", asked,
+                    " (/healthz and /readyz answer)" if settings.metrics_port else "")
     folder = Path(settings.metrics_textfile or ".").absolute().parent
     if settings.metrics_textfile and not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {settings.metrics_textfile!r}: the folder {str(folder)!r} does "
                           "not exist, or this user may not write there")
 
 
-def exporter_for(settings: Settings, welcome: Welcome, loop: EventLoop, vertex: Vertex, peers: Peers,
-                 recovery: Recovery) -> Exporter | None:
-    """Return an exporter of the node that was welcomed, or None if nobody wants its numbers."""
-    if not settings.metrics_port and not settings.metrics_textfile:
-        return None
-    me = welcome.nodes[welcome.index]
-    n_before = sum(node.host == me.host for node in welcome.nodes[: welcome.index])
-
-    def read() -> Reading:
-        return Reading(vertex.counters(), vertex.regions.nbytes_by_kind(),
-                       {index: link.kind for index, link in vertex.links.items()}, vertex.lags(owned=False),
-                       vertex.lags(owned=True), peers.members(), recovery.count, recovery.n_joined, welcome.job)
-
-    return Exporter(settings, welcome.index, n_before, loop, read)
+def _has_library() -> bool:
+    return importlib.util.find_spec("prometheus_client") is not None
 
 
 class Exporter:
-    """Serves what *read* returns for node *index*. Owned by the control loop's thread, the only one to call *read*.
+    """Serves what *read* returns, None while there is nothing to read. Owned by the control loop's thread.
 
-    Where *n_before* other nodes of the job are on this host, the port is so much higher, and a text file needs
-    ``{node}`` in its name.
-
-    Raises
-    ------
-    ConfigError
-        If the port cannot be listened on, or two nodes would write one file.
+    That thread alone calls *read* and *progress*, which returns partitions summed and bytes published: they change with
+    each round. Any thread calls *status*. *n_before*: other nodes of the job that are taken to be on this host, before
+    this one; the port is so much higher. A port that is taken is tried again.
     """
 
-    def __init__(self, settings: Settings, index: int, n_before: int, loop: EventLoop,
-                 read: Callable[[], Reading]) -> None:
-        from prometheus_client import CollectorRegistry
-
+    def __init__(self, settings: Settings, loop: EventLoop, status: Callable[[], Status],
+                 read: Callable[[], Reading | None], progress: Callable[[], tuple[int, int]],
+                 n_before: int = 0) -> None:
         self._loop = loop
-        self._read = read
-        self._path = settings.metrics_textfile.replace("{node}", str(index))
-        self._server: Any = None
-        self._thread: Any = None
+        self._status = status
+        self._read_node = read
+        self._progress = progress
+        self._textfile = settings.metrics_textfile if _has_library() else ""
+        self._path = ""
+        self._host, self._first_port = settings.metrics_host, settings.metrics_port
+        self._port = self._first_port + n_before
+        self._taken_since: float | None = None
+        self._server: _Server | None = None
+        self._last: tuple[float, Reading] | None = None
+        self._done = 0, 0  # the progress, and when it was seen to be that: monotonic time, time of day
+        self._done_at: tuple[float, float] | None = None
         self._warned = self._closed = False
-        if n_before and self._path and "{node}" not in settings.metrics_textfile:
-            raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {settings.metrics_textfile!r}: several nodes of this host "
+        collector = Collector(status, self._reading)
+        self._metrics = _Metrics(collector) if _has_library() else None
+        self._look()
+
+    def welcomed(self, index: int, n_before: int) -> None:
+        """The node is number *index* of the job: listen, and write, where that one does.
+
+        Raises
+        ------
+        ConfigError
+            If two nodes would write one file.
+        """
+        if n_before and self._textfile and "{node}" not in self._textfile:
+            raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {self._textfile!r}: several nodes of this host "
                               "would write it; put {node} into the name, which becomes the node's number")
-        if settings.metrics_port:
-            registry = CollectorRegistry()
-            registry.register(Collector(index, self._read_in_loop))
-            self._serve(settings.metrics_host, settings.metrics_port + n_before, registry)
-        if self._path:
-            self._file_registry = CollectorRegistry()
-            self._file_registry.register(Collector(index, read))
+        if self._first_port + n_before != self._port:
+            self._hang_up()
+            self._port = self._first_port + n_before
+            self._listen()
+        if self._textfile:
+            self._path = self._textfile.replace("{node}", str(index))
             self._write_again()
 
-    def _serve(self, host: str, port: int, registry: Any) -> None:
-        from prometheus_client import start_http_server
+    # -- in the control loop ---------------------------------------------------------------------------------------
 
+    def _look(self) -> None:
+        if self._closed:
+            return
+        self._listen()
+        self._note()
+        self._loop.call_at(time.monotonic() + _LOOK_S, self._look)
+
+    def _listen(self) -> None:
+        if not self._first_port or self._server is not None:
+            return
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = _Server(self._host, self._port, self._answer)
         except (OSError, OverflowError) as exc:
-            raise ConfigError(f"the node cannot serve its numbers on {host}:{port}: {exc}; set BPSFAST_METRICS_PORT to "
-                              "a free port (further nodes of one host take the next ones), or 0") from exc
-        log.info("numbers for Prometheus: http://%s:%d/metrics", host, port)
+            now = time.monotonic()
+            self._taken_since = now if self._taken_since is None else self._taken_since
+            if now - self._taken_since >= _TAKEN_S and not self._warned:
+                self._warned = True
+                log.warning("the node cannot serve its numbers on %s:%d: %s; the job goes on without them, and it is "
+                            "tried again. Set BPSFAST_METRICS_PORT to a free port (further nodes of one host take the "
+                            "next ones), or 0", self._host, self._port, exc)
+            return
+        self._taken_since = None
+        log.info("numbers for Prometheus: http://%s:%d/metrics", self._host, self._port)
 
-    def _read_in_loop(self) -> Reading:
-        """Return what is counted. Threads of the HTTP server."""
-        answer: Future[Reading] = Future()
+    def _note(self) -> None:
+        """Note when a round has ended last."""
+        done = self._progress()
+        if done != self._done:
+            self._done, self._done_at = done, (time.monotonic(), time.time())
 
-        def read() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(self._read())
-                except Exception as exc:  # it is the scrape that fails, not the job
-                    answer.set_exception(exc)
-
-        self._loop.call_soon(read)
-        try:
-            return answer.result(_ANSWER_S)
-        finally:
-            answer.cancel()
+    def _take(self) -> None:
+        """Read what is counted, if anything is yet."""
+        self._note()
+        reading = self._read_node()
+        if reading is not None:
+            self._last = time.monotonic(), reading._replace(last_round=self._done_at)
 
     def _write_again(self) -> None:
         if not self._closed:
@@ -133,13 +159,20 @@ class Exporter:
     def _write(self) -> None:
         from prometheus_client import write_to_textfile
 
+        assert self._metrics is not None
         try:
-            write_to_textfile(self._path, self._file_registry)  # to a file beside it, then renamed
+            self._take()
+            write_to_textfile(self._path, self._metrics.registry)  # to a file beside it, then renamed
         except Exception as exc:  # whatever it is: numbers that nobody gets end no job
             if not self._warned:
                 log.warning("the numbers for Prometheus cannot be written to %s: %s: %s", self._path,
                             type(exc).__name__, exc)
             self._warned = True
+
+    def _hang_up(self) -> None:
+        if self._server is not None:
+            self._server.end()
+            self._server = None
 
     def close(self) -> None:
         """Write the file for the last time and stop serving. While the engine still runs. Idempotent."""
@@ -148,7 +181,130 @@ class Exporter:
         self._closed = True
         if self._path:
             self._write()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
+        self._hang_up()
+
+    # -- in threads of the HTTP server -----------------------------------------------------------------------------
+
+    def _reading(self) -> tuple[float, Reading] | None:
+        """Return what is counted, and how old that is (s); None if nothing is yet. In the control loop, too."""
+        if threading.current_thread() is not self._loop.thread:
+            self._ask()
+        last = self._last
+        return None if last is None else (max(0.0, time.monotonic() - last[0]), last[1])
+
+    def _ask(self) -> None:
+        """Have the control loop read, unless it is busy for too long."""
+        answer: Future[None] = Future()
+
+        def take() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    self._take()
+                    answer.set_result(None)
+                except Exception as exc:  # it is the scrape that fails, not the job
+                    answer.set_exception(exc)
+
+        self._loop.call_soon(take)
+        try:
+            answer.result(_ANSWER_S)
+        except FutureTimeoutError:
+            answer.cancel()
+
+    def _answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
+        """Return status, content type and body."""
+        if path == "/healthz":
+            age_s = self._status().loop_age_s
+            return _words(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
+        if path == "/readyz":
+            why_not = self._status().why_not_ready
+            return _words(503 if why_not else 200, why_not or "in the job, and connected")
+        if path not in ("/metrics", "/"):
+            return _words(404, "there are /metrics, /healthz and /readyz")
+        if self._metrics is None:
+            return _words(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
+        return 200, *self._metrics.text(accept)
+
+
+class _Metrics:
+    """The metrics of one node's process as text."""
+
+    def __init__(self, collector: Collector) -> None:
+        from prometheus_client import CollectorRegistry, ProcessCollector
+
+        self.registry = CollectorRegistry()
+        self.registry.register(collector)
+        self._process = CollectorRegistry()  # node-exporter has a process of its own: not for its files
+        ProcessCollector(registry=self._process)
+
+    def text(self, accept: str) -> tuple[str, bytes]:
+        """Return content type and text for a client that takes *accept*."""
+        from prometheus_client.exposition import choose_encoder
+
+        encode, kind = choose_encoder(accept)
+        both = _Both(self.registry, self._process)
+        return kind, encode(both)
+
+
+class _Both:
+    """Two registries as one, for an encoder."""
+
+    def __init__(self, *registries: Any) -> None:
+        self._registries = registries
+
+    def collect(self) -> Any:
+        """Yield all metrics."""
+        for registry in self._registries:
+            yield from registry.collect()
+
+
+def _words(code: int, text: str) -> tuple[int, str, bytes]:
+    return code, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+class _Server(ThreadingMixIn, TCPServer):
+    """An HTTP server that gives each GET to *answer* (path, Accept), in a thread of its own; serves until `end`."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, answer: Callable[[str, str], tuple[int, str, bytes]]) -> None:
+        self.answer = answer
+        self.address_family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM,
+                                                 flags=socket.AI_PASSIVE)[0][0]
+        super().__init__((host, port), _Handler)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="bpsfast-metrics", daemon=True)
+        self._thread.start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing aloud of a client that went away amid its answer."""
+        log.debug("a question for numbers failed", exc_info=True)
+
+    def end(self) -> None:
+        """Stop serving, and free the port."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _PATIENCE_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Answer a question."""
+        try:
+            code, kind, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
+        except Exception as exc:  # it is the scrape that fails, not the job
+            code, kind, body = _words(500, f"{type(exc).__name__}: {exc}")
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Log no line for each question."""

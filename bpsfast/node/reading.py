@@ -1,12 +1,13 @@
 """What a node's exporter tells at one moment, as Prometheus' metrics; `bpsfast.top` reads them back."""
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
-from ..orchestration.messages import LagRow
+from ..orchestration.messages import VERSION, LagRow
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -23,10 +24,26 @@ class Member(NamedTuple):
     is_there: bool
 
 
+class Status(NamedTuple):
+    """What a node is, whether or not there is a job yet; read by any thread.
+
+    `node`: its number, -1 before the job has one for it. `job`: a name that no other job has, "" before it has one.
+    `why_not_ready`: in words, "" once the node is in the job and connected. `loop_age_s`: since the control loop ran.
+    """
+
+    node: int
+    job: str
+    why_not_ready: str
+    is_scheduler_connected: bool
+    loop_age_s: float
+
+
 class Reading(NamedTuple):
     """What is counted at one moment: groups of counters as `Vertex.counters` has them, transports by peer, lags.
 
-    `owned_lags`: of all inputs of units that this node owns; `job`: a name that no other job has.
+    `owned_lags`: of all inputs of units that this node owns. `epoch` rises when nodes are lost or come, `generation`
+    when units are added. `last_round`: when this node has summed, or got a result for its ranks, last: monotonic time
+    and time of day (s); None: never.
     """
 
     groups: dict[str, dict[str, int]]
@@ -37,7 +54,9 @@ class Reading(NamedTuple):
     members: tuple[Member, ...] = ()
     n_recoveries: int = 0
     n_joined: int = 0
-    job: str = ""
+    epoch: int = 0
+    generation: int = 0
+    last_round: tuple[float, float] | None = None
 
 
 class Row(NamedTuple):
@@ -80,17 +99,63 @@ RANK = (
 
 
 class Collector:
-    """Turns readings into metrics of node *index*, each time anew: nothing is counted twice."""
+    """Turns status and readings, with their age in seconds, into metrics, each time anew: nothing is counted twice.
 
-    def __init__(self, index: int, read: Callable[[], Reading]) -> None:
-        self._node = str(index)
+    *read* returns None while there is none.
+    """
+
+    def __init__(self, status: Callable[[], Status], read: Callable[[], tuple[float, Reading] | None]) -> None:
+        self._status = status
         self._read = read
+        self._node = ""
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: a registry asks for this, and there may be nothing to collect yet."""
+        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
+        found = self._read()
+        status = self._status()
+        self._node = str(status.node) if status.node >= 0 else ""
+        yield from self._standing(status, None if found is None else found[0])
+        if found is not None:
+            yield from self._counted(found[1])
+
+    def _standing(self, status: Status, age_s: float | None) -> Iterator[Metric]:
+        """Yield what this node is, and whether it does what it should."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        build = GaugeMetricFamily("bpsfast_build_info", "always 1: what runs here",
+                                  labels=["node", "version", "protocol", "python"])
+        build.add_metric([self._node, __version__, str(VERSION), platform.python_version()], 1)
+        yield build
+        if status.job:
+            # bpsfast_job is what bpsfast_job_info was called before: dashboards have it
+            for name in ("bpsfast_job_info", "bpsfast_job"):
+                job = GaugeMetricFamily(name, "always 1: the job's name, the version of bpsfast",
+                                        labels=["node", "name", "version"])
+                job.add_metric([self._node, status.job, __version__], 1)
+                yield job
+        gauges = [("bpsfast_ready", "1: in the job, and connected", not status.why_not_ready),
+                  ("bpsfast_scheduler_connected", "1: the scheduler is heard", status.is_scheduler_connected),
+                  ("bpsfast_control_loop_age_seconds", "since the node's control loop ran", status.loop_age_s)]
+        if age_s is not None:
+            gauges.append(("bpsfast_reading_age_seconds", "how old these numbers are: the control loop may be busy",
+                           age_s))
+        yield from self._gauges(gauges)
+
+    def _gauges(self, rows: list[tuple[str, str, float]]) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, doc, value in rows:
+            gauge = GaugeMetricFamily(name, doc, labels=["node"])
+            gauge.add_metric([self._node], value)
+            yield gauge
+
+    def _counted(self, reading: Reading) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        reading = self._read()
         for group, rows in NODE.items():
             yield from _families(rows, ["node"], [([self._node], reading.groups[group])])
         wires = [([self._node, str(peer), kind], reading.groups[f"wire_{peer}"])
@@ -139,12 +204,9 @@ class Collector:
         yield from (lag, longest, ratio, inputs, lags, last, late)
 
     def _job(self, reading: Reading) -> Iterator[Metric]:
-        """Yield which job this is, who belongs to it, and how often it has gone on with others."""
+        """Yield who belongs to the job, how often it has gone on with others, and when it did anything last."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        job = GaugeMetricFamily("bpsfast_job", "always 1: the job's name, the version of bpsfast",
-                                labels=["node", "name", "version"])
-        job.add_metric([self._node, reading.job, __version__], 1)
         member = GaugeMetricFamily("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without "
                                    "it", labels=["node", "member", "host", "kind"])
         for each in reading.members:
@@ -155,7 +217,16 @@ class Collector:
         recoveries.add_metric([self._node], reading.n_recoveries)
         joined = CounterMetricFamily("bpsfast_joined", "helpers that have come to the running job", labels=["node"])
         joined.add_metric([self._node], reading.n_joined)
-        yield from (job, member, recoveries, joined)
+        yield from (member, recoveries, joined)
+        gauges: list[tuple[str, str, float]] = [
+            ("bpsfast_epoch", "rises when nodes are lost or have come", reading.epoch),
+            ("bpsfast_generation", "rises when tensors are added", reading.generation)]
+        if reading.last_round is not None:
+            monotonic_s, time_s = reading.last_round
+            gauges += [("bpsfast_last_round_age_seconds", "since a round ended here, to half a second",
+                        max(0.0, time.monotonic() - monotonic_s)),
+                       ("bpsfast_last_round_timestamp_seconds", "when that was, since 1970", time_s)]
+        yield from self._gauges(gauges)
 
 
 def _families(rows: tuple[Row, ...], labels: list[str],

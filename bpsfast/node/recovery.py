@@ -51,6 +51,8 @@ class Recovery:
         self._prepared: tuple[Generation, Succession] | None = None
         #: How often this node has gone on without somebody, and how many it has taken in.
         self.count = self.n_joined = 0
+        #: The epoch that the last of them began; 0: there was none.
+        self.epoch = 0
 
     def freeze(self, message: messages.Freeze) -> None:
         """Stop, part with who is lost, and say so."""
@@ -96,6 +98,7 @@ class Recovery:
         self._plans.forget()
         self._vertex.succeed(generation, succession, message.order)
         self._plans.say_room()
+        self.epoch = frozen.epoch
         self.count += bool(frozen.lost)
         self.n_joined += len(frozen.joined)
         if self._node.name == "node 0":

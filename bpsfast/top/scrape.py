@@ -51,7 +51,7 @@ class Scrape(NamedTuple):
         return self._job("version")
 
     def _job(self, label: str) -> str:
-        return self.metrics["bpsfast_job"][0].labels[label]
+        return self.metrics["bpsfast_job"][0].labels[label]  # nodes of all versions have it
 
 
 class NotOursError(ConnectionError):
@@ -89,6 +89,8 @@ def scrape(host: str, port: int, timeout_s: float) -> Scrape:
     if answer.status >= 500:  # a node that has not met its peers yet, or does not come to it
         raise TimeoutError(f"{host}:{port} has no numbers yet (HTTP {answer.status})")
     found = Scrape(time.monotonic(), _parsed(text, f"{host}:{port}"))
+    if found.metrics.get("bpsfast_build_info") and not found.metrics.get("bpsfast_member_up"):
+        raise TimeoutError(f"{host}:{port} has no numbers yet: its job gathers")
     if not found.metrics.get("bpsfast_job"):
         raise NotOursError(f"{host}:{port} is no node of bpsfast (HTTP {answer.status})")
     return found

@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..orchestration.errors import ClosedError
+from .. import logs
+from ..orchestration.errors import BpsError, ClosedError
 from .joining import abandon as leave_lost, join, leave
-from .lifetime import Watch
+from .lifetime import Watch, be_brief
 from .session import Session
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ def init(**settings: object) -> None:
     """
     if session() is not None:
         return
-    from .. import logs
     from ..launch import roles
     from ..settings import load
 
@@ -72,8 +72,17 @@ def begin(place: Place, found: Settings, why_void: Callable[[], str | None] = la
             f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
             "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
             "at the end of the program")
-    session, started = join(place, found, why_void)
-    _current, _watch = session, Watch(shutdown, started, brief=place.launcher in ("bpsfast", "elastic"))
+    if place.rank >= 0:
+        logs.know(f"rank {place.rank}")
+    is_launchers = place.launcher in ("bpsfast", "elastic")
+    try:
+        session, started = join(place, found, why_void)
+    except BpsError:
+        if is_launchers:
+            be_brief()
+        raise
+    logs.know(f"rank {session.rank}", session.job)
+    _current, _watch = session, Watch(shutdown, started, brief=is_launchers)
 
 
 def shutdown() -> None:

@@ -7,22 +7,22 @@ process it belongs to.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from traceback import extract_tb
+from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
 from types import TracebackType
 
 from ..launch.daemons import Daemons
-from ..orchestration.errors import PeerLostError
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 
 
 class Watch:
     """Call *shutdown* at exit, and remember the exception that ends the program; `close` also closes *started*.
 
-    *brief*: a program that ends because a peer did says so in one line. Under a launcher that shows the output of all
-    ranks, their tracebacks would bury the one that matters.
+    *brief*: see `be_brief`.
     """
 
     def __init__(self, shutdown: Callable[[], None], started: Daemons, brief: bool = False) -> None:
@@ -52,35 +52,54 @@ class Watch:
             self.daemons.close()
 
 
+def be_brief() -> None:
+    """Show what ends this program briefly: under a launcher that shows the output of all ranks.
+
+    A program that ends because a peer did says so in one line: its traceback would bury the one that matters. An error
+    that bpsfast raises on purpose is shown with the program's own calls alone. ``log_level=DEBUG`` shows everything.
+    """
+    _hook.be_brief()
+
+
 class _Hook:
-    """The one ``sys.excepthook`` for all watches: it is there while there are some."""
+    """The one ``sys.excepthook`` for all watches: it is there while there are some, or for good after `be_brief`."""
 
     def __init__(self) -> None:
+        self._is_brief = False
         self._watches: list[Watch] = []
         self._ours: Callable[..., None] | None = None
 
     def watch(self, watch: Watch) -> None:
         """Tell *watch* of what ends the program."""
-        if not self._watches:
-            self._install()
+        self._install()
         self._watches.append(watch)
+
+    def be_brief(self) -> None:
+        """See the function."""
+        self._install()
+        self._is_brief = True
 
     def forget(self, watch: Watch) -> None:
         """Tell *watch* no more; the last one to go takes the hook along."""
         if watch in self._watches:
             self._watches.remove(watch)
-        if not self._watches and self._ours is not None and sys.excepthook is self._ours:
+        if not self._watches and not self._is_brief and self._ours is not None and sys.excepthook is self._ours:
             self._remove()
 
     def _install(self) -> None:
+        if self._watches or self._is_brief:
+            return
         previous = sys.excepthook
 
         def note(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
             for watch in self._watches:
                 watch.failure = f"{kind.__name__}: {value}"
-            brief = any(watch.brief for watch in self._watches)
-            if brief and isinstance(value, PeerLostError) and previous is sys.__excepthook__:
+            brief = ((self._is_brief or any(watch.brief for watch in self._watches)) and previous is sys.__excepthook__
+                     and not logging.getLogger("bpsfast").isEnabledFor(logging.DEBUG))
+            if brief and isinstance(value, PeerLostError):
                 print(f"bpsfast.{kind.__name__}: {value} ({_place_in_program(traceback)})", file=sys.stderr)
+            elif brief and isinstance(value, BpsError) and not isinstance(value, ProtocolError):
+                sys.stderr.write("".join(_without_ours(TracebackException(kind, value, traceback)).format()))
             else:
                 previous(kind, value, traceback)
 
@@ -109,8 +128,41 @@ def _outlast_jobs() -> None:
             started.outlast()
 
 
+class _Stack(StackSummary):
+    """Calls of which those within bpsfast are left out."""
+
+    n_left_out = 0
+
+    def format(self, **options: bool) -> list[str]:
+        """Return the lines; the last one says that there were more."""
+        return [*super().format(**options),
+                f"  [{self.n_left_out} calls within bpsfast: BPSFAST_LOG_LEVEL=DEBUG shows them]\n"]
+
+
+def _without_ours(told: TracebackException) -> TracebackException:
+    """Leave bpsfast's own calls out of *told*, and of what it comes from, where that leaves any of the program's."""
+    seen: set[int] = set()
+    chain: list[TracebackException | None] = [told]
+    while chain:
+        each = chain.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        chain += [each.__cause__, each.__context__]
+        frames = _programs_own(each.stack)
+        if frames and len(frames) < len(each.stack):
+            stack = _Stack(frames)
+            stack.n_left_out = len(each.stack) - len(frames)
+            each.stack = stack
+    return told
+
+
+def _programs_own(stack: StackSummary) -> list[FrameSummary]:
+    package = str(Path(__file__).parents[1]) + os.sep
+    return [frame for frame in stack if not frame.filename.startswith(package)]
+
+
 def _place_in_program(traceback: TracebackType | None) -> str:
     """Return file and line of the innermost call that is not bpsfast's own."""
-    package = str(Path(__file__).parents[1])
-    frames = [frame for frame in extract_tb(traceback) if not frame.filename.startswith(package)]
+    frames = _programs_own(extract_tb(traceback))
     return f"ended in {frames[-1].filename}, line {frames[-1].lineno}" if frames else "ended in bpsfast"

@@ -86,6 +86,7 @@ class Session:
         self.node, self.n_nodes, self.n_helpers = attached.node, attached.n_nodes, attached.n_helpers
         self.transports = dict(attached.transports)
         self.machines = attached.machines
+        self.job = attached.job
         self.tunes = False  # whether the gradients of some model are tuned: those that come first
         self.settings = settings
         self.place = attachment.place

@@ -352,7 +352,7 @@ class Peering:
             half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer))
             if (self._closed or hello.peer not in self._peers or hello.stream in half.sockets
                     or hello.peer in self.links):
-                log.warning("refused stream %d of node %d: not expected", hello.stream, hello.peer)
+                log.log(self._refusal_level, "refused stream %d of node %d: not expected", hello.stream, hello.peer)
                 sock.close()
                 return
             half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if hello.encrypted else None)
@@ -366,11 +366,16 @@ class Peering:
             reason = shm_objection(self._settings) or "it found no shared memory with this node"
             self.offer(self._equip(half), self._objections.get(hello.peer) or reason)
 
+    @property
+    def _refusal_level(self) -> int:
+        """Of log lines: a node that ends may be met by others that do not know it yet."""
+        return logging.INFO if self._closed else logging.WARNING
+
     def _accept_rdma(self, sock: socket.socket, index: int) -> None:
         """Meet a node that wants RDMA. If that cannot be, it comes again by tcp."""
         peer = self._peers.get(index)
         if self._closed or peer is None or index in self.links:
-            log.warning("refused a connection for RDMA of node %d: not expected", index)
+            log.log(self._refusal_level, "refused a connection for RDMA of node %d: not expected", index)
             sock.close()
             return
         self._meetings[index] = threading.current_thread()

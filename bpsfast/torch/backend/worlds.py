@@ -130,6 +130,7 @@ def _make(store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: flo
     logs.configure(settings.log_level, "rank")
     place = rendezvous.place(store, rank, size, settings, min(timeout_s, settings.start_timeout_s))
     session, started = join(place, settings)
+    logs.know(f"rank {ranks[session.rank]}", session.job)
     world: World
 
     def end() -> None:
