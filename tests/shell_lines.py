@@ -182,8 +182,12 @@ def _srun(words: list[str]) -> None:
 
 def _mpirun(words: list[str]) -> None:
     found = _launched(words, ("-np",), ("--host",), ("-x",))
-    _export(found.x or [])
+    given = found.x or []
+    _export([each for each in given if "=" in each])
+    for name in given:
+        _variable(name.partition("=")[0], "")
     if found.host:
+        assert "BPSFAST_JOB_KEY" in given, "a job over several machines needs a key"
         slots = sum(int(host.partition(":")[2]) for host in found.host[0].split(","))
         assert slots == int(found.np[0]), f"{found.np} ranks on {slots} slots"
 
