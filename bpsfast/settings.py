@@ -26,6 +26,7 @@ from .orchestration.errors import ConfigError
 from .orchestration.placement.placement import check_policy
 
 PREFIX = "BPSFAST_"
+_KEY = "BPSFAST_JOB_KEY"
 _LEAST_LIMIT_GBPS = 0.001
 _LEAST_HELPER_LEASE_S = 0.5
 _MOST_TCP_STREAMS = 4
@@ -272,7 +273,7 @@ def load_with_origins(
     ConfigError
         An unknown name, a value of the wrong type or out of its limits, or two values that contradict.
     """
-    environ = os.environ if environ is None else environ
+    environ = _own_environment() if environ is None or environ is os.environ else environ
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     for name in given:
         _known(name, name, "the command line")
@@ -305,6 +306,24 @@ def load_with_origins(
     settings = Settings(**values)
     _check_together(settings, origins)
     return settings, origins
+
+
+_taken_key = ""
+
+
+def take_job_key() -> None:
+    """Move BPSFAST_JOB_KEY from this process's environment into its memory, where only this module reads it.
+
+    Called once a process has joined its job, so that what it starts (loaders, trackers, crash reporters) is not given
+    the key. `load` knows it still, here and in forks of this process, unless the variable is set anew. A program that
+    is started afterwards to be a member has to be given the key: nodes and schedulers are (`environment`).
+    """
+    global _taken_key
+    _taken_key = os.environ.pop(_KEY, "") or _taken_key
+
+
+def _own_environment() -> Mapping[str, str]:
+    return {_KEY: _taken_key, **os.environ} if _taken_key and not os.environ.get(_KEY) else os.environ
 
 
 def fingerprint(settings: Settings) -> dict[str, str]:

@@ -20,6 +20,7 @@ from .orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostEr
 from .orchestration.order import turn_line as says
 from .orchestration.order.turn_line import FollowerLine, LeaderLine
 from .orchestration.order.turns import Entry, Follower, Leader
+from .orchestration.security import prove
 from .wake_up import WakeUp
 
 log = logging.getLogger("bpsfast")
@@ -45,12 +46,21 @@ class _Operation:
 
 
 class _Meeting(msgspec.Struct, frozen=True):
-    """Where rank 0 listens, and the group's key; or why it does not."""
+    """Where rank 0 listens, and of what the line's key is made; or why it does not.
+
+    The group may carry it in the clear. So it is no key, if there is a secret that all ranks know: that one and `salt`
+    make the key. Without one `salt` is the key, and whoever reads it can join the line.
+    """
 
     host: str = ""
     port: int = 0
-    key: bytes = b""
+    salt: bytes = b""
+    has_secret: bool = False
     error: str = ""
+
+
+def _line_key(secret: bytes, salt: bytes) -> bytes:
+    return prove(secret, "turns", salt) if secret else salt
 
 
 class TurnService:
@@ -60,6 +70,8 @@ class TurnService:
     ----------
     agree
         Returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere).
+    secret
+        The job's key, on all ranks or on none.
     host
         Returns where the others reach this process; only asked on rank 0. May raise OSError.
     credit_nbytes
@@ -72,11 +84,11 @@ class TurnService:
     Raises
     ------
     ConfigError
-        On all ranks, if rank 0 cannot listen.
+        On all ranks, if rank 0 cannot listen; if this rank has a secret, and rank 0 has none, or the other way round.
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
-                 credit_nbytes: int, timeout_s: float, together: bool = False) -> None:
+                 credit_nbytes: int, timeout_s: float, together: bool = False, secret: bytes = b"") -> None:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
@@ -87,7 +99,7 @@ class TurnService:
         self._abandoned: BpsError | None = None
         self._abandoned_at = 0.0
         self._met: set[int] = set()
-        self._line = self._meet(agree, host)
+        self._line = self._meet(agree, host, secret)
         try:
             self._wake = WakeUp()
         except OSError:
@@ -111,21 +123,26 @@ class TurnService:
             self._free()
             raise
 
-    def _meet(self, agree: Callable[[bytes | None], bytes], host: Callable[[], str]) -> LeaderLine | FollowerLine:
+    def _meet(self, agree: Callable[[bytes | None], bytes], host: Callable[[], str],
+              secret: bytes) -> LeaderLine | FollowerLine:
         if self.rank != 0:
             meeting = msgspec.msgpack.decode(agree(None), type=_Meeting)
             if meeting.error:
                 raise ConfigError(f"rank 0 cannot be reached by the other ranks: {meeting.error}")
-            return FollowerLine(meeting.host, meeting.port, meeting.key)
-        key = os.urandom(_KEY_NBYTES)
+            if meeting.has_secret != bool(secret):
+                who = 0 if meeting.has_secret else self.rank
+                raise ConfigError(f"of rank 0 and rank {self.rank} only one has a job key (rank {who} has): set "
+                                  "BPSFAST_JOB_KEY to the same random hex on all ranks, or on none")
+            return FollowerLine(meeting.host, meeting.port, _line_key(secret, meeting.salt))
+        salt = os.urandom(_KEY_NBYTES)
         try:
             own_host = host()
-            line = LeaderLine(key, own_host)
+            line = LeaderLine(_line_key(secret, salt), own_host)
         except (OSError, ConfigError) as exc:
             agree(msgspec.msgpack.encode(_Meeting(error=str(exc))))
             raise ConfigError(f"rank 0 cannot be reached by the other ranks: {exc}") from exc
         try:
-            agree(msgspec.msgpack.encode(_Meeting(own_host, line.port, key)))
+            agree(msgspec.msgpack.encode(_Meeting(own_host, line.port, salt, bool(secret))))
         except BaseException:
             line.close()
             raise

@@ -1,10 +1,23 @@
 """The package's face: names, cost of importing, and a tree that was not built."""
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
+import pytest
+
 import bpsfast
+from bpsfast.settings import environment, load, take_job_key
+
+KEY = "ab" * 32
+
+
+@pytest.fixture
+def key_in_environment(monkeypatch):
+    """What this test does to the key that the process remembers is undone."""
+    monkeypatch.setattr("bpsfast.settings._taken_key", "")
+    monkeypatch.setenv("BPSFAST_JOB_KEY", KEY)
 
 
 def program(script):
@@ -38,3 +51,60 @@ def test_a_tree_that_was_not_built_says_what_to_do():
     assert done.returncode == 1
     assert "ImportError: bpsfast.init needs the native module bpsfast.pyx.port" in done.stderr
     assert "pip install" in done.stderr
+
+
+#: Says what a child is given, and which key the session has: of the process, of a fork that joins a job of its own.
+_JOINS_AGAIN = """
+import os, subprocess, sys, bpsfast
+from bpsfast.trainer import current
+
+def given():
+    text = 'import os; print([os.environ.get("BPSFAST_JOB_KEY" + name) for name in ("", "_FILE")])'
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.strip()
+
+for number in range(2):
+    bpsfast.init()
+    print(given(), current.current().place.job_key.hex(), flush=True)
+    child = os.fork() if "RANK" not in os.environ else os.getpid()
+    if child == 0:
+        bpsfast.init()
+        print(given(), current.current().place.job_key.hex(), flush=True)
+        bpsfast.shutdown()
+        os._exit(0)
+    if child != os.getpid():
+        os.waitpid(child, 0)
+    bpsfast.shutdown()
+"""
+
+
+_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
+             "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
+
+
+@pytest.mark.parametrize("launcher", [{}, _TORCHRUN], ids=["none", "torchrun"])
+def test_what_a_rank_starts_is_not_given_the_key_and_joining_again_works(launcher):
+    environ = {**os.environ, **launcher, "BPSFAST_JOB_KEY": KEY, "BPSFAST_JOB_KEY_FILE": "/a/path/is/no/secret"}
+    done = subprocess.run([sys.executable, "-c", _JOINS_AGAIN], env=environ, capture_output=True, text=True,
+                          timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    n_times = 2 if launcher else 4  # a fork has the place of its parent, which under torchrun is taken
+    assert done.stdout.splitlines() == [f"[None, '/a/path/is/no/secret'] {KEY}"] * n_times, done.stderr
+
+
+@pytest.mark.usefixtures("key_in_environment")
+def test_a_key_that_was_taken_out_of_the_environment_is_known_still():
+    take_job_key()
+    take_job_key()
+    assert "BPSFAST_JOB_KEY" not in os.environ
+    assert load().job_key == load(None, os.environ).job_key == KEY
+    assert environment(load())["BPSFAST_JOB_KEY"] == KEY, "nodes and schedulers that a rank starts are given it"
+    assert load({}, {}).job_key == "" and load({"job_key": "cd" * 32}).job_key == "cd" * 32
+
+
+@pytest.mark.usefixtures("key_in_environment")
+def test_a_key_that_is_set_anew_is_that_of_the_next_job(monkeypatch):
+    take_job_key()
+    monkeypatch.setenv("BPSFAST_JOB_KEY", "cd" * 32)
+    assert load().job_key == "cd" * 32
+    take_job_key()
+    assert load().job_key == "cd" * 32

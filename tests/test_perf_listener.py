@@ -38,6 +38,7 @@ def serving(request, no_leaks):
 
 def test_without_free_descriptors_nobody_is_let_in_for_a_while(serving, caplog):
     caplog.set_level(logging.WARNING)
+    lines.connect("127.0.0.1", serving, KEY, 20.0, 20.0).close()  # it serves by now
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as client:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -10,7 +10,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
+import msgspec
 import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from bpsfast.orchestration.errors import (
     BusyError,
@@ -22,6 +25,7 @@ from bpsfast.orchestration.errors import (
     UnsupportedError,
 )
 from bpsfast.orchestration.order.turns import Entry
+from bpsfast.orchestration.security import curve_pair
 from bpsfast.turn_service import TurnService
 
 LIMIT_S = 30.0
@@ -30,7 +34,7 @@ LIMIT_S = 30.0
 class Group:
     """*size* ranks; an operation ends on all ranks when the last has begun it, as an all-reduce does."""
 
-    def __init__(self, size, credit_nbytes=1, timeout_s=LIMIT_S, absent=(), together=False):
+    def __init__(self, size, credit_nbytes=1, timeout_s=LIMIT_S, absent=(), together=False, secret=b""):
         self.size = size
         self.begun = [[] for _ in range(size)]
         self._lock = threading.Lock()
@@ -39,6 +43,7 @@ class Group:
 
         def agree(rank, said):
             if rank == 0:
+                self.said = said
                 for box in boxes:
                     box.put(said)
             return boxes[rank].get(timeout=LIMIT_S)
@@ -48,7 +53,7 @@ class Group:
         def join(rank):
             self.services.append(TurnService(
                 rank, size, lambda said: agree(rank, said), host=lambda: "127.0.0.1", credit_nbytes=credit_nbytes,
-                timeout_s=timeout_s, together=together))
+                timeout_s=timeout_s, together=together, secret=secret))
 
         self.join = join
         for rank in range(size):
@@ -182,6 +187,46 @@ def test_a_rank_0_that_cannot_be_reached_is_an_error_on_all_ranks():
     for rank in (0, 1):
         with pytest.raises(ConfigError, match=r"rank 0 cannot be reached .*Name or service"):
             TurnService(rank, 2, agree, host=host, credit_nbytes=1, timeout_s=1)
+
+
+@pytest.mark.parametrize("secret", [b"", b"s" * 32])
+def test_who_reads_what_the_group_is_told_joins_only_where_there_is_no_secret(group, secret):
+    """A broadcast of gloo's travels in the clear."""
+    ranks = group(2, secret=secret)
+    meeting = msgspec.msgpack.decode(ranks.said)
+    assert secret not in ranks.said or not secret
+    with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.linger = 0
+        reader.curve_publickey, reader.curve_secretkey = curve_pair(meeting["salt"], "node")
+        reader.curve_serverkey = curve_pair(meeting["salt"], "scheduler")[0]
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+        monitor = reader.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | failures)
+        reader.connect(f"tcp://{meeting['host']}:{meeting['port']}")
+        assert monitor.poll(LIMIT_S * 1000)
+        event = recv_monitor_message(monitor)["event"]
+        assert (event == zmq.EVENT_HANDSHAKE_SUCCEEDED) == (not secret)
+        reader.disable_monitor()
+        monitor.close(linger=0)
+    for future in [ranks.give(0, "a"), ranks.give(1, "a")]:
+        future.result(LIMIT_S)
+    assert ranks.close() == [None, None]
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_secret_that_not_all_ranks_have_is_said(whose):
+    box = SimpleQueue()
+    secrets = {whose: b"s" * 32}
+
+    def agree(said):
+        if said is not None:
+            box.put(said)
+        return said or box.get(timeout=LIMIT_S)
+
+    leader = TurnService(0, 2, agree, host=lambda: "127.0.0.1", credit_nbytes=1, timeout_s=1,
+                         secret=secrets.get(0, b""))
+    with pytest.raises(ConfigError, match=rf"only one has a job key \(rank {whose} has\): set BPSFAST_JOB_KEY"):
+        TurnService(1, 2, agree, host=None, credit_nbytes=1, timeout_s=1, secret=secrets.get(1, b""))
+    leader.abandon(ConfigError("of no use"))
 
 
 def test_who_has_not_begun_what_is_under_way_is_named(group):

@@ -28,7 +28,7 @@ from .. import logs
 from ..nic.cores import on_cores
 from ..orchestration.errors import ConfigError
 from ..seating.pins import cpus_before
-from ..settings import Settings, environment, fingerprint, parse_address
+from ..settings import Settings, environment, fingerprint, parse_address, take_job_key
 from . import owner
 from .keeper import Keeper
 from .place import Place, is_loopback, job_key
@@ -165,6 +165,7 @@ def run_node(settings: Settings) -> int:
     if not settings.scheduler:
         raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
     logs.configure(settings.log_level, "node")
+    take_job_key()
     settings = quota.take(settings)
     return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()))
 
@@ -183,6 +184,7 @@ def run_scheduler(settings: Settings) -> int:
         raise ConfigError("the scheduler must know where to listen: set BPSFAST_SCHEDULER (--scheduler host:port)")
     host, port = parse_address(settings.scheduler, "BPSFAST_SCHEDULER")
     logs.configure(settings.log_level, "scheduler")
+    take_job_key()
     job = JobSettings(
         num_nodes=settings.num_nodes, num_helpers=settings.num_helpers, max_helpers=settings.max_helpers,
         num_server_processes=settings.num_servers, size=settings.size, package=__version__,

@@ -67,6 +67,7 @@ class Peer:
         self.link = Link(sock, self)
         self.state, self._process = "joined", process
         self._post.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
+        pull.let_read(process)
         token = self._post.token
         self._guard(lambda: self._begin(greeting, Frame(frames.GREETING, number=token.value, address=token.address)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import threading
 from pathlib import Path
 
 #: Read at once, between two looks at what else there is to do.
@@ -24,6 +25,8 @@ class _Range(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_lock = threading.Lock()
+_reader = -1  # the process whose descendants may read this one's memory; -1: nobody's yet, 0: all may
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
@@ -32,7 +35,6 @@ class Token:
 
     def __init__(self) -> None:
         self._memory = ctypes.c_uint64(secrets.randbits(64))
-        _let_others_read()
 
     @property
     def value(self) -> int:
@@ -71,11 +73,44 @@ def read(pid: int, source: int, destination: int, nbytes: int) -> int:
     return n
 
 
-def _let_others_read() -> None:
-    """Where Yama only lets parents read (scope 1), let all of the user's processes: which ranks come is not known."""
+def let_read(pid: int) -> None:
+    """Let process *pid* read this one's memory where Yama only lets ancestors do so (scope 1). Any thread.
+
+    The kernel takes one process, whose descendants may all read: the nearest ancestor that this process has in common
+    with all that it was to let read, which is the launcher or its agent. Is there none but the first process of the
+    machine, or is a process hidden, then all of the user's processes may.
+    """
+    global _reader
+    if not pid or not _is_restricted():
+        return
+    with _lock:
+        _reader = common_ancestor(os.getpid() if _reader < 0 else _reader, pid)
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_reader) if _reader else _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def common_ancestor(one: int, other: int, proc: Path = Path("/proc")) -> int:
+    """Return the nearest process that is *one* or its ancestor, and *other* or its ancestor; 0 if that is the first one
+    of the machine, or cannot be seen. Processes are given by id.
+    """
+    line = _ancestry(one, proc)
+    return next((pid for pid in _ancestry(other, proc) if pid in line), 0)
+
+
+def _ancestry(pid: int, proc: Path) -> list[int]:
+    """Return *pid* and its ancestors but the first process, as far as they can be seen."""
+    found = []
+    while pid > 1 and pid not in found:
+        found.append(pid)
+        try:
+            # after the name, which is in brackets, and may have some in it: the state, the parent
+            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return found
+
+
+def _is_restricted() -> bool:
     try:
-        restricted = _YAMA.read_text().strip() == "1"
+        return _YAMA.read_text().strip() == "1"
     except OSError:
-        restricted = False
-    if restricted:
-        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        return False

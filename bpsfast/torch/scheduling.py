@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launch.roles import is_loopback
+from ..launch.roles import given_key, is_loopback
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..orchestration.order.turns import Entry
+from ..orchestration.security import job_key
+from ..settings import load_with_origins
 from ..turn_service import Finish, TurnService
 
 _PARTITION_NBYTES = 4 << 20
@@ -71,7 +73,7 @@ class Schedule:
         self._lock = threading.Lock()
         self._names: set[str] = set()  # under way: a part of the old round may be done when others are not
         self._turns = TurnService(rank, self.size, self._agree, host=_own_host, credit_nbytes=credit_nbytes,
-                                  timeout_s=timeout_s)
+                                  timeout_s=timeout_s, secret=_secret())
 
     def _agree(self, said: bytes | None) -> bytes:
         box: list[Any] = [said]
@@ -210,6 +212,12 @@ def _await(work: Any, device: Any, finish: Finish) -> None:
         finish(exc)
     else:
         finish(None)
+
+
+def _secret() -> bytes:
+    """Return the job's key, if this rank was given one: torch's group is encrypted by nobody."""
+    given = given_key(load_with_origins()[0])
+    return job_key(given, "") if given else b""
 
 
 def _own_host() -> str:

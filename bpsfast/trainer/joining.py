@@ -16,7 +16,7 @@ from .. import __version__
 from ..launch import daemons
 from ..launch.daemons import Daemons
 from ..launch.roles import Place
-from ..settings import Settings
+from ..settings import Settings, take_job_key
 from . import attachment
 from .lifetime import Watch
 from .session import Session
@@ -29,7 +29,8 @@ def join(place: Place, settings: Settings,
          why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
     """Start what *place* has to start here, attach to the machine's node, and return once the whole job is there.
 
-    *why_void* is asked again and again why the job will never be there; it returns None as long as nobody knows.
+    *why_void* is asked again and again why the job will never be there; it returns None as long as nobody knows. Once
+    this process has joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
 
     Raises
     ------
@@ -40,10 +41,12 @@ def join(place: Place, settings: Settings,
     try:
         attached = attachment.attach(started.place, started.place.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
-        return Session(attached, settings, started.failure), started
+        session = Session(attached, settings, started.failure)
     except BaseException:
         started.close(timeout_s=0.5)
         raise
+    take_job_key()
+    return session, started
 
 
 def abandon(session: Session, watch: Watch, reason: str) -> None:
