@@ -84,8 +84,8 @@ def _numbered(text: str) -> list[Explanation]:
         meanings.append(of_completion(completions.explain(completions.BY_VENDOR_ERROR[number], number)))
     if kind in ("", "errno") and (words := errnos.explain(number)):
         meanings.append(of_errno(words))
-    if kind in ("", "exit") and number in exits.WORDS:
-        meanings.append(Explanation(f"exit code {number} of bpsfast", (("means", exits.WORDS[number]),)))
+    if kind in ("", "exit") and (words := exits.words_of(number) if kind else exits.WORDS.get(number)):
+        meanings.append(Explanation(f"exit code {number} of bpsfast", (("means", words),)))
     return meanings
 
 

@@ -25,13 +25,15 @@ from pathlib import Path
 import msgspec
 
 from .. import logs
+from ..exit_codes import ABORTED, FAILED
 from ..nic.cores import on_cores
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import ConfigError, PeerLostError
 from ..seating.pins import cpus_before
 from ..settings import Settings, environment, fingerprint, parse_address
 from . import owner
 from .keeper import Keeper
 from .place import Place, is_loopback, job_key
+from .tether import VARIABLE as TETHER
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -41,9 +43,6 @@ PLACE_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL", "PS_HEARTBEAT_TIMEOUT",
 })
-
-#: What a node exits with that is lost to its job, while the job goes on.
-LEFT_BEHIND = 3
 
 _STARTER_GRACE_S = 5.0
 #: How often a process that waits for others' end says so.
@@ -144,11 +143,16 @@ def _start(role: str, settings: Settings) -> subprocess.Popen:
         with on_cores(cpus_before()):  # this rank's seat in another job is not the daemon's
             return subprocess.Popen(
                 [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
-                env=clean_environment(os.environ) | environment(settings) | {"PYTHONSAFEPATH": "1"},
+                env=_daemon_environment() | environment(settings) | {"PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
             )
     finally:
         os.close(starter_fd)
+
+
+def _daemon_environment() -> dict[str, str]:
+    """Return the environment of a daemon that watches this process: a launcher's guardian leaves it to that."""
+    return {name: value for name, value in clean_environment(os.environ).items() if name != TETHER}
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -195,7 +199,10 @@ def run_scheduler(settings: Settings) -> int:
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
-    return scheduler.run()
+    code = scheduler.run()
+    if scheduler.aborted is not None and scheduler.aborted.error == PeerLostError.__name__:
+        return ABORTED
+    return code
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:
@@ -213,7 +220,7 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
         _log.error("the process that started me ended %g s ago and the job is still not over: ending", grace_s)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STARTER_GRACE_S)
-        os._exit(1)
+        os._exit(FAILED)
 
     threading.Thread(target=wait_and_end, name="bpsfast-starter", daemon=True).start()
 

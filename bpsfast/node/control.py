@@ -5,7 +5,7 @@
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
               a helper is lost, or has come: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
               the scheduler is lost: `Interregnum`
-    end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
+    end       Finish: all ranks have left. Or an abort: every rank raises the same error; exit codes as in `exit_codes`
 
 Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
 streams' native threads. A helper is a node to which no rank attaches.
@@ -23,7 +23,7 @@ from typing import TypeVar
 import zmq
 
 from .. import __version__, logs, transport
-from ..launch.daemons import LEFT_BEHIND
+from ..exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of
 from ..launch.reach import local_host, nobody_at
 from ..nic.host import Host
 from ..orchestration import messages
@@ -74,7 +74,7 @@ def main(settings: Settings, host: Host | None = None) -> int:
         return Node(settings, key, listener, host).run()
     except BpsError as exc:
         log.error("%s: %s", type(exc).__name__, exc)
-        return 1
+        return code_of(exc)
 
 
 class Node:
@@ -203,10 +203,11 @@ class Node:
             self._membership.send(message)
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
-             level: int = logging.ERROR) -> None:
+             level: int = logging.ERROR, code: int | None = None) -> None:
         """End the job with *error* on all ranks; log it with *level*.
 
         The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
+        *code*: the exit code; by default that of *error*, and `ABORTED` for a lost peer, which is the one to blame.
         """
         if self._exit_code is not None:
             return
@@ -216,7 +217,9 @@ class Node:
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
         has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
         survives = tell and has_begun and not self._home.ranks and not self._is_alone
-        self._leave(error, LEFT_BEHIND if survives else 1)
+        if code is None:
+            code = ABORTED if isinstance(error, PeerLostError) else code_of(error)
+        self._leave(error, LEFT_BEHIND if survives else code)
 
     def _leave(self, error: BpsError, code: int) -> None:
         if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
@@ -317,7 +320,7 @@ class Node:
     def _stopped(self, name: str) -> None:
         # Whoever sent the signal knows; the ranks are told.
         self.fail(PeerLostError(f"{self.name} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
-                  level=logging.INFO)
+                  level=logging.INFO, code=FAILED)
 
     def _check_gathered(self) -> None:
         if self._membership is None and self._exit_code is None:
@@ -373,7 +376,7 @@ class Node:
             return
         # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
         quiet = bool(self._home.ranks) or isinstance(error, ClosedError)
-        self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
+        self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
 
     def _on_finish(self, message: messages.Finish) -> None:
         self.say(messages.Finished())

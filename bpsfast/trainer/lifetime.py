@@ -15,6 +15,7 @@ from traceback import extract_tb
 from types import TracebackType
 
 from ..launch.daemons import Daemons
+from ..launch.end_reports import report
 from ..orchestration.errors import PeerLostError
 
 
@@ -78,6 +79,8 @@ class _Hook:
         def note(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
             for watch in self._watches:
                 watch.failure = f"{kind.__name__}: {value}"
+            if _is_of_peer(value):
+                report("told")
             brief = any(watch.brief for watch in self._watches)
             if brief and isinstance(value, PeerLostError) and previous is sys.__excepthook__:
                 print(f"bpsfast.{kind.__name__}: {value} ({_place_in_program(traceback)})", file=sys.stderr)
@@ -107,6 +110,17 @@ def _outlast_jobs() -> None:
     for pid, started in _lingering:
         if pid == os.getpid():
             started.outlast()
+
+
+def _is_of_peer(error: BaseException | None) -> bool:
+    """Whether *error* is, or comes from, the loss of a peer."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerLostError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _place_in_program(traceback: TracebackType | None) -> str:
