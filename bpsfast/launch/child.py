@@ -24,7 +24,7 @@ from .daemons import clean_environment, describe_exit, tethered
 from .end_reports import Reports
 from .output import Sink
 
-#: How long what was sent SIGKILL may take to end, before it is given up: it may be another user's, or wait in the kernel.
+#: How long what was sent SIGKILL may take to end; then it is given up: it is another user's, or waits in the kernel.
 AFTER_SIGKILL_S = 5.0
 #: How often a guardian that was killed is replaced.
 _N_GUARDIANS = 10
@@ -225,16 +225,14 @@ class Children:
 
     def _guard(self) -> None:
         self._n_guardians += 1
-        self._guardian = _Guardian()
-        for child in self._children:
-            self._guardian.tell_of(child)
+        self._guardian = _Guardian(self._children)
         self._listen(self._guardian.pidfd, self._replace_guardian)
 
     def _replace_guardian(self) -> Sequence[Child]:
         """Somebody has killed the guardian: have another one, unless there is a reason that goes on."""
         assert self._selector is not None and self._guardian is not None, "opened"
         self._selector.unregister(self._guardian.pidfd)
-        self._guardian.close()
+        self._guardian.close("end")
         self._guardian = None
         if self._n_guardians < _N_GUARDIANS:
             with contextlib.suppress(OSError):  # there may be too many processes: what runs is worth more
@@ -287,11 +285,12 @@ class Children:
     def close(self) -> None:
         """See `Place`."""
         until_s = time.monotonic() + AFTER_SIGKILL_S
+        is_well = all(child.code == 0 for child in self._children if child.command.kind is Kind.RANK)
         for child in self._children:
             child.close(until_s)
         self._children.clear()
         if self._guardian is not None:
-            self._guardian.close()
+            self._guardian.close("end" if is_well else "all")
             self._guardian = None
         if self._reports is not None:
             self._reports.close()
@@ -321,44 +320,42 @@ class Children:
 
 
 class _Guardian:
-    """A process that ends all children's sessions, and what has left them, should this process die: see `guardian`."""
+    """A process that ends the sessions of *children*, and what has left them, should this process die: see `guardian`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, children: Sequence[Child]) -> None:
         program = str(Path(__file__).with_name("guardian.py"))
         environ = {name: value for name, value in clean_environment(os.environ).items() if name != tether.VARIABLE}
+        source, self._target = os.pipe()
+        os.set_blocking(self._target, False)  # should it be stopped, it shall stop nobody else
         me = os.pidfd_open(os.getpid())
         try:
+            for child in children:  # before it runs, as we may be killed any time after
+                self.tell_of(child)
             # a session of its own, and the mark of no launcher: whoever kills us and ours shall not kill it
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-E", program, owner.mark(), str(me)], env=environ, pass_fds=[me], cwd="/",
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                bufsize=0)
-        finally:
-            os.close(me)
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # should it be stopped, it shall stop nobody else
-        try:
+                stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
             self.pidfd = os.pidfd_open(self._process.pid)
         except OSError:
-            self._process.stdin.close()
-            self._process.kill()
-            self._process.wait()
+            os.close(self._target)
             raise
+        finally:
+            os.close(source)
+            os.close(me)
 
     def tell_of(self, child: Child) -> None:
         """Let it guard the session of *child*."""
         self._say(f"{child.process.pid} {owner.start_time(child.process.pid)}")
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was killed, and is replaced
-            self._process.stdin.write(f"{line}\n".encode())
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it was killed, and is replaced; or stopped
+            os.write(self._target, f"{line}\n".encode())
 
-    def close(self) -> None:
-        """All is done: let it end."""
-        assert self._process.stdin is not None
-        self._say("end")
-        self._process.stdin.close()
+    def close(self, word: str) -> None:
+        """Say the last *word*, see `guardian`, and wait for its end."""
+        self._say(word)
+        os.close(self._target)
         try:
             self._process.wait(AFTER_SIGKILL_S)
         except subprocess.TimeoutExpired:  # it is stopped

@@ -46,7 +46,7 @@ PLACE_VARIABLES = frozenset({
 
 _STARTER_GRACE_S = 5.0
 #: How often a process that waits for others' end says so.
-_REMARK_S = 30.0
+_REMARK_S = 120.0
 
 
 class Daemons:
@@ -84,12 +84,17 @@ class Daemons:
         return over
 
     def outlast(self) -> None:
-        """Wait as long as the job lives, which other ranks have not left; say so now and then."""
+        """Wait as long as the job lives, which other ranks have not left; say so now and then.
+
+        There is no deadline but the job's own: it ends if those ranks, or this process's daemons, are lost. The node
+        names the ranks (`node.control`).
+        """
         begin = time.monotonic()
         for name, process in (("node", self.node), ("scheduler", self.scheduler)):
             while process is not None and not _wait(process, time.monotonic() + _REMARK_S):
                 _log.warning("this process has left the job and waits for other ranks to leave it, too, for %.0f s so "
-                             "far: their %s (pid %d) would end with it", time.monotonic() - begin, name, process.pid)
+                             "far: the job's %s (pid %d) ends with it, and its node says above who they are",
+                             time.monotonic() - begin, name, process.pid)
         self.close(0.0)
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -161,8 +166,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
             if not name.startswith(PLACE_PREFIXES) and name not in PLACE_VARIABLES}
 
 
-def run_node(settings: Settings) -> int:
-    """Be this machine's node (or a helper) until the job is over; return the exit code."""
+def run_node(settings: Settings, is_awaited: bool = False) -> int:
+    """Be this machine's node (or a helper) until the job is over; return the exit code.
+
+    *is_awaited*: by a rank that started it, and cannot end before.
+    """
     # kernels and the engine: ranks and the launcher, which load this file too, do without them
     from ..node import control as node, quota
 
@@ -171,7 +179,8 @@ def run_node(settings: Settings) -> int:
     name = "node" if settings.node_index < 0 else f"node {settings.node_index}"
     logs.configure(settings.log_level, name)
     settings = quota.take(settings)
-    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()))
+    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()),
+                     is_awaited=is_awaited)
 
 
 def run_scheduler(settings: Settings) -> int:

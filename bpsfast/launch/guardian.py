@@ -4,13 +4,15 @@ The kernel kills the commands that a launcher has started (`tether`), but not wh
 or another wrapper the ranks would go on. `child.Children` starts one guardian, tells it of each session, and starts
 another one if it is killed. If both are killed at once, ``bpsfast clean`` finds what is left.
 
-Started by path, imports nothing but the standard library and its neighbour `owner`:
+Started by path, and imports the standard library only, as `tether` does:
 
-    python guardian.py LAUNCHER_MARK LAUNCHER_PIDFD < lines "SESSION START_TIME", and "end" when nothing is left to do
+    python guardian.py LAUNCHER_MARK LAUNCHER_PIDFD < lines "SESSION START_TIME", at last "end" after a job that ended
+    well, or "all" after another one, whose processes it then ends as if the launcher had died
 
 * Sessions that the launcher has told of are killed at once.
-* What has left its session (``setsid``), but has the launcher's mark in its environment, has `_ALONE_S` to end by
-  itself, as a helper process does that cleans up once its users are gone; then SIGTERM, then SIGKILL.
+* What has left such a session (``setsid``), but has the launcher's mark and the session in its environment, has
+  `_ALONE_S` to end by itself, as a helper process does that cleans up once its users are gone; then come SIGTERM and
+  SIGKILL.
 """
 from __future__ import annotations
 
@@ -19,8 +21,6 @@ import select
 import signal
 import sys
 import time
-
-import owner  # beside this file: the package, and what it imports, would take a second and much memory
 
 #: As in `tether`, which puts it into each process's environment.
 _VARIABLE = b"_BPSFAST_TETHER="
@@ -35,7 +35,7 @@ class Guardian:
 
     def __init__(self, mark: str) -> None:
         self.sessions: dict[str, str] = {}
-        self.is_over = False
+        self.last_word = ""
         self._prefix = _VARIABLE + mark.encode() + b"."
         self._rest = b""
 
@@ -44,8 +44,8 @@ class Guardian:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             number, _, start = line.decode().partition(" ")
-            if number == "end":
-                self.is_over = True
+            if number in ("end", "all"):
+                self.last_word = number
             else:
                 self.sessions[number] = start
 
@@ -79,18 +79,31 @@ class Guardian:
 
     def _place_of(self, pid: int) -> str:
         """Return "session" if process *pid* is in one of the launcher's, "marked" if it has left it, else ""."""
-        fields = owner.stat(pid)
+        fields = _stat(pid)
         if not fields or fields[0] in "ZX" or pid == os.getpid():
             return ""
-        start = self.sessions.get(fields[3])
-        # without its leader a session keeps its number; with another leader it is somebody else's
-        if start is not None and owner.start_time(int(fields[3])) in (start, owner.GONE):
-            return "session"
+        session = fields[3]
+        if session in self.sessions:
+            # without its leader a session keeps its number; with another leader it is somebody else's
+            leader = _stat(int(session))
+            if not leader or leader[0] in "ZX" or leader[19] == self.sessions[session]:
+                return "session"
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
-                return "marked" if any(each.startswith(self._prefix) for each in file.read().split(b"\0")) else ""
+                variables = file.read().split(b"\0")
         except OSError:
             return ""
+        began_in = next((each.removeprefix(self._prefix) for each in variables if each.startswith(self._prefix)), b"")
+        return "marked" if began_in.decode() in self.sessions else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """As `owner.stat`."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def main(arguments: list[str]) -> int:
@@ -102,7 +115,7 @@ def main(arguments: list[str]) -> int:
     poller = select.poll()
     poller.register(0, select.POLLIN)
     poller.register(launcher_fd, select.POLLIN)
-    while not guardian.is_over:
+    while not guardian.last_word:
         ready = dict(poller.poll())
         if 0 in ready:
             data = os.read(0, 65536)
@@ -111,8 +124,9 @@ def main(arguments: list[str]) -> int:
                 continue  # its last words come before its end
             poller.unregister(0)
         if launcher_fd in ready:
-            guardian.end_all()
             break
+    if guardian.last_word != "end":
+        guardian.end_all()
     return 0
 
 

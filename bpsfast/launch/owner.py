@@ -11,8 +11,7 @@ import os
 import zlib
 from pathlib import Path
 
-#: What `start_time` says of a process that has ended.
-GONE = "gone"
+_GONE = "gone"
 
 
 @functools.cache
@@ -35,9 +34,9 @@ def is_dead(found: str) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Return when process *pid* started, in clock ticks since boot; `GONE` if it has ended."""
+    """Return when process *pid* started, in clock ticks since boot; "gone" if it has ended."""
     fields = stat(pid)
-    return GONE if not fields or fields[0] in "ZX" else fields[19]
+    return _GONE if not fields or fields[0] in "ZX" else fields[19]
 
 
 def stat(pid: int) -> list[str]:

@@ -293,8 +293,8 @@ class Supervisor:
         elif self._phase == "term":
             self._kill()
         else:  # nothing else can be done: they wait in the kernel, or became another user's
-            self._output.say(f"still running {AFTER_SIGKILL_S:g} s after SIGKILL: {names}; they are left behind. Another "
-                             "user's process, as below sudo, or one that waits for a device (state D in ps) must be "
+            self._output.say(f"still running {AFTER_SIGKILL_S:g} s after SIGKILL: {names}; they are left behind. A "
+                             "process of another user (sudo), or one that waits for a device (state D in ps), must be "
                              "ended by hand")
             self._given_up.update(running)
             self._deadline = None

@@ -50,12 +50,16 @@ log = logging.getLogger("bpsfast.node")
 
 _TICK_S = 0.25
 _BREATH_S = 0.1
+#: The number of the node's own question who has not left; ranks count theirs from 0 on.
+_OWN_QUESTION = -1
 
 T = TypeVar("T")
 
 
-def main(settings: Settings, host: Host | None = None) -> int:
+def main(settings: Settings, host: Host | None = None, is_awaited: bool = False) -> int:
     """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
+
+    *is_awaited*: a rank started this process, and cannot end before it does; it is told whom it waits for.
 
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
@@ -71,7 +75,7 @@ def main(settings: Settings, host: Host | None = None) -> int:
             if settings.local_size >= 0:
                 return 0
             return reception.attach_server(key, settings.node_id, os.getpid(), settings.start_timeout_s)
-        return Node(settings, key, listener, host).run()
+        return Node(settings, key, listener, host, is_awaited).run()
     except BpsError as exc:
         log.error("%s: %s", type(exc).__name__, exc)
         return code_of(exc)
@@ -80,8 +84,11 @@ def main(settings: Settings, host: Host | None = None) -> int:
 class Node:
     """See the module. Made and run by one thread; owns everything it makes."""
 
-    def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None) -> None:
+    def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
+                 is_awaited: bool = False) -> None:
         self._settings = settings
+        self._is_awaited = is_awaited
+        self._left_s = 0.0  # when the last rank of this machine left
         self._key = key
         self._fingerprint = fingerprint(settings)
         self._loop = EventLoop(self._broken)
@@ -234,6 +241,17 @@ class Node:
         Who is told may at once look for, or be, the next job's node, under the same name.
         """
         self._reception.close()
+
+    def ranks_have_left(self, last: int) -> None:
+        """All ranks of this machine have left the job, *last* the last: if they wait for others', say for whose."""
+        self._left_s = time.monotonic()
+        if self._is_awaited:
+            self._loop.call_at(self._left_s + self._settings.stall_warn_s, lambda: self._ask_who_stays(last))
+
+    def _ask_who_stays(self, rank: int) -> None:
+        if self._exit_code is None:
+            self.say(messages.Stalled(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
+            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
 
     def heard(self) -> None:
         """Count a message of a peer."""
@@ -398,5 +416,9 @@ class Node:
                                      owned=self._vertex.lags(owned=True)))
 
     def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
+        if isinstance(message, messages.StallAnswer) and message.question == _OWN_QUESTION:
+            log.warning("all ranks of this machine have left the job, and wait for the others to leave it, too, for "
+                        "%.0f s so far: %s", time.monotonic() - self._left_s, message.missing)
+            return
         self._home.tell(message.rank, message)
 
