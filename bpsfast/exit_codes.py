@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 
-from .orchestration.errors import BpsError, CapacityError, ConfigError, LackingError, StallError
+from .orchestration.errors import BpsError, CapacityError, ConfigError, LackingError, PeerLostError, StallError
 
 OK = 0
 #: A check failed, or whatever has no code of its own.
@@ -51,6 +51,11 @@ def words_of(code: int) -> str:
     if code - 128 in signal.valid_signals():
         return f"the process, or the launcher itself, was ended by {signal.Signals(code - 128).name}"
     return WORDS.get(code) or WORDS_OF_RUN.get(code, "")
+
+
+def code_of_daemon(error: BpsError) -> int:
+    """Return the exit code of a daemon that ends with *error*: who lost a peer is not to blame."""
+    return ABORTED if isinstance(error, PeerLostError) else code_of(error)
 
 
 def code_of(error: Exception) -> int:

@@ -25,9 +25,9 @@ from pathlib import Path
 import msgspec
 
 from .. import logs
-from ..exit_codes import ABORTED, FAILED
+from ..exit_codes import FAILED, code_of_daemon
 from ..nic.cores import on_cores
-from ..orchestration.errors import ConfigError, PeerLostError
+from ..orchestration.errors import ConfigError, error_of
 from ..seating.pins import cpus_before
 from ..settings import Settings, environment, fingerprint, parse_address
 from . import owner
@@ -208,10 +208,8 @@ def run_scheduler(settings: Settings) -> int:
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
-    code = scheduler.run()
-    if scheduler.aborted is not None and scheduler.aborted.error == PeerLostError.__name__:
-        return ABORTED
-    return code
+    code, aborted = scheduler.run(), scheduler.aborted
+    return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:

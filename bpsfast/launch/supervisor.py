@@ -152,8 +152,13 @@ class Supervisor:
             self._output.say(f"{lost.command.name} is not started again, as its host is lost")
             return
         self._restarts -= 1
+        try:
+            again = self._begin(lost.command, place, out, self._errors[lost])
+        except OSError as exc:  # the job can do without it
+            self._output.say(f"{lost.command.name} cannot be started again ({exc})")
+            return
+        self._restarted.add(again)
         self._output.say(f"{lost.command.name} is started again, to join the job; {self._restarts} restarts are left")
-        self._restarted.add(self._begin(lost.command, place, out, self._errors[lost]))
 
     @property
     def _running(self) -> list[Process]:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import zmq
 
 from .. import __version__, logs, transport
-from ..exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of
+from ..exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..launch.reach import local_host, nobody_at
 from ..nic.host import Host
 from ..orchestration import messages
@@ -78,7 +78,7 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False)
         return Node(settings, key, listener, host, is_awaited).run()
     except BpsError as exc:
         log.error("%s: %s", type(exc).__name__, exc)
-        return code_of(exc)
+        return code_of_daemon(exc)
 
 
 class Node:
@@ -88,7 +88,7 @@ class Node:
                  is_awaited: bool = False) -> None:
         self._settings = settings
         self._is_awaited = is_awaited
-        self._left_s = 0.0  # when the last rank of this machine left
+        self._left_s = 0.0  # when the rank left that started this process
         self._key = key
         self._fingerprint = fingerprint(settings)
         self._loop = EventLoop(self._broken)
@@ -214,7 +214,7 @@ class Node:
         """End the job with *error* on all ranks; log it with *level*.
 
         The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
-        *code*: the exit code; by default that of *error*, and `ABORTED` for a lost peer, which is the one to blame.
+        *code*: the exit code, by default `code_of_daemon`.
         """
         if self._exit_code is not None:
             return
@@ -224,9 +224,7 @@ class Node:
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
         has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
         survives = tell and has_begun and not self._home.ranks and not self._is_alone
-        if code is None:
-            code = ABORTED if isinstance(error, PeerLostError) else code_of(error)
-        self._leave(error, LEFT_BEHIND if survives else code)
+        self._leave(error, LEFT_BEHIND if survives else code_of_daemon(error) if code is None else code)
 
     def _leave(self, error: BpsError, code: int) -> None:
         if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
@@ -242,11 +240,11 @@ class Node:
         """
         self._reception.close()
 
-    def ranks_have_left(self, last: int) -> None:
-        """All ranks of this machine have left the job, *last* the last: if they wait for others', say for whose."""
+    def starter_has_left(self, rank: int) -> None:
+        """The *rank* whose process started this one has left the job: should it wait long for others, say for whom."""
         self._left_s = time.monotonic()
         if self._is_awaited:
-            self._loop.call_at(self._left_s + self._settings.stall_warn_s, lambda: self._ask_who_stays(last))
+            self._loop.call_at(self._left_s + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
 
     def _ask_who_stays(self, rank: int) -> None:
         if self._exit_code is None:
@@ -417,8 +415,8 @@ class Node:
 
     def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
         if isinstance(message, messages.StallAnswer) and message.question == _OWN_QUESTION:
-            log.warning("all ranks of this machine have left the job, and wait for the others to leave it, too, for "
-                        "%.0f s so far: %s", time.monotonic() - self._left_s, message.missing)
+            log.warning("rank %d has left the job, and waits for the others to leave it, too, for %.0f s so far: %s",
+                        message.rank, time.monotonic() - self._left_s, message.missing)
             return
         self._home.tell(message.rank, message)
 

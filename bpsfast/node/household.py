@@ -216,8 +216,8 @@ class Household:
             self._lose(rank, message.reason or "left with an error")
         elif self._attached and not self._node.ending:
             self._node.send(messages.RankLeft(rank=rank.rank))
-            if all(each.left for each in self.ranks):
-                self._node.ranks_have_left(rank.rank)
+            if rank.pid == os.getppid():
+                self._node.starter_has_left(rank.rank)
         else:
             rank.tell(messages.Detached())
             if not self._node.ending:

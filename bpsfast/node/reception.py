@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from .. import channel
 from ..channel import MAX_NBYTES, Channel
-from ..exit_codes import FAILED, OK, code_of
+from ..exit_codes import FAILED, OK, code_of_daemon
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
 from ..pyx.pages import Segment
@@ -278,5 +278,5 @@ def attach_server(job_key: bytes, node_id: str, pid: int, timeout_s: float) -> i
                 return OK
             if isinstance(message, messages.Refuse):
                 log.error("%s: %s", message.error, message.reason)
-                return code_of(error_of(message.error, message.reason))
+                return code_of_daemon(error_of(message.error, message.reason))
 
