@@ -66,6 +66,7 @@ def run(folder, how: str, others: str = "raise", wrapper: tuple[str, ...] = ()) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(20 * _N_THOROUGH)
 @pytest.mark.parametrize("how", ["os._exit", "sys.exit", "raise", "kill"])
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(how, tmp_path, request):
     n_runs = _N_THOROUGH if request.config.getoption("--thorough") else 1
