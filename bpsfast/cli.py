@@ -95,7 +95,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
-    sys.exit(daemons.run_node(loaded))
+    sys.exit(daemons.run_node(loaded, is_awaited=starter_fd is not None))
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})

@@ -1,7 +1,8 @@
 """What dead jobs can leave on a machine, found by the marks of those who made it (`launch.owner`), and removed.
 
-    processes    what a rank or another process of a job has started, once the launcher was killed: it would have ended
-                 them with their group; what has left that group (a daemon of the user's) is left alone, as there
+    processes    what a rank or another process of a job has started, once the launcher and its guardian were killed,
+                 which would have ended them with their session; what has left that (a daemon of the user's) is left
+                 alone, as at the end of a job
     namespaces   those of `bpsfast.cluster`, with the links and queues in them
     folders      temporary ones of benches and of ``bpsfast tune``
 
@@ -98,7 +99,7 @@ def _left_by(pid: int) -> str:
                       if each.startswith(prefix)), "")
         mark, _, group = value.rpartition(".")
         fields = owner.stat(pid)
-        if fields and fields[0] not in "ZX" and fields[2] == group and owner.is_dead(mark):
+        if fields and fields[0] not in "ZX" and fields[3] == group and owner.is_dead(mark):
             return mark
     return ""
 

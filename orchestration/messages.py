@@ -300,6 +300,10 @@ class RankLeft(Message):
     rank: int
 
 
+#: What a `Stalled` names that asks who has not left the job yet.
+THE_END = "shutdown:"
+
+
 class Stalled(Message):
     """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?
 

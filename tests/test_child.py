@@ -4,6 +4,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -65,3 +71,61 @@ def test_what_cannot_be_watched_does_not_run(monkeypatch, no_leaks):
         os.waitpid(pids[0], os.WNOHANG)  # it has been: it has ended and no zombie is left
     with pytest.raises(ProcessLookupError):
         os.killpg(pids[0], 0)
+
+
+_TRACER = """
+import ctypes, sys, time
+PTRACE_SEIZE = 0x4206
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, None) == 0, ctypes.get_errno()
+print("attached", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(30)
+def test_a_debugger_that_asks_for_no_end_holds_up_nobody(no_leaks):
+    """It is told of the end before the parent is, who must not wait for that."""
+    child = Child(Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", "input(); raise SystemExit(7)"),
+                          dict(os.environ)))
+    try:
+        with subprocess.Popen([sys.executable, "-S", "-c", _TRACER, str(child.process.pid)], stdout=subprocess.PIPE,
+                              text=True) as tracer:
+            try:
+                if not tracer.stdout.readline():
+                    pytest.skip("no process may trace another one here")
+                child.signal_all(signal.SIGKILL)
+                assert select.select([child.pidfd], [], [], 20.0)[0]
+                assert child.exit_code() == -signal.SIGKILL
+                child.close(time.monotonic() + 0.1)
+            finally:
+                tracer.kill()
+    finally:
+        os.waitpid(child.process.pid, 0)  # the tracer has gone, so that it is ours again
+
+
+_LAUNCHER = """
+import os, sys
+from bpsfast.launch import child, supervisor
+child.AFTER_SIGKILL_S = supervisor.AFTER_SIGKILL_S = 0.5
+rank = child.Command("rank 0", child.Kind.RANK, tuple(sys.argv[1:]), os.environ)
+sys.exit(supervisor.Supervisor([rank]).run())
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.timeout(60)
+def test_a_process_that_has_become_another_user_s_is_given_up():
+    """As below sudo: no signal reaches it, and the launcher says so and ends."""
+    rank = ("setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", "echo $$; exec sleep 600")
+    with subprocess.Popen(["setpriv", "--bounding-set=-kill", sys.executable, "-c", _LAUNCHER, *rank],
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        pid = int(launcher.stdout.readline().split()[-1])
+        try:
+            launcher.send_signal(signal.SIGTERM)
+            _, err = launcher.communicate(timeout=20)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+    assert launcher.returncode == 128 + signal.SIGTERM, err
+    assert "still running 0.5 s after SIGKILL: rank 0; they are left behind" in err

@@ -70,6 +70,9 @@ def test_help_has_examples_and_fits_the_terminal(width: int) -> None:
     root = CliRunner().invoke(cli, ["--help"], terminal_width=width).output
     for code, words in exits.WORDS.items():
         assert f"  {code}  {words.split(':')[0]}" in root
+    run = " ".join(CliRunner().invoke(cli, ["run", "--help"], terminal_width=width).output.split())
+    for code, words in exits.WORDS_OF_RUN.items():
+        assert f"{code} {words}" in run
 
 
 def test_what_is_typed_wrongly_is_exit_code_2_and_json_if_that_was_asked_for() -> None:

@@ -70,7 +70,7 @@ def test_a_node_that_is_to_encrypt_rdma_ends_in_words():
                      "encryption": "on"}, {})
     done = subprocess.run([sys.executable, "-m", "bpsfast", "node"], env={**os.environ, **environment(settings)},
                           capture_output=True, timeout=60, check=False)
-    assert done.returncode == 1 and b"ConfigError: encryption='on' contradicts transport='rdma'" in done.stderr
+    assert done.returncode == 2 and b"ConfigError: encryption='on' contradicts transport='rdma'" in done.stderr
 
 
 def test_a_node_without_a_key_for_a_job_of_several_machines_ends_in_words():

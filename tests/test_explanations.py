@@ -42,6 +42,8 @@ def test_every_name_is_explained(name: str) -> None:
     ("errno 110", ["errno 110: ETIMEDOUT (Connection timed out)"]),
     ("einval", ["errno 22: EINVAL (Invalid argument)"]),
     ("exit 3", ["exit code 3 of bpsfast"]),
+    ("exit 137", ["exit code 137 of bpsfast"]),
+    ("exit 255", ["exit code 255 of bpsfast"]),
     ("CapacityError", ["bpsfast's error CapacityError"]),
     ("bpsfast.PeerLostError", ["bpsfast's error PeerLostError"]),
 ])

@@ -19,6 +19,7 @@ from bpsfast.cli import cli
 from bpsfast.cluster import netns
 from bpsfast.launch import owner
 from tests.terminal import on_terminal
+from tests.test_guardian import guardian_of
 
 _BENCH = """
 import sys, tempfile
@@ -81,6 +82,8 @@ def test_what_a_killed_launcher_left_is_ended_and_a_daemon_of_the_user_s_is_not(
     names = {str(left), str(daemon), str(stubborn)}
     try:
         assert not names & told("--yes").keys(), "the job runs"
+        launcher.send_signal(signal.SIGSTOP)  # so that it does not start another guardian
+        os.kill(guardian_of(launcher.pid), signal.SIGKILL)
         launcher.kill()
         launcher.wait(20)
         listed = told()

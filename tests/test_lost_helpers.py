@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.launch.daemons import LEFT_BEHIND
+from bpsfast.exit_codes import LEFT_BEHIND
 from tests.lossy_training import counts, say_step, train, until_step
 
 pytestmark = pytest.mark.matrix

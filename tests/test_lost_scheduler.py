@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import bpsfast
+from bpsfast.exit_codes import ABORTED
 from tests.lossy_training import counts, train, until_step
 
 pytestmark = pytest.mark.matrix
@@ -111,7 +112,7 @@ def test_without_another_scheduler_every_rank_is_told_by_the_deadline(job):
     assert 4 < time.monotonic() - begin < 6 + 4
     for outcome in outcomes:
         assert outcome.error == "PeerLostError" and "none has answered there since" in outcome.text, outcomes
-    assert started.daemons["helper 0"].wait(20) == 1
+    assert started.daemons["helper 0"].wait(20) == ABORTED
     started.kill()
 
 

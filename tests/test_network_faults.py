@@ -15,7 +15,7 @@ import pytest
 
 import bpsfast
 from bpsfast.cluster import FaultyLink, faulty_link
-from bpsfast.launch.daemons import LEFT_BEHIND
+from bpsfast.exit_codes import LEFT_BEHIND
 from tests.checked_training import train
 from tests.jobs import Job
 

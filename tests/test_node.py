@@ -16,6 +16,7 @@ import pytest
 
 import bpsfast
 from bpsfast import channel
+from bpsfast.exit_codes import ABORTED, ENVIRONMENT, FAILED, TIMEOUT
 from bpsfast.node import control as node, reception
 from bpsfast.orchestration.messages import VERSION, Attach, Refuse
 from bpsfast.settings import Settings, fingerprint
@@ -78,7 +79,7 @@ def lonely():
     first = made.attach(0)
     yield made
     first.close()
-    assert made.join() == 1
+    assert made.join() == ABORTED
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), [
@@ -107,7 +108,7 @@ def test_a_missing_rank_is_named_to_those_who_wait():
     error, reason = refusal(made.attach(1))
     assert error == "StallError" and "local rank 0 did not attach" in reason and "0.5 s" in reason
     assert "Nobody answers at the scheduler's address 127.0.0.1:9" in reason
-    assert made.join() == 1
+    assert made.join() == TIMEOUT
 
 
 def test_no_scheduler_is_told_to_the_ranks():
@@ -116,7 +117,7 @@ def test_no_scheduler_is_told_to_the_ranks():
     for link in links:
         error, reason = refusal(link)
         assert error == "StallError" and "no scheduler at 127.0.0.1:9" in reason
-    assert made.join() == 1
+    assert made.join() == TIMEOUT
 
 
 def test_rubbish_on_the_local_socket_harms_nobody(lonely):
@@ -132,7 +133,7 @@ def test_rubbish_on_the_local_socket_harms_nobody(lonely):
 
 
 def test_explicit_rdma_is_an_error_that_says_why(caplog, monkeypatch):
-    assert node.main(settings_for(transport="rdma", node_id=secrets.token_hex(8))) == 1
+    assert node.main(settings_for(transport="rdma", node_id=secrets.token_hex(8))) == ENVIRONMENT
     assert "transport='rdma' was asked for, but there is no RDMA device here" in caplog.text
 
 
@@ -144,9 +145,9 @@ def test_a_server_process_beside_the_node_ends_with_it():
         reception.attach_server(KEY, made.settings.node_id, os.getpid(), 20)))
     server.start()
     first.close()
-    assert made.join() == 1
+    assert made.join() == ABORTED
     server.join(30)
-    assert codes == [1]
+    assert codes == [ABORTED]
 
 
 def test_sigterm_ends_a_node_in_words():
@@ -159,7 +160,7 @@ def test_sigterm_ends_a_node_in_words():
     refusal(introduce(settings_for(node_id=name), package="9.9"))  # it is in its loop
     process.terminate()
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 1 and "INFO" in err and "was stopped by SIGTERM" in err
+    assert process.returncode == FAILED and "INFO" in err and "was stopped by SIGTERM" in err
     assert "ERROR" not in err, "whoever sent the signal knows"
 
 
@@ -234,7 +235,7 @@ def test_the_rest_ends_soon_after_a_node_was_killed(job, transport):
         assert outcome.error == "PeerLostError"
     codes = {name: process.wait(20) for name, process in started.daemons.items() if name != "node 1"}
     assert time.monotonic() - began < 15
-    assert set(codes.values()) == {1}
+    assert set(codes.values()) == {ABORTED}
     started.kill()
 
 

@@ -70,7 +70,7 @@ def test_output_and_end(owner):
 def test_signals_arrive(owner):
     process = owner.start("import time; print('up'); time.sleep(600)")
     owner.until(owner.out.getvalue)
-    process.signal_group(signal.SIGKILL)
+    process.signal_all(signal.SIGKILL)
     owner.until(lambda: process.code is not None)
     assert process.end_in_words() == "was killed by SIGKILL"
 
@@ -83,7 +83,7 @@ def test_an_agent_that_is_killed(owner):
     assert process.code == 255
     assert process.end_in_words() == (
         "was lost with its host localhost (localhost: its agent was killed by SIGKILL: nothing was said)")
-    process.signal_group(signal.SIGTERM)  # of no use, and no error
+    process.signal_all(signal.SIGTERM)  # of no use, and no error
 
 
 def test_an_agent_that_says_nothing(owner, monkeypatch):
@@ -101,7 +101,7 @@ def test_who_was_not_listening_does_not_blame_the_host(owner, monkeypatch):
     process = owner.start("import time; print('up'); time.sleep(600)")
     owner.until(owner.out.getvalue)
     monkeypatch.setattr(remote_host, "SILENCE_S", 0.0)
-    process.signal_group(signal.SIGKILL)
+    process.signal_all(signal.SIGKILL)
     assert selectors_ready(owner.host.line.source)
     owner.host.tick(time.monotonic())
     assert not owner.host.lost

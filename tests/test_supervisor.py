@@ -15,8 +15,8 @@ import time
 
 import pytest
 
+from bpsfast.exit_codes import LEFT_BEHIND
 from bpsfast.launch.child import Command, Kind
-from bpsfast.launch.daemons import LEFT_BEHIND
 from bpsfast.launch.output import Output
 from bpsfast.launch.supervisor import Limits, Supervisor
 

@@ -1,4 +1,4 @@
-"""Exit codes of the command line, and errors as one line instead of a traceback."""
+"""Errors of commands as one line instead of a traceback, with the exit code of their kind (`exit_codes`)."""
 from __future__ import annotations
 
 import functools
@@ -11,37 +11,13 @@ from typing import Any
 import click
 
 from .. import logs
-from ..orchestration.errors import BpsError, CapacityError, ConfigError, LackingError, StallError
+from ..exit_codes import ENVIRONMENT, FAILED, OK, TIMEOUT, USAGE, WORDS, WORDS_OF_RUN, code_of, words_of
+from ..orchestration.errors import BpsError
+
+__all__ = ["ENVIRONMENT", "FAILED", "OK", "TIMEOUT", "USAGE", "WORDS", "WORDS_OF_RUN", "code_of", "errors_in_words",
+           "words_of"]
 
 _log = logging.getLogger("bpsfast")
-
-OK = 0
-#: A check failed, or whatever has no code of its own.
-FAILED = 1
-#: Wrong options or settings; as click's own.
-USAGE = 2
-#: The machine lacks what the command needs: a device, a library, a permission.
-ENVIRONMENT = 3
-TIMEOUT = 4
-WORDS = {
-    OK: "all is well",
-    FAILED: "a check failed, or the error has no code of its own: the last line says which",
-    USAGE: "an option or a setting is wrong: the last line names it",
-    ENVIRONMENT: "the machine lacks what the command needs: a device, a library, a permission, memory",
-    TIMEOUT: "something did not answer in time",
-}
-
-
-def code_of(error: Exception) -> int:
-    """Return the exit code of *error*: by whose fault it is."""
-    if isinstance(error, LackingError):
-        return ENVIRONMENT
-    if isinstance(error, ConfigError):
-        return USAGE
-    if isinstance(error, StallError | TimeoutError):
-        return TIMEOUT
-    lacking = isinstance(error, CapacityError) or (isinstance(error, OSError) and not isinstance(error, BpsError))
-    return ENVIRONMENT if lacking else FAILED
 
 
 def errors_in_words(function: Callable) -> Callable:

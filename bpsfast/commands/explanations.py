@@ -84,8 +84,8 @@ def _numbered(text: str) -> list[Explanation]:
         meanings.append(of_completion(completions.explain(completions.BY_VENDOR_ERROR[number], number)))
     if kind in ("", "errno") and (words := errnos.explain(number)):
         meanings.append(of_errno(words))
-    if kind in ("", "exit") and number in exits.WORDS:
-        meanings.append(Explanation(f"exit code {number} of bpsfast", (("means", exits.WORDS[number]),)))
+    if (kind == "exit" or (not kind and number in exits.WORDS)) and (text := exits.words_of(number)):
+        meanings.append(Explanation(f"exit code {number} of bpsfast", (("means", text),)))
     return meanings
 
 

@@ -14,7 +14,7 @@ from .. import logs, settings
 from ..orchestration.errors import ConfigError
 from . import host_options, output
 from .assignments import overrides, set_option
-from .exits import errors_in_words
+from .exits import WORDS_OF_RUN, errors_in_words
 
 if TYPE_CHECKING:
     from ..launch.child import Command
@@ -35,7 +35,16 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
             "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control"}
 
 
-@click.command(context_settings={"allow_interspersed_args": False},
+class _Run(click.Command):
+    """Shows the exit codes that only a launcher has."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes: that of the process that failed first, or"):
+            formatter.write_dl([("128 + N", "signal N has ended that process, or the launcher"),
+                                *((str(code), words) for code, words in WORDS_OF_RUN.items())])
+
+
+@click.command(cls=_Run, context_settings={"allow_interspersed_args": False},
                help="Run PROGRAM as a job of several ranks, here or (-H, --hostfile) on several hosts." + _EXAMPLES)
 @click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 1; of hosts, all slots]")
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")

@@ -1,21 +1,33 @@
 """Processes of a job that this process has started itself: commands, output, ends."""
 from __future__ import annotations
 
+import contextlib
 import enum
 import fcntl
 import functools
 import os
+import select
 import selectors
 import signal
 import subprocess
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Protocol
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
 
 import msgspec
 
-from .daemons import describe_exit, tethered
+from . import owner, tether
+from .daemons import clean_environment, describe_exit, tethered
+from .end_reports import Reports
 from .output import Sink
+
+#: How long what was sent SIGKILL may take to end; then it is given up: it is another user's, or waits in the kernel.
+AFTER_SIGKILL_S = 5.0
+#: How often a guardian that was killed is replaced.
+_N_GUARDIANS = 10
 
 
 class Kind(enum.Enum):
@@ -42,28 +54,46 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Process(Protocol):
-    """One process of a job, wherever it runs. `code` as of `Popen.returncode`, None until its end."""
+    """One process of a job, wherever it runs. `code` as of `Popen.returncode`, None until its end at `ended_s`
+    (`time.monotonic`). `is_lost`: its host is, so that nothing is known of its end.
+    """
 
     command: Command
     code: int | None
+    ended_s: float
+    is_lost: bool
 
-    def signal_group(self, number: int) -> None:
-        """Send *number* to the process and everything it started that did not leave its group."""
+    def signal_all(self, number: int) -> None:
+        """Send *number* to the process and everything it started that did not leave its session."""
 
     def end_in_words(self) -> str:
         """Return how it ended: "ended with exit code 3"."""
 
 
+class Told(NamedTuple):
+    """What a process has reported of its end, when (`time.monotonic` here): see `end_reports`."""
+
+    process: Process
+    word: str
+    time_s: float
+
+
 class Place(Protocol):
     """Where processes run. What happens there are events of the launcher's selector, whose data are functions: each
     handles its event and returns the processes whose end it has seen.
+
+    `lost`: why nothing more can be started or heard there, "" if it can.
     """
+
+    @property
+    def lost(self) -> str:
+        """See the class."""
 
     def open(self, selector: selectors.BaseSelector) -> None:
         """Have events from now on."""
 
     def start(self, command: Command, out: Sink, err: Sink) -> Process:
-        """Start *command*; what it writes goes to *out* and *err*."""
+        """Start *command*; what it writes goes to *out* and *err*. Not in a place that is `lost`."""
 
     def tick(self, now_s: float) -> tuple[float, Sequence[Process]]:
         """Do what time asks for; return when to be called again (`time.monotonic`), and what has ended."""
@@ -71,11 +101,14 @@ class Place(Protocol):
     def drain(self) -> None:
         """All processes have ended: hand on what they have written and nobody has read."""
 
+    def reports(self) -> Sequence[Told]:
+        """Return what processes have reported of their ends since the last call."""
+
     def hang_up(self) -> None:
         """Begin to `close`, so that many places end at once."""
 
     def close(self) -> None:
-        """End whatever is left, wait for it, give everything back. Idempotent."""
+        """End whatever is left, wait for it a while, give everything back. Idempotent."""
 
 
 class Child:
@@ -84,6 +117,8 @@ class Child:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.code: int | None = None
+        self.ended_s = 0.0
+        self.is_lost = False
         self.process = subprocess.Popen(
             [*command.via, *tethered(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
@@ -91,15 +126,18 @@ class Child:
         try:
             self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:  # no descriptor is left
-            self._end()
+            self.signal_all(signal.SIGKILL)
+            self.process.wait()  # nothing but `tether` can have begun
+            self._close_pipes()
             raise
 
-    def signal_group(self, number: int) -> None:
-        """See `Process`."""
-        try:
+    def signal_all(self, number: int) -> None:
+        """See `Process`. What cannot be signalled, as it is another user's by now, is left out."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return  # all of them have ended
+        for pid in _others_in_session(self.process.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
     def end_in_words(self) -> str:
         """See `Process`."""
@@ -108,20 +146,26 @@ class Child:
     def exit_code(self) -> int:
         """Return the code of the ended process as `Popen.returncode` would, and leave it a zombie.
 
-        Until `close` its number, and so its group's, cannot become another process's.
+        Until `close` its number, and so its session's, cannot become another process's.
         """
-        info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
-        assert info is not None, "the pidfd is readable only after the end"
+        info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if info is None:  # a debugger is attached: it is told first, and may not ask for long
+            return os.waitstatus_to_exitcode(int(owner.stat(self.process.pid)[49]))
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
-    def close(self) -> None:
-        """End what is left of the group, reap, give back descriptors."""
-        self._end()
+    def close(self, until_s: float) -> None:
+        """End what is left of the session, reap, give back descriptors. Who lives on after *until_s* is let go."""
+        self.signal_all(signal.SIGKILL)
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        if poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+            self.process.poll()
+        if self.process.returncode is None:
+            self.process.returncode = -signal.SIGKILL  # or `subprocess` would complain of it, and wait for it later
+        self._close_pipes()
         os.close(self.pidfd)
 
-    def _end(self) -> None:
-        self.signal_group(signal.SIGKILL)
-        self.process.wait(timeout=10.0)
+    def _close_pipes(self) -> None:
         for file in (self.process.stdout, self.process.stderr):
             if file is not None:
                 file.close()
@@ -158,21 +202,52 @@ class Pipe:
 
 
 class Children:
-    """The `Place` that is this machine. Main thread only: children die with the thread that started them (`tether`)."""
+    """The `Place` that is this machine. Main thread only: children die with the thread that started them (`tether`).
+
+    What they start themselves dies with this process by a `guardian`, which lives from `open` until `close`.
+    """
+
+    lost = ""
 
     def __init__(self) -> None:
         self._selector: selectors.BaseSelector | None = None
         self._children: list[Child] = []
         self._pipes: dict[Child, deque[Pipe]] = {}
+        self._reports: Reports | None = None
+        self._guardian: _Guardian | None = None
+        self._n_guardians = 0
 
     def open(self, selector: selectors.BaseSelector) -> None:
         """See `Place`."""
         self._selector = selector
+        self._reports = Reports()
+        self._guard()
+
+    def _guard(self) -> None:
+        self._n_guardians += 1
+        self._guardian = _Guardian(self._children)
+        self._listen(self._guardian.pidfd, self._replace_guardian)
+
+    def _replace_guardian(self) -> Sequence[Child]:
+        """Somebody has killed the guardian: have another one, unless there is a reason that goes on."""
+        assert self._selector is not None and self._guardian is not None, "opened"
+        self._selector.unregister(self._guardian.pidfd)
+        self._guardian.close("end")
+        self._guardian = None
+        if self._n_guardians < _N_GUARDIANS:
+            with contextlib.suppress(OSError):  # there may be too many processes: what runs is worth more
+                self._guard()
+        return ()
 
     def start(self, command: Command, out: Sink, err: Sink) -> Child:
         """See `Place`."""
-        child = Child(command)
+        assert self._reports is not None, "opened"
+        reports = self._reports.environ(len(self._children))
+        child = Child(msgspec.structs.replace(command, environ={**command.environ, **reports}))
+        child.command = command
         self._children.append(child)
+        if self._guardian is not None:
+            self._guardian.tell_of(child)
         assert child.process.stdout is not None and child.process.stderr is not None
         self._pipes[child] = deque([Pipe(child.process.stdout, out), Pipe(child.process.stderr, err)])
         for pipe in self._pipes[child]:
@@ -196,16 +271,30 @@ class Children:
             if pipe.has_ended:
                 self._forget(child, pipe)
 
+    def reports(self) -> Sequence[Told]:
+        """See `Place`."""
+        assert self._reports is not None, "opened"
+        return [Told(self._children[number], word, time_s) for number, word, time_s in self._reports.read()
+                if number < len(self._children)]
+
     def hang_up(self) -> None:
         """See `Place`."""
         for child in self._children:
-            child.signal_group(signal.SIGKILL)
+            child.signal_all(signal.SIGKILL)
 
     def close(self) -> None:
         """See `Place`."""
+        until_s = time.monotonic() + AFTER_SIGKILL_S
+        is_well = all(child.code == 0 for child in self._children if child.command.kind is Kind.RANK)
         for child in self._children:
-            child.close()
+            child.close(until_s)
         self._children.clear()
+        if self._guardian is not None:
+            self._guardian.close("end" if is_well else "all")
+            self._guardian = None
+        if self._reports is not None:
+            self._reports.close()
+            self._reports = None
 
     def _listen(self, source: IO[bytes] | int, handler: Callable[[], Sequence[Child]]) -> None:
         assert self._selector is not None, "opened"
@@ -226,8 +315,63 @@ class Children:
     def _reap(self, child: Child) -> Sequence[Child]:
         assert self._selector is not None, "opened"
         self._selector.unregister(child.pidfd)
-        child.code = child.exit_code()
+        child.code, child.ended_s = child.exit_code(), time.monotonic()
         return (child,)
+
+
+class _Guardian:
+    """A process that ends the sessions of *children*, and what has left them, should this process die: see `guardian`.
+    """
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        program = str(Path(__file__).with_name("guardian.py"))
+        environ = {name: value for name, value in clean_environment(os.environ).items() if name != tether.VARIABLE}
+        source, self._target = os.pipe()
+        os.set_blocking(self._target, False)  # should it be stopped, it shall stop nobody else
+        me = os.pidfd_open(os.getpid())
+        try:
+            for child in children:  # before it runs, as we may be killed any time after
+                self.tell_of(child)
+            # a session of its own, and the mark of no launcher: whoever kills us and ours shall not kill it
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-E", program, owner.mark(), str(me)], env=environ, pass_fds=[me], cwd="/",
+                stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            os.close(self._target)
+            raise
+        finally:
+            os.close(source)
+            os.close(me)
+
+    def tell_of(self, child: Child) -> None:
+        """Let it guard the session of *child*."""
+        self._say(f"{child.process.pid} {owner.start_time(child.process.pid)}")
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it was killed, and is replaced; or stopped
+            os.write(self._target, f"{line}\n".encode())
+
+    def close(self, word: str) -> None:
+        """Say the last *word*, see `guardian`, and wait for its end."""
+        self._say(word)
+        os.close(self._target)
+        try:
+            self._process.wait(AFTER_SIGKILL_S)
+        except subprocess.TimeoutExpired:  # it is stopped
+            self._process.kill()
+            self._process.wait()
+        os.close(self.pidfd)
+
+
+def _others_in_session(session: int) -> list[int]:
+    """Return the processes of *session* that have left the group of its leader, as ``timeout`` does."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := owner.stat(int(name))) and fields[0] not in "ZX":
+            if fields[3] == str(session) != fields[2]:
+                found.append(int(name))
+    return found
 
 
 def watch(selector: selectors.BaseSelector, source: Any, event: int, handler: Callable[[], Any], wanted: bool) -> None:

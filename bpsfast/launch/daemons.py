@@ -25,13 +25,15 @@ from pathlib import Path
 import msgspec
 
 from .. import logs
+from ..exit_codes import FAILED, code_of_daemon
 from ..nic.cores import on_cores
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import ConfigError, error_of
 from ..seating.pins import cpus_before
 from ..settings import Settings, environment, fingerprint, parse_address, take_job_key
 from . import owner
 from .keeper import Keeper
 from .place import Place, is_loopback, job_key
+from .tether import VARIABLE as TETHER
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -42,12 +44,9 @@ PLACE_VARIABLES = frozenset({
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL", "PS_HEARTBEAT_TIMEOUT",
 })
 
-#: What a node exits with that is lost to its job, while the job goes on.
-LEFT_BEHIND = 3
-
 _STARTER_GRACE_S = 5.0
 #: How often a process that waits for others' end says so.
-_REMARK_S = 30.0
+_REMARK_S = 120.0
 
 
 class Daemons:
@@ -85,12 +84,17 @@ class Daemons:
         return over
 
     def outlast(self) -> None:
-        """Wait as long as the job lives, which other ranks have not left; say so now and then."""
+        """Wait as long as the job lives, which other ranks have not left; say so now and then.
+
+        There is no deadline but the job's own: it ends if those ranks, or this process's daemons, are lost. The node
+        names the ranks (`node.control`).
+        """
         begin = time.monotonic()
         for name, process in (("node", self.node), ("scheduler", self.scheduler)):
             while process is not None and not _wait(process, time.monotonic() + _REMARK_S):
                 _log.warning("this process has left the job and waits for other ranks to leave it, too, for %.0f s so "
-                             "far: their %s (pid %d) would end with it", time.monotonic() - begin, name, process.pid)
+                             "far: the job's %s (pid %d) ends with it, and its node says above who they are",
+                             time.monotonic() - begin, name, process.pid)
         self.close(0.0)
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -144,11 +148,16 @@ def _start(role: str, settings: Settings) -> subprocess.Popen:
         with on_cores(cpus_before()):  # this rank's seat in another job is not the daemon's
             return subprocess.Popen(
                 [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
-                env=clean_environment(os.environ) | environment(settings) | {"PYTHONSAFEPATH": "1"},
+                env=_daemon_environment() | environment(settings) | {"PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
             )
     finally:
         os.close(starter_fd)
+
+
+def _daemon_environment() -> dict[str, str]:
+    """Return the environment of a daemon that watches this process: a launcher's guardian leaves it to that."""
+    return {name: value for name, value in clean_environment(os.environ).items() if name != TETHER}
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -157,8 +166,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
             if not name.startswith(PLACE_PREFIXES) and name not in PLACE_VARIABLES}
 
 
-def run_node(settings: Settings) -> int:
-    """Be this machine's node (or a helper) until the job is over; return the exit code."""
+def run_node(settings: Settings, is_awaited: bool = False) -> int:
+    """Be this machine's node (or a helper) until the job is over; return the exit code.
+
+    *is_awaited*: by a rank that started it, and cannot end before.
+    """
     # kernels and the engine: ranks and the launcher, which load this file too, do without them
     from ..node import control as node, quota
 
@@ -167,7 +179,8 @@ def run_node(settings: Settings) -> int:
     logs.configure(settings.log_level, "node")
     take_job_key()
     settings = quota.take(settings)
-    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()))
+    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()),
+                     is_awaited=is_awaited)
 
 
 def run_scheduler(settings: Settings) -> int:
@@ -198,7 +211,8 @@ def run_scheduler(settings: Settings) -> int:
     logs.know(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
-    return scheduler.run()
+    code, aborted = scheduler.run(), scheduler.aborted
+    return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:
@@ -216,7 +230,7 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
         _log.error("the process that started me ended %g s ago and the job is still not over: ending", grace_s)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STARTER_GRACE_S)
-        os._exit(1)
+        os._exit(FAILED)
 
     threading.Thread(target=wait_and_end, name="bpsfast-starter", daemon=True).start()
 

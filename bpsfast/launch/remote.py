@@ -26,9 +26,10 @@ from typing import Any
 import psutil
 
 from .. import __version__
+from ..exit_codes import NOT_EXECUTABLE
 from ..orchestration.errors import ProtocolError
 from . import remote_messages as messages
-from .child import Child, Children, Command, Kind, thread_defaults, watch
+from .child import Child, Children, Command, Kind, Process, thread_defaults, watch
 from .daemons import clean_environment, reserve_port
 from .line import Line
 
@@ -39,7 +40,6 @@ _AFTER_SIGTERM_S = 1.5
 #: For one address; for all of them, which the launcher waits for (`fleet`); how many are tried at once.
 _REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
 TOKEN_NBYTES = 16
-_NOT_STARTED = 126  # as shells do
 #: Output that may wait for the launcher before the job has to wait for it.
 _WAITING_NBYTES = 1 << 20
 
@@ -140,11 +140,11 @@ class Agent:
                                                                  out, err)
         except OSError as exc:
             err.feed(f"bpsfast: cannot start {asked.argv[0]}: {exc.strerror}\n".encode())
-            self._tell(messages.Ended(asked.number, _NOT_STARTED))
+            self._tell(messages.Ended(asked.number, NOT_EXECUTABLE))
 
     def _signal(self, asked: messages.Signal) -> None:
         if (child := self._by_number.get(asked.number)) is not None:
-            child.signal_group(asked.signal)
+            child.signal_all(asked.signal)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -168,8 +168,16 @@ class Agent:
         for key, _ in self._outputs.select(0):
             for child in key.data():
                 self._children.drain_one(child)
-                number = next(number for number, each in self._by_number.items() if each is child)
-                self._tell(messages.Ended(number, child.code))
+                self._hand_on_reports()
+                self._tell(messages.Ended(self._number_of(child), child.code))
+
+    def _hand_on_reports(self) -> None:
+        now_s = time.monotonic()
+        for child, word, time_s in self._children.reports():
+            self._tell(messages.Reported(self._number_of(child), word, now_s - time_s))
+
+    def _number_of(self, child: Process) -> int:
+        return next(number for number, each in self._by_number.items() if each is child)
 
     def _tell(self, message: Any) -> None:
         if not self._is_over:
@@ -191,7 +199,7 @@ class Agent:
         """End what still runs: SIGTERM, then SIGKILL, for all of them and what they have started."""
         running = [child for child in self._by_number.values() if child.code is None]
         for child in running:
-            child.signal_group(signal.SIGTERM)
+            child.signal_all(signal.SIGTERM)
         deadline = time.monotonic() + _AFTER_SIGTERM_S
         while any(child.code is None for child in running) and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in self._outputs.select(left_s):

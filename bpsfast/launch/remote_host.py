@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import selectors
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
+from ..exit_codes import LOST_HOST
 from ..orchestration.errors import BpsError, MismatchError, ProtocolError, StallError
 from . import remote_messages as messages, ssh as ssh_
-from .child import Command, watch
+from .child import AFTER_SIGKILL_S, Command, Told, watch
 from .daemons import describe_exit, tethered
 from .hosts import Host
 from .line import Line
@@ -26,7 +28,8 @@ from .ssh import Ssh
 SILENCE_S = 30.0
 #: After its line was closed, how long an agent may take to end what it has started.
 _END_S = 6.0
-_LOST = 255  # as of ssh
+#: How long an ssh whose output has ended may take to end itself, and how often it is looked at.
+_SSH_END_S, _LOOK_S = 2.0, 0.02
 
 
 class RemoteProcess:
@@ -35,16 +38,22 @@ class RemoteProcess:
     def __init__(self, host: RemoteHost, number: int, command: Command, out: Sink, err: Sink) -> None:
         self.command = command
         self.code: int | None = None
+        self.ended_s = 0.0
+        self.is_lost = False
         self.streams = (out, err)
         self._host, self._number = host, number
 
-    def signal_group(self, number: int) -> None:
+    def signal_all(self, number: int) -> None:
         """See `child.Process`."""
         self._host.tell(messages.Signal(self._number, number))
 
     def end_in_words(self) -> str:
         """See `child.Process`."""
-        return self._host.lost if self._host.lost and self.code == _LOST else describe_exit(self.code or 0)
+        return self._host.lost if self.is_lost else describe_exit(self.code or 0)
+
+    def lose(self) -> None:
+        """Its host is lost, so nothing more will be heard of it."""
+        self.code, self.is_lost, self.ended_s = LOST_HOST, True, time.monotonic()
 
 
 class RemoteHost:
@@ -61,6 +70,8 @@ class RemoteHost:
         self.answers: list[Any] = []
         self._ssh = ssh
         self._processes: list[RemoteProcess] = []
+        self._reports: list[Told] = []
+        self._ssh_ends_by_s = math.inf
         self._n_ranks = host.slots
         self._selector: selectors.BaseSelector | None = None
         self._said: list[str] = []  # by ssh and login scripts, before there was an agent
@@ -133,8 +144,8 @@ class RemoteHost:
                               "overloaded, or its file system stuck?")
         return self._ssh.late(self.host, timeout_s, self.line.noise)
 
-    def _why_it_ended(self) -> BpsError:
-        code = self._wait(2.0)
+    def _why_it_ended(self, timeout_s: float = _SSH_END_S) -> BpsError:
+        code = self._wait(timeout_s)
         with contextlib.suppress(BlockingIOError):
             while self._take_complaint():
                 continue
@@ -144,12 +155,13 @@ class RemoteHost:
         return self._ssh.explain(self.host, code, self._said)
 
     def _wait(self, timeout_s: float) -> int:
-        """Return ssh's exit code; it is killed if it takes too long."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait(10.0)
+        """Return ssh's exit code; it is killed if it takes too long, and let go if that is of no use (state D)."""
+        for patience_s in (timeout_s, AFTER_SIGKILL_S):
+            try:
+                return self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return -signal.SIGKILL
 
     # -- as a place ------------------------------------------------------------------------------------------------
 
@@ -162,6 +174,7 @@ class RemoteHost:
 
     def start(self, command: Command, out: Sink, err: Sink) -> RemoteProcess:
         """See `child.Place`; the environment of *command* is added to that of the host."""
+        assert not self.lost, "nothing is started there"
         number = len(self._processes)
         process = RemoteProcess(self, number, command, out, err)
         self._processes.append(process)
@@ -172,10 +185,14 @@ class RemoteHost:
     def tick(self, now_s: float) -> tuple[float, Sequence[RemoteProcess]]:
         """See `child.Place`."""
         if self.lost:
-            return float("inf"), ()
+            return math.inf, ()
+        if self._ssh_ends_by_s < math.inf:
+            if self._process.poll() is None and now_s < self._ssh_ends_by_s:
+                return now_s + _LOOK_S, ()
+            return math.inf, self._lose(str(self._why_it_ended(0.0)))
         if now_s >= self._heard_s + SILENCE_S:
             if not select.select([self.line.source], [], [], 0.0)[0]:
-                return float("inf"), self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
+                return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
             self._heard_s = now_s  # it is we who did not listen
         assert self._selector is not None, "opened"
         watch(self._selector, self.line.target, selectors.EVENT_WRITE, self._on_target, self.line.pending_nbytes > 0)
@@ -186,6 +203,11 @@ class RemoteHost:
         for process in self._processes:
             for stream in process.streams:
                 stream.finish()
+
+    def reports(self) -> Sequence[Told]:
+        """See `child.Place`."""
+        found, self._reports = self._reports, []
+        return found
 
     def hang_up(self) -> None:
         """See `child.Place`: the agent ends what is left when its line closes. Without one, ssh is ended."""
@@ -226,8 +248,11 @@ class RemoteHost:
             return ()
         try:
             came = self.line.receive()
-        except EOFError:
-            return self._lose(str(self._why_it_ended()))
+        except EOFError:  # ssh is about to say why: `tick` waits for that
+            assert self._selector is not None, "opened"
+            self._selector.unregister(self.line.source)
+            self._ssh_ends_by_s = self._heard_s + _SSH_END_S
+            return ()
         except ProtocolError as exc:
             return self._lose(str(exc))
         ended = []
@@ -236,10 +261,13 @@ class RemoteHost:
                 self._processes[message.number].streams[message.is_error].feed(message.data)
             elif isinstance(message, messages.Ended):
                 process = self._processes[message.number]
-                process.code = message.code
+                process.code, process.ended_s = message.code, time.monotonic()
                 for stream in process.streams:
                     stream.finish()
                 ended.append(process)
+            elif isinstance(message, messages.Reported):
+                self._reports.append(Told(self._processes[message.number], message.word,
+                                          time.monotonic() - message.age_s))
         return ended
 
     def _on_complaint(self) -> Sequence[RemoteProcess]:
@@ -257,7 +285,7 @@ class RemoteHost:
                 self._selector.unregister(source)
         ended = [process for process in self._processes if process.code is None]
         for process in ended:
-            process.code = _LOST
+            process.lose()
         self._process.send_signal(signal.SIGTERM)
         return ended
 

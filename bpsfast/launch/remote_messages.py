@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 #: Of the messages and their order; both sides have to have the same.
-VERSION = 1
+VERSION = 2
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
@@ -103,15 +103,23 @@ class Said(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """Agent: process *number* ended; *code* as of `Popen.returncode`. What it wrote before was sent before."""
+    """Agent: process *number* ended; *code* as of `Popen.returncode`. What it wrote and reported was sent before."""
 
     number: int
     code: int
+
+
+class Reported(msgspec.Struct, tag=True, frozen=True):
+    """Agent: process *number* has reported *word* of its end, *age_s* seconds ago (`end_reports`)."""
+
+    number: int
+    word: str
+    age_s: float
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """Either: still here."""
 
 
-FromAgent = Union[Here, Ready, Refused, Listening, Reached, Said, Ended, Alive]  # noqa: UP007
+FromAgent = Union[Here, Ready, Refused, Listening, Reached, Said, Ended, Reported, Alive]  # noqa: UP007
 FromLauncher = Union[Prepare, Listen, Reach, StopListening, Start, Signal, Alive]  # noqa: UP007

@@ -11,7 +11,6 @@ signals do not.
 from __future__ import annotations
 
 import functools
-import re
 import selectors
 import signal
 import socket
@@ -20,29 +19,27 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from .. import logs
-from .child import Children, Command, Kind, Place, Process, watch
+from ..exit_codes import FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
+from .cause import Failures, traceback_of
+from .child import AFTER_SIGKILL_S, Children, Command, Kind, Place, Process, watch
 from .crew import Crew, member_of
-from .daemons import LEFT_BEHIND
-from .folding import CHAINED, TRACEBACK
 from .muster_service import End, Order, Stop
 from .output import Output, Sink, Transcript
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_EXIT_TIMEOUT = 124  # as of timeout(1)
-_AFTER_SIGKILL_S = 5.0
 #: How long a launcher that was told to end waits for the reader of its last lines.
 _DELIVERY_S = 0.5
-#: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
-_CONSEQUENCE = re.compile(
-    rb"(?:[\w.]+\.)?(?:PeerLostError: |StallError: .*: has called shutdown)|KeyboardInterrupt\b|" + logs.CONSEQUENCE)
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How long the supervisor waits, in seconds. `job_s` None: for ever (the job's own deadlines hold)."""
+    """How long the supervisor waits, in seconds. `job_s` None: for ever (the job's own deadlines hold).
+
+    `for_cause_s`: after a failure, for the end of whatever caused it, if all that have ended were told of another's.
+    """
 
     job_s: float | None = None
     after_failure_s: float = 3.0
+    for_cause_s: float = 10.0
     after_ranks_s: float = 5.0
     after_sigterm_s: float = 1.5
 
@@ -81,7 +78,9 @@ class Supervisor:
         self._errors: dict[Process, Transcript] = {}
         self._n_restarts: dict[str, int] = {}  # of what the job waits for, by name
         self._crew = crew
-        self._failed: list[Process] = []  # in the order of their ends
+        self._failures = Failures(self._errors)
+        self._failed_s = 0.0  # when the first of them was seen
+        self._given_up: set[Process] = set()  # they outlive SIGKILL
         self._missed: list[Process] = []  # workers that the job goes on without
         self._is_hopeless = False  # the muster has said so
         self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
@@ -112,10 +111,11 @@ class Supervisor:
     def _run_job(self) -> None:
         try:
             self._start()
-            while any(process.code is None for process in self._processes) or self._is_awaiting_orders:
+            while self._running or self._is_awaiting_orders:
                 self._step()
             for place in self._places:
                 place.drain()
+                self._failures.take(place.reports())
         finally:
             for place in self._places:
                 place.hang_up()
@@ -146,19 +146,33 @@ class Supervisor:
         return process
 
     def _start_again(self, lost: Process) -> None:
-        """Start a helper in the place of one that is lost."""
+        """Start a helper in the place of one that is lost, where that ran, if its host lives."""
         place, out = self._started_as[lost]
+        if place.lost:
+            self._output.say(f"{lost.command.name} is not started again, as its host is lost")
+            return
         self._restarts -= 1
+        try:
+            again = self._begin(lost.command, place, out, self._errors[lost])
+        except OSError as exc:  # the job can do without it
+            self._output.say(f"{lost.command.name} cannot be started again ({exc})")
+            return
+        self._restarted.add(again)
         self._output.say(f"{lost.command.name} is started again, to join the job; {self._restarts} restarts are left")
-        self._restarted.add(self._begin(lost.command, place, out, self._errors[lost]))
+
+    @property
+    def _running(self) -> list[Process]:
+        return [process for process in self._processes if process.code is None and process not in self._given_up]
 
     def _step(self) -> None:
         now = time.monotonic()
-        next_s = float("inf") if self._deadline is None else self._deadline
+        next_s = float("inf")
         for place in self._places:
             due_s, ended = place.tick(now)
             self._have_ended(ended)
             next_s = min(next_s, due_s)
+        if self._deadline is not None:  # which the ends may have set just now
+            next_s = min(next_s, self._deadline)
         watch(self._selector, self._events, selectors.EVENT_READ, self._on_processes, not self._output.is_full)
         self._attend(None if next_s == float("inf") else max(0.0, next_s - now))
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -196,7 +210,9 @@ class Supervisor:
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
             elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
-                self._failed.append(process)
+                if not self._failures:
+                    self._failed_s = time.monotonic()
+                self._failures.add(process)
                 if self._phase != "failed":
                     self._enter("failed")
             if self._phase == "run" and self._has_trained():
@@ -205,12 +221,12 @@ class Supervisor:
     def _is_waited_for(self, process: Process) -> bool:
         """Start what a signal has ended again, if the job waits for it; whether that was done."""
         command, n_before = process.command, self._n_restarts.get(process.command.name, 0)
-        if (process.code or 0) >= 0 or n_before >= command.n_restarts:
+        place, out = self._started_as[process]
+        if (process.code or 0) >= 0 or n_before >= command.n_restarts or place.lost:
             return False
         self._n_restarts[command.name] = n_before + 1
         self._output.say(f"{command.name} {process.end_in_words()}: it is started again ({n_before + 1} of "
                          f"{command.n_restarts} times)")
-        place, out = self._started_as[process]
         self._begin(command, place, out, self._errors[process])
         return True
 
@@ -249,7 +265,7 @@ class Supervisor:
             for process in self._processes:
                 if process.code is None and member_of(process.command) == order.member:
                     self._output.say(f"{process.command.name} has not come to the others in time: ending it")
-                    process.signal_group(signal.SIGKILL)
+                    process.signal_all(signal.SIGKILL)
         else:
             for command in self._crew.commands(order):
                 self._output.say(f"{command.name} is started")
@@ -258,28 +274,49 @@ class Supervisor:
     def _enter(self, phase: str) -> None:
         limits = self._limits
         duration_s = {"failed": limits.after_failure_s, "leaving": limits.after_ranks_s,
-                      "term": limits.after_sigterm_s, "kill": _AFTER_SIGKILL_S}[phase]
+                      "term": limits.after_sigterm_s, "kill": AFTER_SIGKILL_S}[phase]
         self._phase = phase
         self._deadline = time.monotonic() + duration_s
 
     def _next_phase(self) -> None:
         """The present phase's time is over."""
-        running = [process for process in self._processes if process.code is None]
+        running = self._running
+        names = ", ".join(process.command.name for process in running)
         if self._phase == "run":
-            self._stop(f"the job has not ended within {self._limits.job_s:g} s", _EXIT_TIMEOUT)
+            self._stop(f"the job has not ended within {self._limits.job_s:g} s", JOB_TIMEOUT)
         elif self._phase in ("failed", "leaving") and self._output.is_full:
             # their ends, and why, wait for the reader; time begins when it goes on
             self._enter(self._phase)
+        elif self._phase == "failed" and self._awaits_cause():
+            self._deadline = min(time.monotonic() + self._limits.after_failure_s,
+                                 self._failed_s + self._limits.for_cause_s)
         elif self._phase in ("failed", "leaving"):
             if self._phase == "leaving" and running:
-                names = ", ".join(process.command.name for process in running)
                 self._output.say(f"still running {self._limits.after_ranks_s:g} s after the last rank ended: {names}; "
                                  "ending them (did the program call bpsfast.init and shutdown?)")
             self._signal_all(signal.SIGTERM)
             self._enter("term")
-        else:
-            self._signal_all(signal.SIGKILL)
+        elif self._phase == "term":
+            self._kill()
+        else:  # nothing else can be done: they wait in the kernel, or became another user's
+            self._output.say(f"still running {AFTER_SIGKILL_S:g} s after SIGKILL: {names}; they are left behind. A "
+                             "process of another user (sudo), or one that waits for a device (state D in ps), must be "
+                             "ended by hand")
+            self._given_up.update(running)
+            self._deadline = None
+
+    def _awaits_cause(self) -> bool:
+        """Whether all that failed were told that another one had, and that one may still be about to end."""
+        for place in self._places:
+            self._failures.take(place.reports())
+        is_known = self._failures.first()[1]
+        return not is_known and any(process.command.kind is Kind.RANK for process in self._running) and (
+            time.monotonic() < self._failed_s + self._limits.for_cause_s)
+
+    def _kill(self) -> None:
+        if self._phase != "kill":  # else its time runs
             self._enter("kill")
+        self._signal_all(signal.SIGKILL)
 
     def _on_signals(self, wake: socket.socket) -> None:
         for number in wake.recv(64):
@@ -288,8 +325,7 @@ class Supervisor:
             if self._stopped is None:
                 self._stop(f"got {signal.Signals(number).name}", 128 + number)
             else:  # asked twice: at once
-                self._signal_all(signal.SIGKILL)
-                self._enter("kill")
+                self._kill()
 
     def _stop(self, why: str, code: int) -> None:
         self._stopped = (why, code)
@@ -299,53 +335,22 @@ class Supervisor:
         self._enter("term")
 
     def _signal_all(self, number: int) -> None:
-        for process in self._processes:
-            if process.code is None:
-                process.signal_group(number)
+        for process in self._running:
+            process.signal_all(number)
 
     def _verdict(self) -> int:
         """Show what ended the job, if anything did; return its exit code."""
-        cause = self._cause()
-        code = int(self._is_hopeless)
+        cause, _ = self._failures.first()
+        code = FAILED if self._is_hopeless else OK
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             err = self._errors[cause]
             self._output.conclude(f"{cause.command.name} failed first: it {cause.end_in_words()}",
-                                  _traceback_of(err.tail), err)
+                                  traceback_of(err.tail), err)
         return code
-
-    def _cause(self) -> Process | None:
-        """Return the process whose failure explains the others': the first whose traceback blames nobody else.
-
-        A daemon that exits in silence follows an abort; it is the cause only if nothing else is.
-        """
-        silent = None
-        for process in self._failed:
-            tail = self._errors[process].tail
-            last = next((line for line in reversed(tail) if line.strip()), b"")
-            if any(_CONSEQUENCE.match(line) for line in _traceback_of(tail)):
-                continue
-            if process.command.kind is Kind.RANK or last or (process.code or 0) < 0:
-                return process
-            silent = silent or process
-        return silent or (self._failed[0] if self._failed else None)
 
 
 def _can_be_missed(process: Process) -> bool:
     """Whether the job goes on without *process*: the scheduler decides that, unless it has never come that far."""
     code = process.code or 0
-    return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND)
-
-
-def _traceback_of(tail: Sequence[bytes], n_lines: int = 20) -> list[bytes]:
-    """Return the last traceback in *tail* (with the exceptions it came from), else its last lines."""
-    lines = list(tail)
-    starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
-    if not starts:
-        return lines[-n_lines:]
-    first = starts[-1]
-    for start in reversed(starts[:-1]):
-        if not any(line.rstrip().endswith(CHAINED) for line in lines[start:first]):
-            break
-        first = start
-    return lines[first:]
+    return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)

@@ -4,8 +4,8 @@ Started by path (see `daemons.tethered`), imports the standard library only, and
 
     python tether.py PARENT_MARK SIGNAL COMMAND [ARGUMENT ...]
 
-What the command starts itself the kernel does not watch: the mark (`owner`) and the command's process group are left
-in its environment, by which ``bpsfast clean`` finds what outlives the parent.
+What the command starts itself the kernel does not watch: the `guardian` does. The mark (`owner`) and the command's
+session are left in its environment, by which that and ``bpsfast clean`` find what outlives the parent.
 
 The kernel watches the *thread* that forked, so the parent must start its children in a thread that stays.
 """
@@ -15,7 +15,7 @@ import ctypes
 import os
 import sys
 
-#: Holds the parent's mark and the group that the command began in.
+#: Holds the parent's mark and the session that the command began in.
 VARIABLE = "_BPSFAST_TETHER"
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells do
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before prctl: no signal will come
         return 128 + number
-    os.environ[VARIABLE] = f"{mark}.{os.getpgrp()}"
+    os.environ[VARIABLE] = f"{mark}.{os.getsid(0)}"
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:

@@ -5,7 +5,7 @@
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
               a helper is lost, or has come: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
               the scheduler is lost: `Interregnum`
-    end       Finish: all ranks have left. Or an abort: every rank raises the same error, the node exits with 1
+    end       Finish: all ranks have left. Or an abort: every rank raises the same error; exit codes as in `exit_codes`
 
 Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
 streams' native threads. A helper is a node to which no rank attaches.
@@ -23,7 +23,7 @@ from typing import TypeVar
 import zmq
 
 from .. import __version__, logs, transport
-from ..launch.daemons import LEFT_BEHIND
+from ..exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..launch.place import is_loopback
 from ..launch.reach import local_host, nobody_at
 from ..nic.host import Host
@@ -52,12 +52,16 @@ log = logging.getLogger("bpsfast.node")
 
 _TICK_S = 0.25
 _BREATH_S = 0.1
+#: The number of the node's own question who has not left; ranks count theirs from 0 on.
+_OWN_QUESTION = -1
 
 T = TypeVar("T")
 
 
-def main(settings: Settings, host: Host | None = None) -> int:
+def main(settings: Settings, host: Host | None = None, is_awaited: bool = False) -> int:
     """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
+
+    *is_awaited*: a rank started this process, and cannot end before it does; it is told whom it waits for.
 
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
@@ -73,17 +77,20 @@ def main(settings: Settings, host: Host | None = None) -> int:
             if settings.local_size >= 0:
                 return 0
             return reception.attach_server(key, settings.node_id, os.getpid(), settings.start_timeout_s)
-        return Node(settings, key, listener, host).run()
+        return Node(settings, key, listener, host, is_awaited).run()
     except BpsError as exc:
         log.error("%s: %s", type(exc).__name__, exc)
-        return 1
+        return code_of_daemon(exc)
 
 
 class Node:
     """See the module. Made and run by one thread; owns everything it makes."""
 
-    def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None) -> None:
+    def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
+                 is_awaited: bool = False) -> None:
         self._settings = settings
+        self._is_awaited = is_awaited
+        self._left_s = 0.0  # when the rank left that started this process
         self._key = key
         self._fingerprint = fingerprint(settings)
         self._loop = EventLoop(self._broken)
@@ -209,10 +216,11 @@ class Node:
             self._membership.send(message)
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
-             level: int | None = None) -> None:
+             level: int | None = None, code: int | None = None) -> None:
         """End the job with *error* on all ranks; log it with *level*, by default as an error if nobody else says it.
 
         The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
+        *code*: the exit code, by default `code_of_daemon`.
         """
         if self._exit_code is not None:
             return
@@ -224,7 +232,7 @@ class Node:
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
         has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
         survives = tell and has_begun and not self._home.ranks and not self._is_alone
-        self._leave(error, LEFT_BEHIND if survives else 1)
+        self._leave(error, LEFT_BEHIND if survives else code_of_daemon(error) if code is None else code)
 
     def _is_said_by_others(self, error: BpsError) -> bool:
         """Whether ranks raise *error*: those of this machine, or of others where it tells of somebody else's end.
@@ -246,6 +254,17 @@ class Node:
         Who is told may at once look for, or be, the next job's node, under the same name.
         """
         self._reception.close()
+
+    def starter_has_left(self, rank: int) -> None:
+        """The *rank* whose process started this one has left the job: should it wait long for others, say for whom."""
+        self._left_s = time.monotonic()
+        if self._is_awaited:
+            self._loop.call_at(self._left_s + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
+
+    def _ask_who_stays(self, rank: int) -> None:
+        if self._exit_code is None:
+            self.say(messages.Stalled(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
+            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
 
     def heard(self) -> None:
         """Count a message of a peer."""
@@ -333,7 +352,7 @@ class Node:
     def _stopped(self, name: str) -> None:
         # Whoever sent the signal knows; the ranks are told.
         self.fail(PeerLostError(f"{self.name} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
-                  level=logging.INFO)
+                  level=logging.INFO, code=FAILED)
 
     def _check_gathered(self) -> None:
         if self._membership is None and self._exit_code is None:
@@ -445,7 +464,7 @@ class Node:
             return
         # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
         quiet = self._home.is_heard or isinstance(error, ClosedError)
-        self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING)
+        self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
 
     def _on_finish(self, message: messages.Finish) -> None:
         self.say(messages.Finished())
@@ -467,5 +486,9 @@ class Node:
                                      owned=self._vertex.lags(owned=True)))
 
     def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
+        if isinstance(message, messages.StallAnswer) and message.question == _OWN_QUESTION:
+            log.warning("rank %d has left the job, and waits for the others to leave it, too, for %.0f s so far: %s",
+                        message.rank, time.monotonic() - self._left_s, message.missing)
+            return
         self._home.tell(message.rank, message)
 

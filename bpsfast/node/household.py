@@ -217,6 +217,8 @@ class Household:
             self._lose(rank, message.reason or "left with an error")
         elif self._attached and not self._node.ending:
             self._node.send(messages.RankLeft(rank=rank.rank))
+            if rank.pid == os.getppid():
+                self._node.starter_has_left(rank.rank)
         else:
             rank.tell(messages.Detached())
             if not self._node.ending:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from .. import channel
 from ..channel import MAX_NBYTES, Channel
+from ..exit_codes import FAILED, OK, code_of_daemon
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.handshakes import BREATH_S, HandshakeLimiter
 from ..pyx.pages import Segment
 from ..refusals import Refusals
@@ -284,10 +285,10 @@ def attach_server(job_key: bytes, node_id: str, pid: int, timeout_s: float) -> i
                 continue  # hours without a word are normal: the node speaks once, at the end
             except PeerLostError:
                 log.error("the node of this machine went away before the job ended")
-                return 1
+                return FAILED
             if isinstance(message, messages.Detached):
-                return 0
+                return OK
             if isinstance(message, messages.Refuse):
                 log.error("%s: %s", message.error, message.reason)
-                return 1
+                return code_of_daemon(error_of(message.error, message.reason))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .. import channel as channels
 from ..channel import Channel
+from ..launch.end_reports import report
 from ..launch.reach import nobody_at
 from ..launch.roles import Place
 from ..nic import numa
@@ -81,9 +82,12 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
+                report("told")
                 raise PeerLostError(f"the node of this machine (pid {connection.peer[0]}) went away while rank "
                                     f"{place.rank} was attaching; see its output") from exc
         if isinstance(message, Refuse):
+            if message.error == PeerLostError.__name__:
+                report("told")
             raise error_of(message.error, message.reason)
         if not isinstance(message, Attached) or len(fds) != 4:
             _close_all(fds)
@@ -112,6 +116,7 @@ def _connect(place: Place, settings: Settings, failure: Callable[[], str | None]
 def _raise_failure(failure: Callable[[], str | None]) -> None:
     text = failure()
     if text is not None:
+        report("told")
         raise PeerLostError(text)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..launch.end_reports import report
 from ..orchestration.errors import BpsError, StallError
 from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
@@ -226,6 +227,7 @@ class GuardedPort:
         return self._node_lost()
 
     def _abort_error(self) -> BpsError:
+        report("told")
         name, _, reason = self._port.state()[1].partition(": ")
         return error_of(name, reason)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from .. import __version__
 from ..launch import daemons
 from ..launch.daemons import Daemons
+from ..launch.end_reports import report
 from ..launch.roles import Place
 from ..settings import Settings, take_job_key
 from . import attachment
@@ -42,6 +43,7 @@ def join(place: Place, settings: Settings,
         attached = attachment.attach(started.place, started.place.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
+        report("joined")
     except BaseException:
         started.close(timeout_s=0.5)
         raise

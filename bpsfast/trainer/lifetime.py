@@ -16,6 +16,7 @@ from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
 from types import TracebackType
 
 from ..launch.daemons import Daemons
+from ..launch.end_reports import report
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 
 
@@ -94,6 +95,8 @@ class _Hook:
         def note(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
             for watch in self._watches:
                 watch.failure = f"{kind.__name__}: {value}"
+            if _is_of_peer(value):
+                report("told")
             brief = ((self._is_brief or any(watch.brief for watch in self._watches)) and previous is sys.__excepthook__
                      and not logging.getLogger("bpsfast").isEnabledFor(logging.DEBUG))
             if brief and isinstance(value, PeerLostError):
@@ -160,6 +163,17 @@ def _without_ours(told: TracebackException) -> TracebackException:
 def _programs_own(stack: StackSummary) -> list[FrameSummary]:
     package = str(Path(__file__).parents[1]) + os.sep
     return [frame for frame in stack if not frame.filename.startswith(package)]
+
+
+def _is_of_peer(error: BaseException | None) -> bool:
+    """Whether *error* is, or comes from, the loss of a peer."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerLostError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _place_in_program(traceback: TracebackType | None) -> str:

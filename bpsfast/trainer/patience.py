@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from ..launch.end_reports import report
 from ..orchestration.errors import StallError
 from ..orchestration.messages import StallAnswer
 from .inquiry import DOUBT_S, Inquiry
@@ -57,6 +58,8 @@ class Patience:
             if is_there():
                 return
             if late or answer.hopeless:
+                if not late:  # somebody has left too early, and is to blame
+                    report("told")
                 waited_s = self._timeout_s if late else now - self._begin
                 raise StallError(f"{self._me} waited {waited_s:.3g} s {self._what or f'for {subject.describe()}'}: "
                                  f"{answer.missing}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..device.devices import Devices
+from ..launch.end_reports import report
 from ..launch.reach import local_host
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
@@ -272,6 +273,7 @@ class Session:
         """Return in words that the node has ended without having said why, or let this rank go."""
         if self._released:
             return ClosedError("bpsfast was shut down in this process while this call waited")
+        report("told")
         poll = select.poll()
         poll.register(self._attachment.node_pidfd, select.POLLIN)
         ended = bool(poll.poll(_DYING_S * 1000))
@@ -305,8 +307,11 @@ class Session:
             held_up = tuple(unit.number for unit in self.tensors.units() if unit.has_siblings and not unit.in_flight)
             if clean and held_up:  # other workers shall not wait for pushes that never come
                 self._mailbox.send(Retire(rank=self.rank, units=held_up))
+            report("leaves")
             self._mailbox.send(Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
+        if clean and self._released:
+            report("left")
         self.closed = True
         devices_closed = self.devices.close(_GOODBYE_S, lambda: ClosedError(_SHUT_DOWN))
         self._write_trace()

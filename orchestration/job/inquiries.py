@@ -18,6 +18,8 @@ from .notices import Notices
 from .stalls import Finding, Stalls
 
 Outgoing = list[tuple[bytes, m.Message]]
+#: So many ranks that have not left are named.
+_MOST_NAMED = 8
 
 
 class Inquiries:
@@ -28,6 +30,7 @@ class Inquiries:
     def __init__(self, roster: Roster, left: AbstractSet[int], barriers: Barriers, declarations: Declarations,
                  generations: Generations, unmeasured: AbstractSet[int], losses: Losses) -> None:
         self._roster = roster
+        self._left = left
         self._barriers = barriers
         self._declarations = declarations
         self._generations = generations
@@ -60,8 +63,16 @@ class Inquiries:
         return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
     def _why_waiting(self, name: str) -> Finding:
-        """Say what a declaration or a barrier ("barrier:<sequence>") still waits for, and whether that is in vain."""
+        """Say what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for, and
+        whether that is in vain.
+        """
         kind, _, sequence = name.partition(":")
+        if name == m.THE_END:
+            ranks = [rank for rank in range(self._roster.size) if rank not in self._left]
+            words = "; ".join(self._stalls.rank_is_missing(rank, "has not called shutdown")
+                              for rank in ranks[:_MOST_NAMED])
+            more = f"; and {len(ranks) - _MOST_NAMED} more ranks" if len(ranks) > _MOST_NAMED else ""
+            return Finding(f"missing: {words}{more}", "barrier", ranks=tuple(ranks))
         if kind == "barrier" and sequence.isdecimal():
             ranks = self._barriers.missing(int(sequence))
             return (self._stalls.without(ranks, "barrier", "has not entered the barrier") if ranks

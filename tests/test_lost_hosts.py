@@ -1,0 +1,189 @@
+"""The host of a helper is lost: the job goes on without it, nothing is started there, and the launcher ends."""
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from bpsfast.exit_codes import LOST_HOST
+from bpsfast.launch import supervisor as supervisors
+from bpsfast.launch.child import Children, Command, Kind
+from bpsfast.launch.fleet import Fleet
+from bpsfast.launch.hosts import Host
+from bpsfast.launch.output import Output
+from bpsfast.launch.ssh import Ssh
+from bpsfast.launch.supervisor import Limits, Supervisor
+
+_LIMITS = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=0.5)
+
+
+class Heard(io.BytesIO):
+    """Output in which somebody waits for words. Any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._came = threading.Condition()
+
+    def write(self, data) -> int:
+        with self._came:
+            self._came.notify_all()
+            return super().write(data)
+
+    def await_words(self, words: bytes, count: int = 1) -> None:
+        """Return once *words* came *count* times."""
+        with self._came:
+            assert self._came.wait_for(lambda: self.getvalue().count(words) >= count, 30.0), (words, self.getvalue())
+
+
+def gate(folder) -> str:
+    """Make a named pipe: who reads it goes on when who writes it has opened and closed it."""
+    path = str(folder / "gate")
+    os.mkfifo(path)
+    return path
+
+
+def a_rank(path: str, code: int = 0) -> Command:
+    """Return a rank that ends when somebody opens the gate at *path*."""
+    text = f"open({path!r}).read(); raise SystemExit({code})"
+    return Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text), dict(os.environ))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 3])
+@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("kills_first", [False, True])
+def test_a_helper_s_host_is_lost(restarts, code, kills_first, tmp_path, no_leaks):
+    """Real agents. *kills_first*: the helper was lost before, and is one that was started again."""
+    path = gate(tmp_path)
+    helper = Command("helper 0", Kind.HELPER, (
+        sys.executable, "-S", "-u", "-c", "import os, time; print(os.getpid(), os.getppid()); time.sleep(600)"), {})
+    out, err = Heard(), Heard()
+    with contextlib.closing(Output(out, err)) as output, \
+            Fleet([Host("localhost", 1), Host("localhost", 0)], Ssh(), output) as fleet:
+        fleet.connect()
+
+        def trouble() -> None:
+            out.await_words(b"[helper 0]")
+            if kills_first:
+                os.kill(int(out.getvalue().split()[2]), signal.SIGKILL)
+                if restarts:
+                    out.await_words(b"[helper 0]", 2)
+                else:
+                    err.await_words(b"the job goes on without it")
+            os.kill(int(out.getvalue().split()[3]), signal.SIGKILL)
+            if not kills_first or restarts:
+                err.await_words(b"was lost with its host localhost")
+            open(path, "w").close()
+
+        thread = threading.Thread(target=trouble)
+        thread.start()
+        found = Supervisor([a_rank(path, code), helper], limits=_LIMITS, output=output, places=fleet.hosts,
+                           restarts=restarts).run()
+        thread.join()
+    said = err.getvalue().decode()
+    assert found == code, said
+    assert said.count("started again, to join the job") == int(kills_first and restarts > 0), said
+    if not kills_first or restarts:
+        assert "helper 0 was lost with its host localhost (localhost: its agent was killed by SIGKILL" in said
+        assert said.count("the job goes on without it") == 1 + kills_first
+    if restarts:
+        assert "helper 0 is not started again, as its host is lost" in said
+
+
+class FarProcess:
+    """A process of a host that does what a test says: `code` is set by its place."""
+
+    def __init__(self, command: Command) -> None:
+        self.command, self.code, self.ended_s, self.is_lost = command, None, 0.0, False
+        self.signals: list[int] = []
+
+    def signal_all(self, number: int) -> None:
+        self.signals.append(number)
+
+    def end_in_words(self) -> str:
+        return "was lost with its host c (nothing was heard of it for 30 s)"
+
+
+class Far:
+    """A host that is lost *after_s* its first process was started; infinity: never, and its processes do not end."""
+
+    def __init__(self, after_s: float) -> None:
+        self.lost, self.processes = "", []
+        self._after_s = after_s
+
+    def open(self, selector) -> None:
+        pass
+
+    def start(self, command, out, err):
+        assert not self.lost
+        self._lost_s = time.monotonic() + self._after_s
+        self.processes.append(FarProcess(command))
+        return self.processes[-1]
+
+    def tick(self, now_s):
+        ended = [process for process in self.processes if process.code is None]
+        if now_s < self._lost_s or self.lost:
+            return (float("inf") if self.lost else self._lost_s), ()
+        self.lost = "lost"
+        for process in ended:
+            process.code, process.is_lost, process.ended_s = LOST_HOST, True, now_s
+        return float("inf"), ended
+
+    def reports(self):
+        return ()
+
+    def drain(self) -> None:
+        pass
+
+    hang_up = close = drain
+
+
+def supervise(commands, places, **options) -> tuple[int, str]:
+    """Run *commands*; return exit code and error output."""
+    err = io.BytesIO()
+    with contextlib.closing(Output(io.BytesIO(), err)) as output:
+        code = Supervisor(commands, limits=_LIMITS, output=output, places=places, **options).run()
+    return code, err.getvalue().decode()
+
+
+def test_what_time_has_ended_sets_the_deadline_of_the_same_step():
+    """A silent rank, and an end that only the clock tells: nothing else wakes the launcher."""
+    rank = Command("rank 0", Kind.RANK, ("sleep", "600"), dict(os.environ))
+    begin = time.monotonic()
+    code, said = supervise([rank, Command("node 1", Kind.DAEMON, (), {})], [Children(), Far(0.3)])
+    assert code == LOST_HOST and "node 1 failed first: it was lost with its host c" in said
+    assert time.monotonic() - begin < 10.0, "not at the job's deadline"
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_outlives_sigkill_is_given_up(is_interrupted, monkeypatch):
+    """It waits in the kernel, or is another user's: nobody ends it."""
+    monkeypatch.setattr(supervisors, "AFTER_SIGKILL_S", 0.5)
+    far = Far(float("inf"))
+    text = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); import time; time.sleep(600)"
+    rank = Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text if is_interrupted else "raise SystemExit(7)"),
+                   dict(os.environ))
+    begin = time.monotonic()
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [far, Children()])
+    assert time.monotonic() - begin < 10.0
+    assert code == (128 + signal.SIGTERM if is_interrupted else 7), said
+    assert "still running 0.5 s after SIGKILL: helper 0; they are left behind" in said
+    assert far.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_signals_do_not_put_off_the_end(monkeypatch):
+    """Of a launcher that is asked again and again while something outlives SIGKILL."""
+    monkeypatch.setattr(supervisors, "AFTER_SIGKILL_S", 1.0)
+    # in a session of its own, so that no SIGKILL of the launcher ends it
+    rank = Command("rank 0", Kind.RANK, ("sh", "-c", "setsid sh -c 'while kill -INT $0; do sleep 0.05; done' $PPID"),
+                   dict(os.environ))
+    begin = time.monotonic()
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [Far(float("inf")), Children()])
+    assert time.monotonic() - begin < 10.0
+    assert code == 128 + signal.SIGINT and "1 s after SIGKILL: helper 0" in said
