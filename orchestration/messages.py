@@ -20,7 +20,7 @@ from .store import StoreSpec
 from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
-VERSION = 16
+VERSION = 17
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -288,6 +288,15 @@ class Lost(Message):
 
     who: str
     reason: str
+
+
+class Visited(Message):
+    """What this node has found at the data port of node `node`: it "answers", nobody listens there ("refused"), or
+    there was no answer ("silent"). The answer to `Visit`; "refused" also without, while another link is sought.
+    """
+
+    node: int
+    outcome: Literal["answers", "refused", "silent"]
 
 
 class Finished(Message):
@@ -608,6 +617,12 @@ class Echo(Message):
     there_ns: int
 
 
+class Visit(Message):
+    """The scheduler does not hear node `node`: see whether its data port answers, and say so (`Visited`)."""
+
+    node: int
+
+
 class StallAsk(Message):
     """Report what you know of this partition."""
 
@@ -854,11 +869,11 @@ class Told(Message):
 NodeMessage = (
     Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | Meets | BarrierEnter
     | Heartbeat | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
-    | Rejoin | Kept | Recounted | Finished
+    | Rejoin | Kept | Recounted | Finished | Visited
 )
 SchedulerMessage = (
     Welcome | Joined | NotComing | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired
-    | CreditChanged
+    | CreditChanged | Visit
     | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed
     | Abort | Finish
 )

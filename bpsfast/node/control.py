@@ -111,8 +111,9 @@ class Node:
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
             messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
-            messages.NotComing: self._peers.not_coming, messages.Recall: self._interregnum.recalled,
-            messages.Resume: self._interregnum.resumed, messages.Rates: self._peers.rates_known,
+            messages.NotComing: self._peers.not_coming, messages.Visit: self._peers.visit,
+            messages.Recall: self._interregnum.recalled, messages.Resume: self._interregnum.resumed,
+            messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
             messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,

@@ -78,6 +78,12 @@ class Peers:
         self._peering.start()
         self._changed()
 
+    def visit(self, message: messages.Visit) -> None:
+        """Find out for the scheduler whether a node answers at its data port."""
+        assert self._peering is not None
+        self._peering.visit(message.node, lambda index, outcome: self._loop.call_soon(
+            lambda: self._node.say(messages.Visited(node=index, outcome=outcome))))
+
     def came(self, link: shm.ShmLink) -> None:
         """Take in a node of this host that came to the local socket."""
         assert self._peering is not None
@@ -172,6 +178,8 @@ class Peers:
             self._node.fail(self._peering.error)
         if self._detours is not None and not self._node.ending:
             self._detours.connected()
+            for index in sorted(self._peering.refused() - self._parted - self.farewells):
+                self._node.say(messages.Visited(node=index, outcome="refused"))
         if self._node.vertex.connected and not self._node.ending:
             self._meet()
         if not self._peering.done or self._node.vertex.connected or self._node.ending:

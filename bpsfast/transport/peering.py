@@ -14,7 +14,7 @@ from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
-from ..orchestration.security import Greeted
+from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
 from ..trace.records import limits
@@ -23,7 +23,7 @@ from .data_port import DataPort
 from .farewells import Farewells
 from .links import Link
 from .rdma import rendezvous
-from .reunion import FAREWELL, KNOCK, Reunions
+from .reunion import FAREWELL, KNOCK, VISIT, Reunions
 from .seals import check as check_encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
@@ -169,6 +169,29 @@ class Peering:
         """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
         self._reunions.give_up(index, why)
 
+    def visit(self, index: int, tell: Callable[[int, str], None]) -> None:
+        """Find out whether node *index* answers at its data port; *tell* hears it, in a thread, as `Visited` says it.
+        """
+        peer = self._peers.get(index)
+        if peer is not None:
+            self._begin(lambda: tell(index, self._visited(peer)))
+
+    def _visited(self, peer: NodeInfo) -> str:
+        patience_s = self._settings.lease_s / 4
+        hello = StreamHello(peer=self._me.index, stream=VISIT, epoch=self._epoch, encrypted=self._encrypted)
+        try:
+            tcp.greet(tcp.reach_once(peer.address, patience_s), self._key, hello, peer.index, patience_s).close()
+        except ConnectionRefusedError:
+            return "refused"
+        except (BpsError, OSError) as exc:
+            log.debug("node %d was visited, and did not answer: %s", peer.index, exc)
+            return "silent"
+        return "answers"
+
+    def refused(self) -> set[int]:
+        """Return the nodes that were found to refuse connections since this was asked last."""
+        return self._reunions.refused()
+
     def called(self) -> list[int]:
         """Return the nodes that want another link, and with whose link this node has not parted."""
         return self._reunions.called()
@@ -213,7 +236,7 @@ class Peering:
 
     def _begin(self, task: Callable[[], None]) -> None:
         thread = threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
-        self._threads.append(thread)
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
 
     def _guard(self, task: Callable[[], None]) -> None:
@@ -341,6 +364,7 @@ class Peering:
         hello = greeted.hello
         if hello.stream == FAREWELL:
             self.farewells.hear(hello)
+        if hello.stream in (FAREWELL, VISIT):
             sock.close()
             return
         if hello.link > 0 or hello.stream == KNOCK:

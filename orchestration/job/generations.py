@@ -27,11 +27,11 @@ class Generations:
     only so many words. Those of a generation that failed stay unused, so that a late word about it cannot be taken for
     another's.
 
-    Raises ConfigError if *policy* cannot place anything on *nodes*.
+    Raises ConfigError if *policy* cannot place anything on *nodes*, unless helpers are still to come (*is_short*).
     """
 
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
-                 first_round: int = 1) -> None:
+                 first_round: int = 1, is_short: bool = False) -> None:
         self._nodes = nodes
         self._machines = machines_of(nodes)
         self._copy_rates = [node.copy_rate_bytes for node in nodes]
@@ -54,7 +54,8 @@ class Generations:
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
         self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
-        assign([1], self._machines, policy)
+        if not is_short:
+            assign([1], self._machines, policy)
 
     def resume(self, past: Past) -> None:
         """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
