@@ -419,7 +419,7 @@ def test_a_process_that_is_gone_is_noticed_long_before_the_lease(start):
     dead.send(join("dead", index=1))
     dead.wait(m.Welcome)
     dead.membership.close(0)
-    for _ in range(3):
+    for _ in range(2):
         assert alive.wait(m.Visit) == m.Visit(node=1)
         alive.send(m.Visited(node=1, outcome="refused"))
     assert "node 1 (host dead, rank 1) closed its connection" in alive.wait(m.Abort).reason
