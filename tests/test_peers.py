@@ -24,7 +24,7 @@ class Control:
     ending = is_without_scheduler = False
 
     def __init__(self) -> None:
-        self.vertex = SimpleNamespace(
+        self.vertex = SimpleNamespace(connected=True, 
             links={}, why_lost=lambda index, code: errno.errorcode[code],
             who=lambda source: {HELPER: ("node 1", 1), RANK: ("rank 0", None)}[source])
         self.ends = []

@@ -101,6 +101,7 @@ class Node:
         self._interregnum = Interregnum(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
         self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with,
                                   self._peers.take_in)
+        self._peers.on_connected = self._recovery.connected
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._dialled: tuple[zmq.Socket[bytes], ...] = ()
@@ -215,8 +216,7 @@ class Node:
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
-        has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
-        survives = tell and has_begun and not self._home.ranks and not self._is_alone
+        survives = tell and self._welcome is not None and not self._home.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else 1)
 
     def _leave(self, error: BpsError, code: int) -> None:
