@@ -238,11 +238,14 @@ class Room(Message):
 
 
 class PrepareFailed(Message):
-    """This node cannot prepare `generation`; nothing of it was kept. `ownable_nbytes`: as in `Ready`."""
+    """This node cannot prepare `generation`; nothing of it was kept. `ownable_nbytes`: as in `Ready`. `room_nbytes`: if
+    it has no memory for what it was to own in place of lost nodes, about how much of that it could; else -1.
+    """
 
     generation: int
     reason: str
     ownable_nbytes: int = -1
+    room_nbytes: int = -1
 
 
 class Frozen(Message):

@@ -24,8 +24,8 @@ class Control:
     ending = is_without_scheduler = False
 
     def __init__(self) -> None:
-        self.vertex = SimpleNamespace(connected=True, 
-            links={}, why_lost=lambda index, code: errno.errorcode[code],
+        self.vertex = SimpleNamespace(
+            connected=True, links={}, why_lost=lambda index, code: errno.errorcode[code],
             who=lambda source: {HELPER: ("node 1", 1), RANK: ("rank 0", None)}[source])
         self.ends = []
         self.told = []

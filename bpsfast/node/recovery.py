@@ -93,7 +93,8 @@ class Recovery:
             self._prepared = self._node.patiently(lambda: self._vertex.wiring.prepare_succession(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
-                generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+                generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes,
+                room_nbytes=self._vertex.wiring.room_nbytes))
             return
         generation, succession = self._prepared
         self._plans.await_for(generation, succession)
