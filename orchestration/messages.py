@@ -21,6 +21,8 @@ from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 17
+#: No message to the scheduler is longer; a declaration of 65536 tensors has about 10 MB.
+LONGEST_NBYTES = 16 << 20
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".

@@ -33,8 +33,6 @@ log = logging.getLogger("bpsfast.scheduler")
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
-#: No message to the scheduler is longer; a declaration of 65536 tensors has about 10 MB.
-_MESSAGE_MAX_NBYTES = 16 << 20
 #: Messages of one node that wait here until they are read; then its connection is not read.
 _MOST_UNREAD = 10_000
 #: So long after a try the scheduler looks again whether its port has become free.
@@ -101,7 +99,7 @@ class Scheduler:
         router.linger = 1000
         router.sndhwm = 0
         router.rcvhwm = _MOST_UNREAD
-        router.maxmsgsize = _MESSAGE_MAX_NBYTES
+        router.maxmsgsize = m.LONGEST_NBYTES
         if ":" in host:
             router.ipv6 = True
             host = f"[{host.strip('[]')}]"

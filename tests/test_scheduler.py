@@ -394,7 +394,7 @@ def test_rubbish_of_a_helper_costs_the_job_the_helper(start, frames):
 
 @rubbish
 def test_rubbish_of_a_node_with_ranks_ends_the_job_and_names_it(start, frames):
-    scheduler, exit_code, nodes = running(start)
+    _, exit_code, nodes = running(start)
     nodes[1].membership.sockets[0].send_multipart(frames or [b""])
     abort = nodes[0].wait(m.Abort)
     assert abort.error == "ProtocolError" and "a message of node 1 (host b, rank 1) cannot be read" in abort.reason

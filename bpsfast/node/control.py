@@ -92,7 +92,8 @@ class Node:
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
         self._seats = Seats(settings, address, host)  # before there are threads
-        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._seats)
+        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._seats,
+                              self.patiently)
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._strength = strength.of(settings, address)
         self._membership: Membership | None = None
