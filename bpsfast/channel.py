@@ -125,6 +125,7 @@ class Channel:
         self._inbox_fds: deque[int] = deque()
         self._ready: deque[tuple[messages.Message, tuple[int, ...]]] = deque()
         self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._n_queued = self._n_taken = 0  # messages: to be sent, and sent
         self._lock = threading.Lock()
         self._ended = False
 
@@ -152,7 +153,8 @@ class Channel:
             self._flush()
 
     def send(self, message: messages.Message, fds: Sequence[int] = (), timeout_s: float = 30.0) -> None:
-        """Send *message* and the descriptors *fds*, and return when the kernel has taken all of it.
+        """Send *message* and the descriptors *fds*, and return when the kernel has taken all of it. Others may `post`
+        meanwhile.
 
         Raises
         ------
@@ -164,12 +166,17 @@ class Channel:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._enqueue(message, fds)
-            while not self._flush():
-                if not _wait(self._sock, select.POLLOUT, deadline):
-                    raise StallError(
-                        f"process {self.peer[0]} did not read its local channel for {timeout_s:g} s "
-                        f"while {type(message).__name__} was being sent"
-                    )
+            number = self._n_queued
+        while True:
+            with self._lock:
+                self._flush()
+                if self._n_taken >= number:
+                    return
+            if not _wait(self._sock, select.POLLOUT, deadline):
+                raise StallError(
+                    f"process {self.peer[0]} did not read its local channel for {timeout_s:g} s "
+                    f"while {type(message).__name__} was being sent"
+                )
 
     def flush(self) -> bool:
         """Send what the socket takes now; return whether nothing is left."""
@@ -242,6 +249,7 @@ class Channel:
             )
         frame = _WORD.pack(len(body) | len(fds) << _LENGTH_BITS) + body
         self._outbox.append((memoryview(frame), tuple(fds)))
+        self._n_queued += 1
 
     def _flush(self) -> bool:
         while self._outbox:
@@ -258,6 +266,7 @@ class Channel:
                 self._outbox[0] = (view[sent:], ())
             else:
                 self._outbox.popleft()
+                self._n_taken += 1
         return True
 
     def _read(self) -> None:

@@ -10,7 +10,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from . import messages as m
 from .clock_offset import ClockOffset
-from .errors import PeerLostError, StallError
+from .errors import CapacityError, PeerLostError, StallError
+from .names import Lookup, is_address
 from .security import curve_pair
 
 _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -23,14 +24,20 @@ _FIRST_QUESTIONS = 8
 _PATIENCE = 0.5
 #: A new connection over which nothing was heard is given up sooner.
 _IMPATIENCE = 0.25
+#: So long the first connection waits for the scheduler's address: most names are known at once.
+_RESOLVE_S = 0.2
+#: While nobody answers, the scheduler's name is looked up again so often.
+_LOOK_AGAIN_S = 1.0
 
 
 class Membership:
-    """One node's connection to the scheduler at *host*:*port*. Owner thread only; nothing blocks but `close`.
+    """One node's connection to the scheduler at *host*:*port*. Owner thread only; nothing blocks but `close`, and the
+    constructor for at most 0.2 s if *host* is a name.
 
     Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
     `tick`. The scheduler need not run yet: connecting is tried again and again until `start_timeout_s` after *now*.
-    If it is lost later it has as long to come back: `tick` dials anew.
+    If it is lost later it has as long to come back: `tick` dials anew. A name is looked up by a thread, again and again
+    while nobody answers; until the resolver does, its last answer counts.
     *pulse_s*: so often libzmq's own thread sends a sign of life, whatever this one does; 0: it does not.
     *asks_time*: heartbeats ask for the scheduler's monotonic clock, and `clock` knows how far it is ahead of ours.
     """
@@ -53,11 +60,17 @@ class Membership:
         self._ended = False
         self._was_heard = False
         self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and what became of it
+        self._last_known = host if is_address(host) else ""  # the scheduler's address
+        self._lookup: Lookup | None = None
+        self._look_at = now
         self._context = zmq.Context()
         self._dial(now)
 
     def _dial(self, now: float) -> None:
         """Begin a connection; what is sent goes out once it stands."""
+        self._look_up(now)
+        if not self._last_known:
+            self._take_lookup(_RESOLVE_S)
         self._heard: float | None = None  # over this connection
         self._dialled = now
         self._secure = self._disconnected = False
@@ -72,11 +85,36 @@ class Membership:
             socket.heartbeat_timeout = max(10, round(1000 * self._lease_s))  # by default as short as that
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 500
-        host = self._host
+        self._unsent: list[bytes] = []  # until the scheduler's address is known
+        self._connected_to = ""
+        if self._last_known:
+            self._connect()
+
+    def _connect(self) -> None:
+        host = self._connected_to = self._last_known
         if ":" in host:
-            socket.ipv6 = True
+            self._socket.ipv6 = True
             host = f"[{host}]"
-        socket.connect(f"tcp://{host}:{self._port}")
+        self._socket.connect(f"tcp://{host}:{self._port}")
+        unsent, self._unsent = self._unsent, []
+        for data in unsent:
+            self._socket.send(data, zmq.NOBLOCK)
+
+    def _look_up(self, now: float) -> None:
+        if self._lookup is None and not is_address(self._host):
+            self._lookup, self._look_at = Lookup(self._host), now + _LOOK_AGAIN_S
+
+    def _take_lookup(self, timeout_s: float = 0.0) -> None:
+        """Take what the resolver has answered, waiting for that for *timeout_s*."""
+        lookup = self._lookup
+        if lookup is None:
+            return
+        try:
+            self._last_known = lookup.address(timeout_s)
+        except OSError:
+            if not lookup.done:
+                return
+        self._lookup = None
 
     def _hang_up(self, linger_s: float) -> None:
         self._socket.disable_monitor()
@@ -95,7 +133,14 @@ class Membership:
 
     def send(self, message: m.Message) -> None:
         """Send *message*; what is sent before the connection stands goes out then."""
-        self._socket.send(m.encode(message), zmq.NOBLOCK)
+        data = m.encode(message)
+        if len(data) > m.LONGEST_NBYTES:
+            raise CapacityError(f"a {type(message).__name__} of {len(data)} bytes is longer than the scheduler reads "
+                                f"({m.LONGEST_NBYTES}): declare fewer tensors at once, or with shorter names")
+        if self._connected_to:
+            self._socket.send(data, zmq.NOBLOCK)
+        else:
+            self._unsent.append(data)
 
     def recv_nowait(self, now: float) -> list[m.Message]:
         """Return everything that has arrived, without heartbeats and what they asked for."""
@@ -134,6 +179,11 @@ class Membership:
         if slept_s > self._lease_s * _IMPATIENCE / 2:  # stopped ourselves: what came meanwhile is still to be read
             self._heard = min(now, self._heard + slept_s) if self._heard is not None else None
             self._dialled = min(now, self._dialled + slept_s)
+        self._take_lookup()
+        if self._heard is None and now >= self._look_at:
+            self._look_up(now)
+        if self._last_known and not self._connected_to:
+            self._connect()
         trouble = self._trouble(now)
         # Believed at the next tick only, so that an Abort on its way in is read first.
         self._read_monitor()
@@ -163,6 +213,8 @@ class Membership:
             return f"it has been silent for {now - self._heard:.1f} s (lease_s = {self._lease_s:g})"
         if self._was_heard and self._heard is None and now - self._dialled >= self._lease_s * _IMPATIENCE:
             return "nobody answers there"
+        if self._heard is None and self._connected_to not in ("", self._last_known):
+            return f"its name means {self._last_known} by now"
         return ""
 
     def _beat(self) -> None:
@@ -185,6 +237,8 @@ class Membership:
             seen = "connected, but the scheduler never answered: it hangs, or is overloaded"
         elif self._n_connected:
             seen = f"connected {self._n_connected} times; whoever listens has another job key or is no scheduler"
+        elif not self._connected_to:
+            seen = f"the name {self._host!r} was not resolved: check it with `getent hosts`"
         else:
             seen = "nobody listens there"
         return (f"wrong job key or no scheduler at {self.address}: nothing was heard within start_timeout_s = "

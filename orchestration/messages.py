@@ -21,6 +21,8 @@ from .unreadable import UNREADABLE
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 17
+#: No message to the scheduler is longer; a declaration of 65536 tensors has about 10 MB.
+LONGEST_NBYTES = 16 << 20
 
 #: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
@@ -238,11 +240,14 @@ class Room(Message):
 
 
 class PrepareFailed(Message):
-    """This node cannot prepare `generation`; nothing of it was kept. `ownable_nbytes`: as in `Ready`."""
+    """This node cannot prepare `generation`; nothing of it was kept. `ownable_nbytes`: as in `Ready`. `room_nbytes`: if
+    it has no memory for what it was to own in place of lost nodes, about how much of that it could; else -1.
+    """
 
     generation: int
     reason: str
     ownable_nbytes: int = -1
+    room_nbytes: int = -1
 
 
 class Frozen(Message):
@@ -288,6 +293,15 @@ class Lost(Message):
 
     who: str
     reason: str
+
+
+class Visited(Message):
+    """What this node has found at the data port of node `node`: it "answers", nobody listens there ("refused"), or
+    there was no answer ("silent"). The answer to `Visit`; "refused" also without, while another link is sought.
+    """
+
+    node: int
+    outcome: Literal["answers", "refused", "silent"]
 
 
 class Finished(Message):
@@ -612,6 +626,12 @@ class Echo(Message):
     there_ns: int
 
 
+class Visit(Message):
+    """The scheduler does not hear node `node`: see whether its data port answers, and say so (`Visited`)."""
+
+    node: int
+
+
 class StallAsk(Message):
     """Report what you know of this partition."""
 
@@ -859,11 +879,11 @@ class Told(Message):
 NodeMessage = (
     Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | Meets | BarrierEnter
     | Heartbeat | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
-    | Rejoin | Kept | Recounted | Finished
+    | Rejoin | Kept | Recounted | Finished | Visited
 )
 SchedulerMessage = (
     Welcome | Joined | NotComing | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired
-    | CreditChanged
+    | CreditChanged | Visit
     | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed
     | Abort | Finish
 )

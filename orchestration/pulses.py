@@ -34,6 +34,13 @@ class Pulses:
             self._senders.pop(replaced[0], None)
         self._connections[sender], self._senders[fd] = (fd, address), sender
 
+    def address(self, sender: bytes) -> str:
+        """Return from where *sender* speaks, "host:port"; "an unknown address" if its connection is not known."""
+        if sender not in self._connections:
+            return "an unknown address"
+        address = self._connections[sender][1]
+        return "{}:{}".format(*address[:2]) if isinstance(address, tuple) else str(address)
+
     def silence_s(self, sender: bytes) -> float | None:
         """Return for how long nothing has come of *sender*; None if its connection is not known, or is gone."""
         if sender not in self._connections:

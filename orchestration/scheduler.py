@@ -5,12 +5,14 @@ in the same loop). Both follow from the job key: whoever has another one gets no
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import secrets
 import time
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,18 +33,18 @@ log = logging.getLogger("bpsfast.scheduler")
 #: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
-#: No message to the scheduler is longer; a declaration of 65536 tensors has about 10 MB.
-_MESSAGE_MAX_NBYTES = 16 << 20
 #: Messages of one node that wait here until they are read; then its connection is not read.
 _MOST_UNREAD = 10_000
 #: So long after a try the scheduler looks again whether its port has become free.
 _PORT_RETRY_S = 0.1
 
 
-class _Versioned(msgspec.Struct, tag_field="type", tag="Join"):
-    """As much of a `Join` as every version of it has."""
+class _Versioned(msgspec.Struct):
+    """What is read of a message of another version: all versions have these fields of a `Join`."""
 
     version: int
+    type: str = ""
+    ranks: Any = ()
 
 
 class Scheduler:
@@ -69,6 +71,7 @@ class Scheduler:
         self._tick_s = tick_s
         self._stop_reason = ""
         self._is_abort_told = False
+        self._n_unreadable = 0
         self._client_key = curve_pair(key, "node")[0]
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -97,7 +100,7 @@ class Scheduler:
         router.linger = 1000
         router.sndhwm = 0
         router.rcvhwm = _MOST_UNREAD
-        router.maxmsgsize = _MESSAGE_MAX_NBYTES
+        router.maxmsgsize = m.LONGEST_NBYTES
         if ":" in host:
             router.ipv6 = True
             host = f"[{host.strip('[]')}]"
@@ -197,6 +200,8 @@ class Scheduler:
             silence_s = self._pulses.silence_s(sender)
             self._job.pulse(sender, None if silence_s is None else now - silence_s)
         self._send(self._job.tick(now))
+        for remark in self._job.take_remarks():
+            log.warning("%s", remark)
 
     def _admit(self) -> None:
         """Answer libzmq's question whether a client's CURVE key is the job's."""
@@ -215,35 +220,38 @@ class Scheduler:
             except zmq.Again:
                 return True
             fd = self._doorkeeper.knows(frames[-1])
-            try:
-                sender, data = (frame.bytes for frame in frames)
-            except ValueError:  # not two frames: authenticated, but no node of ours
-                self._send(self._job.abort(ProtocolError("a client of the scheduler sent what is no message")))
-                continue
+            sender, *rest = (frame.bytes for frame in frames)
             self._pulses.knows(sender, fd)
             try:
-                message = m.decode(data, "node")
+                if len(rest) != 1:
+                    raise ProtocolError(f"{len(rest)} frames came from a node where a control message is one")
+                message = m.decode(rest[0], "node")
             except (ProtocolError, *UNREADABLE) as exc:
-                self._refuse(sender, data, exc if isinstance(exc, ProtocolError) else ProtocolError(
-                    f"{len(data)} bytes from a node are no control message: {type(exc).__name__}"))
+                self._unreadable(sender, rest[0] if rest else b"", exc if isinstance(exc, ProtocolError) else
+                                 ProtocolError(f"{len(rest[0])} bytes from a node are no control message: "
+                                               f"{type(exc).__name__}"))
                 continue
             self._send(self._job.receive(time.monotonic(), sender, message))
             if isinstance(message, m.Lost) and message.who.startswith("rank ") and self._job.aborted is not None:
                 self._is_abort_told = True  # the rank has said it, or whoever started it says what has ended it
         return False
 
-    def _refuse(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
-        """Tell *sender* that it is not understood, and end the job; blame the version if that differs."""
+    def _unreadable(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
+        """Have the job decide what *data* of *sender*, which cannot be read, costs whom; blame the version if it
+        differs.
+        """
         reason: ProtocolError | MismatchError = error
-        try:
-            version = msgspec.msgpack.decode(data, type=_Versioned).version
-        except UNREADABLE:
-            version = m.VERSION
-        if version != m.VERSION:
-            reason = MismatchError(f"protocol version differs: {version} on a node, {m.VERSION} on the scheduler; "
-                                   "install one version of bpsfast everywhere")
-        refuse = m.Refuse(error=type(reason).__name__, reason=str(reason))
-        self._send([(sender, refuse), *self._job.abort(reason, but=[sender])])
+        has_ranks = False
+        with contextlib.suppress(*UNREADABLE):
+            said = msgspec.msgpack.decode(data, type=_Versioned)
+            has_ranks = said.type == "Join" and bool(said.ranks)
+            if said.version != m.VERSION:
+                reason = MismatchError(f"protocol version differs: {said.version} on a node, {m.VERSION} on the "
+                                       "scheduler; install one version of bpsfast everywhere")
+        self._n_unreadable += 1
+        if self._n_unreadable <= 8 or self._n_unreadable & (self._n_unreadable - 1) == 0:  # a flood would fill the disk
+            log.warning("a message from %s cannot be read: %s", self._pulses.address(sender), reason)
+        self._send(self._job.unreadable(time.monotonic(), sender, reason, has_ranks))
 
     def _send(self, outgoing: Outgoing) -> None:
         """Send in order; a destination that is gone is reported to the job, whose conclusions are sent too."""

@@ -79,7 +79,8 @@ class Court:
             self.post(self.tenure.tick(self.now))
 
     def kinds(self, name):
-        return [type(message) for message in self.inbox[self.over[name]] if not isinstance(message, m.Heartbeat)]
+        return [type(message) for message in self.inbox[self.over[name]]
+                if not isinstance(message, m.Heartbeat | m.Visit)]
 
     def got(self, name, kind):
         return [message for message in self.inbox[self.over[name]] if isinstance(message, kind)]

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
@@ -82,6 +83,23 @@ def test_post_keeps_what_the_socket_does_not_take(pair):
     assert not left.backlog
     for fd in (read_end, write_end, *received[0][1]):
         os.close(fd)
+
+
+def test_others_may_post_while_a_send_waits_for_the_reader(pair):
+    left, right = pair
+    sender = threading.Thread(target=lambda: left.send(messages.Found(
+        rank=0, question=1, value=bytes(8 << 20)), timeout_s=20.0))
+    sender.start()
+    while not left.backlog:
+        assert sender.is_alive()
+    begin = time.monotonic()
+    left.post(messages.Found(rank=0, question=2))
+    assert time.monotonic() - begin < 10.0 and sender.is_alive(), "nothing of it was read yet"
+    assert right.recv(20.0)[0].question == 1
+    sender.join(20.0)
+    assert not sender.is_alive()
+    left.flush()
+    assert right.recv(20.0)[0].question == 2
 
 
 def test_send_names_the_process_that_does_not_read(pair):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import ConfigError, ProtocolError
 from bpsfast.orchestration.job.job import Job
 from bpsfast.orchestration.job.job_settings import JobSettings
 from tests.job_table import ALL, Table, committed, join, spec, welcomed
@@ -111,6 +111,103 @@ def test_the_start_deadline_names_who_is_missing():
     assert "start_timeout_s = 60 s: have node 0 (a, 2 ranks), helper 0 (h); missing node 1 (never joined)" in (
         table.job.aborted.reason)
     assert table.got(b"A", m.Abort) == table.got(b"H", m.Abort) == [table.job.aborted]
+
+
+def gathering(*senders, now=0.0, **fields):
+    """Two nodes with ranks are awaited, and a helper; those of *senders* have come."""
+    table = Table(**{"num_helpers": 1} | fields)
+    for sender in senders:
+        table.say(sender, join(sender.decode().lower(), 0 if sender == b"H" else 2))
+    return table
+
+
+def wait(table, to, *senders):
+    """Let the time pass; *senders* beat."""
+    while table.now < to:
+        table.tick(table.now + 2.0)
+        for sender in senders:
+            table.say(sender, m.Heartbeat(sequence=1))
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"placement": "ps"}, {"num_helpers": 0, "num_server_processes": 3}, {"num_nodes": -1, "size": 4},
+], ids=["helpers", "ps", "server processes", "by ranks"])
+def test_a_job_whose_helpers_do_not_come_starts_without_them(fields):
+    table = gathering(b"A", b"B", **fields)
+    wait(table, 28.0, b"A", b"B")
+    assert not table.got(b"A", m.Welcome)
+    wait(table, 30.0, b"A", b"B")
+    for sender in (b"A", b"B"):
+        (welcome,) = table.got(sender, m.Welcome)
+        assert [node.host for node in welcome.nodes] == ["a", "b"]
+    n_missing = 3 if fields.get("num_server_processes") else 1
+    assert f"starts without {n_missing} of its helpers, which have not joined within 30 s" in table.job.remarks[0]
+    table.say(b"A", *(m.Declare(rank=rank, tensors=(spec("x"),)) for rank in (0, 1)))
+    table.say(b"B", *(m.Declare(rank=rank, tensors=(spec("x"),)) for rank in (2, 3)))
+    assert len(table.got(b"A", m.Plan)) == 1
+    table.say(b"H", join("h", 0))
+    assert [joined.node.host for joined in table.got(b"A", m.Joined)] == ["h"]
+
+
+def test_nodes_with_ranks_that_come_late_do_not_wait_for_helpers_any_more():
+    table = gathering(b"A")
+    wait(table, 50.0, b"A")
+    assert not table.got(b"A", m.Welcome) and not table.job.over
+    table.say(b"B", join("b", 2))
+    wait(table, 52.0, b"A", b"B")
+    assert len(table.got(b"A", m.Welcome)) == 1
+
+
+@pytest.mark.parametrize("how", ["closes", "is silent", "fails", "says what makes no sense", "cannot be read"])
+def test_a_helper_that_goes_while_the_job_gathers_may_come_again(how):
+    table = gathering(b"A", b"H")
+    if how == "closes":
+        table.post(table.job.closed(1.0, b"H"))
+    elif how == "is silent":
+        wait(table, 12.0, b"A")
+    elif how == "fails":
+        table.say(b"H", m.Lost(who="the node on h", reason="no memory"))
+    elif how == "cannot be read":
+        table.post(table.job.unreadable(1.0, b"H", ProtocolError("7 bytes")))
+    else:
+        table.say(b"H", m.Ready(generation=1))
+    assert not table.job.over and [abort.goes_on for abort in table.got(b"H", m.Abort)] == [True]
+    assert "without a helper that had joined" in table.job.remarks[0]
+    table.say(b"I", join("i", 0))
+    table.say(b"B", join("b", 2))
+    assert len(table.got(b"A", m.Welcome)) == len(table.got(b"I", m.Welcome)) == 1
+
+
+def test_a_node_with_ranks_whose_connection_closes_while_the_job_gathers_may_dial_anew():
+    table = gathering(b"A", b"H")
+    table.post(table.job.closed(1.0, b"A"))
+    wait(table, 8.0, b"H")
+    table.say(b"A'", join("a", 2))
+    table.say(b"B", join("b", 2))
+    assert len(table.got(b"A'", m.Welcome)) == 1 and not table.got(b"A", m.Welcome)
+
+
+@pytest.mark.parametrize(("extra", "error", "words"), [
+    (join("i", 0), "ConfigError", "num_helpers is 1, but 2 nodes without ranks joined: h, i"),
+    (join("i", 0, version=1), "MismatchError", "protocol version differs: 1 on host i"),
+    (join("i", 0, settings={"transport": "rdma"}), "MismatchError", "setting transport differs: rdma on host i"),
+])
+def test_a_helper_that_does_not_fit_is_refused_alone_while_the_job_gathers(extra, error, words):
+    table = gathering(b"A", b"H")
+    table.say(b"I", extra)
+    (refuse,) = table.got(b"I", m.Refuse)
+    assert refuse.error == error and words in refuse.reason and words in table.job.remarks[0]
+    table.say(b"B", join("b", 2))
+    assert len(table.got(b"H", m.Welcome)) == 1 and not table.job.over
+
+
+def test_a_node_with_ranks_is_refused_alone_where_all_ranks_are_there():
+    table = gathering(b"A", b"B")
+    table.say(b"C", join("c", 2))
+    (refuse,) = table.got(b"C", m.Refuse)
+    assert "has all its nodes with ranks (a, b); the node on host c (pid 1, 2 ranks) is one too many" in refuse.reason
+    table.say(b"H", join("h", 0))
+    assert len(table.got(b"A", m.Welcome)) == 1
 
 
 def test_strangers_are_not_heard():

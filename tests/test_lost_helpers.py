@@ -7,11 +7,13 @@ import signal
 import subprocess
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 import bpsfast
 from bpsfast.exit_codes import LEFT_BEHIND
+from tests.jobs import Job
 from tests.lossy_training import counts, say_step, train, until_step
 
 pytestmark = pytest.mark.matrix
@@ -145,3 +147,31 @@ def push_rows(n: int, path: str) -> list[int]:
         if not ((np.sort(indices) == found).all() and (sums == 2 * step + 1).all()):
             wrong.append(step)
     return wrong
+
+
+class LittleRoom(Job):
+    """A job whose node 1 has memory for inputs and results of 2 MiB, and for no slots."""
+
+    def _start(self, command, values):
+        limit = {"BPSFAST_MAX_BYTES": str(7 << 20)} if command.name == "node 1" else {}
+        super()._start(msgspec.structs.replace(command, environ={**command.environ, **limit}), values)
+
+
+def slots() -> int:
+    """How many bytes the node of this rank has for what others push to it."""
+    return bpsfast.stats().counters.get("memory_slot", 0)
+
+
+def test_a_node_without_memory_for_its_share_of_what_was_lost_leaves_it_to_others(tmp_path):
+    path, started = tmp_path / "step", LittleRoom((1, 1, 1), helpers=1, transport="tcp", placement="ps",
+                                                  partition_bytes=65536)
+    try:
+        started.begin(train, SHAPES[1, 1, 1], 0, 60, str(path))
+        until_step(path, 10)
+        started.lose("helper 0")
+        assert [outcome.text or outcome.value for outcome in started.outcomes()] == [[], [], []]
+        assert [recoveries for recoveries, _ in started.run(counts)] == [1, 1, 1]
+        assert [nbytes > 0 for nbytes in started.run(slots)] == [True, False, True]
+        started.close()
+    finally:
+        started.kill()

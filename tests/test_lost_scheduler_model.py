@@ -222,8 +222,7 @@ def test_only_one_that_came_late_has_read_who_inherits_what():
     world.die(number=0, at_once=False)
     world.unnoticed.clear()
     world.table.post(world.table.job.unreachable(0.0, world.senders[2]))
-    for n_tenths in range(0, 13, 4):
-        world.table.tick(n_tenths / 10)
+    world.table.say(world.senders[0], m.Visited(node=2, outcome="refused"))
     while not any(isinstance(message, m.Commit) for message in world.inbox(world.nodes[4])):
         for index, node in enumerate(world.nodes):
             while world.up[index]:

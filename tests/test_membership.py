@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import secrets
+import socket
+import threading
 import time
 
 import pytest
 import zmq
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.errors import PeerLostError, ProtocolError, StallError
+from bpsfast.orchestration.errors import CapacityError, PeerLostError, ProtocolError, StallError
 from bpsfast.orchestration.membership import Membership
 from bpsfast.orchestration.security import curve_pair
 
@@ -202,3 +204,98 @@ def test_the_first_word_over_another_connection_is_a_short_one(puppet, membershi
     while isinstance(message, m.Heartbeat):  # a slow machine's is not the only one
         message = puppet.hear()
     assert message == m.Ready(generation=2)
+
+
+class Resolver:
+    """The system's resolver: `says` an address, an error, or, while it is None, nothing."""
+
+    def __init__(self):
+        self.says = None
+        self.changed = threading.Condition()
+        self.asked = 0
+
+    def answer(self, says):
+        with self.changed:
+            self.says = says
+            self.changed.notify_all()
+
+    def getaddrinfo(self, host, *arguments, **keywords):
+        assert host == "scheduler.example"
+        with self.changed:
+            self.asked += 1
+            assert self.changed.wait_for(lambda: self.says is not None, LIMIT_MS / 1000)
+            if isinstance(self.says, OSError):
+                raise self.says
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (self.says, 0))]
+
+
+@pytest.fixture
+def resolver(monkeypatch):
+    found = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", found.getaddrinfo)
+    yield found
+    found.answer(OSError("the test is over"))
+
+
+@pytest.fixture
+def named(puppet, resolver):
+    """The membership of a node that knows the scheduler by name; the resolver has not answered yet."""
+    begin = time.monotonic()
+    made = Membership("scheduler.example", puppet.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0)
+    assert time.monotonic() - begin < 5.0
+    yield made
+    made.close(0)
+
+
+def test_what_is_said_before_the_schedulers_name_is_resolved_goes_out_then(puppet, resolver, named):
+    named.send(m.RankLeft(rank=7))
+    begin = time.monotonic()
+    for now in (0.1, 0.5):
+        assert not named.tick(now) and not named.recv_nowait(now)
+    assert time.monotonic() - begin < 5.0, "the resolver's thread waits, and nobody else"
+    resolver.answer("127.0.0.1")
+    until = time.monotonic() + LIMIT_MS / 1000
+    while not puppet.router.poll(10):
+        assert not named.tick(0.6) and time.monotonic() < until
+    assert puppet.hear() == m.RankLeft(rank=7)
+
+
+def test_a_name_that_is_not_found_is_looked_up_again_and_named_in_the_end(resolver, named):
+    resolver.answer(socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    until = time.monotonic() + LIMIT_MS / 1000
+    while resolver.asked < 3:
+        assert time.monotonic() < until
+        named.tick(time.monotonic() % 50.0)
+    with pytest.raises(StallError, match=r"the name 'scheduler\.example' was not resolved"):
+        named.tick(60.0)
+
+
+def test_during_an_outage_of_the_resolver_its_last_answer_counts(puppet, resolver, named):
+    resolver.answer("127.0.0.1")
+    named.send(m.Heartbeat(sequence=1))
+    until = time.monotonic() + LIMIT_MS / 1000
+    while not puppet.router.poll(10):
+        assert not named.tick(0.2) and time.monotonic() < until
+    puppet.hear()
+    puppet.say(m.BarrierDone(sequence=1))
+    assert receive(named, 0.3)
+    resolver.answer(None)
+    assert [named.tick(0.5 * i) for i in range(1, 12)] == [False] * 10 + [True], "silent for half of the lease"
+    assert isinstance(puppet.hear(), m.Heartbeat), "over another connection, while the resolver says nothing"
+
+
+def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(puppet, resolver, named):
+    resolver.answer("127.0.0.2")  # nobody listens there
+    until = time.monotonic() + LIMIT_MS / 1000
+    while named._connected_to != "127.0.0.2":
+        assert not named.tick(0.2) and time.monotonic() < until
+    resolver.answer("127.0.0.1")
+    while not named.tick(1.5):
+        assert time.monotonic() < until
+    named.send(m.RankLeft(rank=7))
+    assert isinstance(puppet.hear(), m.Heartbeat) and puppet.hear() == m.RankLeft(rank=7)
+
+
+def test_a_message_that_is_longer_than_the_scheduler_reads_is_refused_where_it_is_made(membership):
+    with pytest.raises(CapacityError, match=r"a Publish of \d+ bytes is longer than the scheduler reads \(16777216\)"):
+        membership.send(m.Publish(rank=0, key="k", question=1, value=bytes(m.LONGEST_NBYTES)))

@@ -14,7 +14,6 @@ import pytest
 
 import bpsfast
 from bpsfast.cluster import Cluster
-from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.transport import nic_probe
 from bpsfast.transport.tcp import TcpLink
@@ -103,12 +102,16 @@ def test_both_ends_find_one_rate_and_leave_the_connections_clean(ends):
         assert other.recv(100) == b"next"
 
 
-def test_a_peer_that_goes_away_is_named(ends):
+def test_a_peer_that_goes_away_is_named_and_its_link_is_ended(ends, caplog):
     nodes = [node(0), node(1)]
     ends[1].sockets[0].sendall(b"\1")
     ends[1].close()
-    with pytest.raises(PeerLostError, match=r"node 1 .* was lost while NICs were measured"):
-        nic_probe.measure(nodes[0], nodes, {1: ends[0]}, time.monotonic() + 10)
+    assert nic_probe.measure(nodes[0], nodes, {1: ends[0]}, time.monotonic() + 10) == 0.0
+    assert "NICs were not measured with node 1" in caplog.text
+    for sock in ends[0].sockets.values():
+        assert sock.gettimeout() is None
+        with pytest.raises(BrokenPipeError):
+            sock.sendall(b"nobody takes it for a header")
 
 
 @pytest.mark.root

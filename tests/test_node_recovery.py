@@ -21,10 +21,12 @@ def recovery(told):
         raise CapacityError("no room for slots")
 
     wiring = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_succession=no_room,
-                             ownable_nbytes=12345)
+                             ownable_nbytes=12345, room_nbytes=777)
     vertex = SimpleNamespace(connected=True, wiring=wiring, freeze=lambda purpose: None)
     node = SimpleNamespace(send=told.append, patiently=lambda work: work(), name="node 0")
-    return Recovery(node, vertex, SimpleNamespace(forget=lambda: None), None, lambda index: None)
+    plans = SimpleNamespace(forget=lambda: None, drop_early=lambda: told.append("planned early: dropped"))
+    vertex.exclude = lambda index: told.append(f"excluded {index}")
+    return Recovery(node, vertex, plans, lambda index: told.append(f"parted with {index}"), lambda index: None)
 
 
 def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):
@@ -32,10 +34,24 @@ def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):
     recovery.prepare(Recover(epoch=2, generation=9, units=(), successions=()))
     frozen, failed = told
     assert isinstance(frozen, Frozen) and frozen.epoch == 2
-    assert failed == PrepareFailed(generation=9, reason="no room for slots", ownable_nbytes=12345)
+    assert failed == PrepareFailed(generation=9, reason="no room for slots", ownable_nbytes=12345, room_nbytes=777)
 
 
 def test_nothing_is_prepared_for_an_epoch_that_was_not_frozen_for(recovery, told):
     with pytest.raises(ProtocolError, match="recovers in epoch 2, for which this node is not frozen"):
         recovery.prepare(Recover(epoch=2, generation=9, units=(), successions=()))
     assert told == []
+
+
+def test_a_node_that_is_still_connecting_parts_at_once_and_freezes_when_it_is_connected(recovery, told):
+    recovery._vertex.connected = False
+    recovery.connected()
+    recovery.freeze(Freeze(epoch=2, lost=(3,), reason="node 3 is lost"))
+    recovery.freeze(Freeze(epoch=3, lost=(3, 4), reason="node 4 is lost"))
+    assert told == ["planned early: dropped", "parted with 3",
+                    "planned early: dropped", "parted with 3", "parted with 4"]
+    told.clear()
+    recovery._vertex.connected = True
+    recovery.connected()
+    recovery.connected()
+    assert [each for each in told if isinstance(each, Frozen)] == [Frozen(epoch=3, progress=(), near=())]

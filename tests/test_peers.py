@@ -25,7 +25,7 @@ class Control:
 
     def __init__(self) -> None:
         self.vertex = SimpleNamespace(
-            links={}, why_lost=lambda index, code: errno.errorcode[code],
+            connected=True, links={}, why_lost=lambda index, code: errno.errorcode[code],
             who=lambda source: {HELPER: ("node 1", 1), RANK: ("rank 0", None)}[source])
         self.ends = []
         self.told = []

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,23 @@ def test_a_machine_without_addresses_has_none(marks):
     alone = subprocess.run(["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True,
                            timeout=30, check=True)
     assert alone.stdout.strip() == "''"
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for_longer_than_allowed(monkeypatch):
+    over = threading.Event()
+
+    def mute(*arguments, **keywords):
+        over.wait(60)
+        raise OSError("the test is over")
+
+    monkeypatch.setattr(socket, "getaddrinfo", mute)
+    monkeypatch.setattr(reach, "_TIMEOUT_S", 0.1)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(StallError, match=r"'pod-0.invalid' .* within 0.1 s \(the resolver has not answered within"):
+            reach.source_of_job("pod-0.invalid", 0.1)
+        assert reach.source_towards("pod-0.invalid") is None
+        assert "the resolver has not answered" in reach.nobody_at("pod-0.invalid", 7)
+        assert time.monotonic() - begin < 20
+    finally:
+        over.set()

@@ -233,12 +233,72 @@ def test_reports_that_contradict_each_other_end_the_job_in_words(progress, error
     assert "and the job cannot go on without it" in table.job.aborted.reason
 
 
-def test_who_cannot_prepare_to_go_on_ends_the_job():
-    table = LossyTable().commit()
+def given(recover):
+    """The bytes that each node gets by *recover*."""
+    changed = {each.part for each in recover.successions}
+    found = {}
+    for unit in recover.units:
+        for part in unit.parts:
+            if part.part in changed:
+                found[part.owner] = found.get(part.owner, 0) + part.wire_nbytes
+    return found
+
+
+def lost_with_little_room(placement, rooms, is_known=True):
+    """A helper is lost; nodes refuse more than *rooms*, by index, which they know. Return what each is given in the
+    end, and how often it was tried.
+    """
+    table, epoch = LossyTable(placement).commit(), 2
+    table.lose(b"H")
+    while not table.job.over:
+        assert [freeze.epoch for freeze in table.got(b"A", m.Freeze)] == [epoch]
+        table.frozen(table.everywhere(table.owned[2]), epoch=epoch)
+        if table.job.over:
+            break
+        recover = table.recover()
+        found = given(recover)
+        short = next((node for node, room in rooms.items() if found.get(node, 0) > room), None)
+        if short is None:
+            table.ready(recover.generation)
+            assert len(table.got(b"A", m.Commit)) == 1
+            return table, found, epoch - 1
+        guessed = rooms[short] if is_known else 1 << 40
+        table.say(NODES[short], m.PrepareFailed(generation=recover.generation, reason="no memory", room_nbytes=guessed))
+        epoch += 1
+    return table, {}, epoch - 1
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "guessed"])
+@pytest.mark.parametrize(("placement", "rooms"), [
+    ("ps", {3: 0}), ("ps", {3: 4096}), ("optimal", {0: 0}), ("optimal", {0: 0, 3: 0}), ("ps", {0: 0, 1: 0}),
+    ("ps", {0: 4096, 3: 4096}),
+], ids=str)
+def test_others_get_what_a_node_has_no_memory_for(placement, rooms, is_known):
+    lost = sum(part.wire_nbytes for unit in LossyTable(placement).commit().job._generations.units for part in unit.parts
+               if part.owner == 2)
+    table, found, n_tries = lost_with_little_room(placement, rooms, is_known)
+    assert sum(found.values()) == lost and all(found.get(node, 0) <= room for node, room in rooms.items())
+    assert n_tries <= 1 + (1 if is_known else 6) * len(rooms)
+    table.declare(spec("x"))
+    assert len(table.got(b"A", m.Plan)) == 1, "what was refused once counts no more"
+
+
+def test_where_nobody_has_memory_for_it_the_job_ends_with_the_figures():
+    table, _, _ = lost_with_little_room("ps", {0: 0, 1: 0, 3: 4096})
+    assert table.job.aborted.error == "CapacityError"
+    assert "helper 0 (node 2, host h) closed its connection" in table.job.aborted.reason
+    assert "bytes of partitions need another owner, and no memory is left for all of them" in table.job.aborted.reason
+    assert "node 0 0 bytes, node 1 0 bytes, node 3 4096 bytes more" in table.job.aborted.reason
+
+
+@pytest.mark.parametrize(("reason", "placement", "room"), [("node 0 did not say where slots lie", "optimal", -1),
+                                                           ("no memory for what it owns anyway", "ps", 0)])
+def test_who_cannot_prepare_to_go_on_ends_the_job(reason, placement, room):
+    table = LossyTable(placement).commit()
     table.lose(b"H")
     table.frozen(table.everywhere(table.owned[2]))
-    table.say(b"B", m.PrepareFailed(generation=table.recover().generation, reason="no memory"))
-    assert table.job.aborted.error == "CapacityError"
+    table.say(b"B", m.PrepareFailed(generation=table.recover().generation, reason=reason, room_nbytes=room))
+    assert table.job.aborted.error == "CapacityError" and reason in table.job.aborted.reason
     assert "node 1 (host b, rank 2) cannot go on without what the job has lost (helper 0" in table.job.aborted.reason
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -140,41 +139,34 @@ def test_both_notice_at_once_again_and_again(sides):
     assert numbers == sorted(set(numbers))
 
 
+@pytest.mark.parametrize("sides", [{"lease_s": 2.0}], indirect=True)
 @pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
-def test_nobody_who_listens_is_the_end_soon(sides, index):
+def test_nobody_who_listens_is_told_soon_and_is_the_end_after_the_lease(sides, index):
     there, here = sides[1 - index], sides[index]
     there.reunions.close()
     there.port.close()
     begin = time.monotonic()
     here.seek()
+    here.until(lambda: here.reunions.refused() == {1 - index})
+    assert reunion._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reunions.gone()
     here.until(here.reunions.gone)
-    assert time.monotonic() - begin >= reunion._REFUSED_S
-    assert f"nobody listens at {there.address} any more" in here.reunions.gone()[1 - index]
-    assert time.monotonic() - begin < here.lease_s / 2
+    assert time.monotonic() - begin >= here.lease_s
+    assert f"was not reached at {there.address} within lease_s = 2 s" in here.reunions.gone()[1 - index]
+    assert "Connection refused" in here.reunions.gone()[1 - index]
 
 
 @pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
-def test_who_is_refused_once_tries_again(sides, index, monkeypatch):
+def test_who_is_refused_again_and_again_tries_until_somebody_listens(sides, index):
     """As by a firewall whose rules are changing: the process that listens there lives."""
     there, here = sides[1 - index], sides[index]
-    refused, reach_once = threading.Event(), tcp.reach_once
-
-    def reach(*arguments):
-        try:
-            return reach_once(*arguments)
-        except ConnectionRefusedError:
-            refused.set()
-            raise
-
-    monkeypatch.setattr(reunion, "_REFUSED_S", 2 * WAIT_S)
-    monkeypatch.setattr(tcp, "reach_once", reach)
     there.port.close()
     here.seek()
-    assert refused.wait(WAIT_S)
+    for _ in range(3):
+        here.until(here.reunions.refused)
     host, _, port = there.address.rpartition(":")
     there.listen(socket.create_server((host, int(port))))
     there.seek()
-    assert are_one(*(side.link() for side in sides))
+    assert are_one(*(side.link() for side in sides)) and not here.reunions.gone()
 
 
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)

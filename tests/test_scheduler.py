@@ -307,23 +307,98 @@ def test_a_version_mismatch_ends_the_job_for_all(start):
     assert exit_code() == 1
 
 
-def test_a_join_of_another_version_need_not_be_readable(start):
-    scheduler, exit_code = start()
+def running(start, **fields):
+    """A scheduler and the nodes of a job that runs: two with ranks, and a helper."""
+    scheduler, exit_code = start(num_helpers=1, **fields)
+    nodes = [start.node(scheduler.port) for _ in range(3)]
+    for index, (host, node) in enumerate(zip("abc", nodes)):
+        node.send(join(host, int(index < 2), index=index if index < 2 else -1))
+    for node in nodes:
+        node.wait(m.Welcome)
+    return scheduler, exit_code, nodes
+
+
+def goes_on(nodes):
+    """Have the job of *nodes*, which hold ranks 0 and 1, do something."""
+    for rank, node in enumerate(nodes):
+        node.send(m.BarrierEnter(rank=rank, sequence=1))
+    for node in nodes:
+        assert node.wait(m.BarrierDone).sequence == 1
+
+
+@pytest.mark.parametrize("said", [
+    {"type": "Join", "version": 77, "package": "9", "host": "h", "pid": "12-abc", "ranks": []},
+    {"type": "Join", "version": 77, "package": "9", "host": "h", "pid": "12-abc", "ranks": [0]},
+    {"type": "Greeting", "version": 77},
+], ids=["a helper", "a node with ranks", "an unknown type"])
+def test_a_node_of_a_newer_version_that_dials_a_running_job_is_refused_alone(start, caplog, said):
+    scheduler, _, nodes = running(start)
     node = start.node(scheduler.port)
+    node.membership.sockets[0].send(msgspec.msgpack.encode(said))
+    refuse = node.wait(m.Refuse)
+    assert refuse.error == "MismatchError"
+    assert f"protocol version differs: 77 on a node, {m.VERSION} on the scheduler" in refuse.reason
+    goes_on(nodes[:2])
+    assert not scheduler.aborted and not any(node.received for node in nodes)
+    assert "a message from 127.0.0.1:" in caplog.text
+
+
+def test_a_helper_of_a_newer_version_is_refused_alone_while_the_job_gathers(start):
+    scheduler, _ = start(num_helpers=0)
+    node, first = start.node(scheduler.port), start.node(scheduler.port)
+    first.send(join("first", index=0))
     node.membership.sockets[0].send(msgspec.msgpack.encode({"type": "Join", "version": 77, "new_field": [1]}))
     refuse = node.wait(m.Refuse)
     assert refuse.error == "MismatchError" and "protocol version differs: 77 on a node" in refuse.reason
-    assert exit_code() == 1
+    second = start.node(scheduler.port)
+    second.send(join("second", index=1))
+    for each in (first, second):
+        each.wait(m.Welcome)
 
 
-@pytest.mark.parametrize("frames", [[b"rubbish"], [b"two", b"frames"], [b"\x81\xa4type\xa4\xff\xff\xff\xff"],
-                                    [b"\x81\xa1a" * 100_000]], ids=["rubbish", "frames", "letters", "nested"])
-def test_rubbish_ends_the_job(start, frames):
+def test_a_gathering_job_that_waits_for_ranks_of_a_newer_version_is_told_at_once(start):
     scheduler, exit_code = start()
-    node = start.node(scheduler.port)
-    node.membership.sockets[0].send_multipart(frames)
+    first, node = start.node(scheduler.port), start.node(scheduler.port)
+    first.send(join("first", index=0))
+    first.send(m.Heartbeat(sequence=1))
+    until(lambda: scheduler._job.job.joins)
+    node.membership.sockets[0].send(msgspec.msgpack.encode({"type": "Join", "version": 77, "ranks": [1], "pid": "x"}))
+    assert node.wait(m.Refuse).reason == first.wait(m.Abort).reason
     assert exit_code() == 1
-    assert scheduler.aborted.error == "ProtocolError"
+
+
+rubbish = pytest.mark.parametrize("frames", [
+    [b"rubbish"], [b"two", b"frames"], [], [b"\x81\xa4type\xa4\xff\xff\xff\xff"], [b"\x81\xa1a" * 70_000],
+], ids=["rubbish", "frames", "nothing", "letters", "nested"])
+
+
+@rubbish
+def test_rubbish_of_who_is_no_member_costs_nobody_else_anything(start, frames):
+    scheduler, _, nodes = running(start)
+    node = start.node(scheduler.port)
+    node.membership.sockets[0].send_multipart(frames or [b""])
+    assert node.wait(m.Refuse).error == "ProtocolError"
+    goes_on(nodes[:2])
+    assert not scheduler.aborted
+
+
+@rubbish
+def test_rubbish_of_a_helper_costs_the_job_the_helper(start, frames):
+    scheduler, _, nodes = running(start)
+    nodes[2].membership.sockets[0].send_multipart(frames or [b""])
+    abort = nodes[2].wait(m.Abort)
+    assert abort.goes_on and "a message of helper 0 (node 2, host c) cannot be read" in abort.reason
+    assert [node.wait(m.Freeze).lost for node in nodes[:2]] == [(2,), (2,)]
+    assert not scheduler.aborted
+
+
+@rubbish
+def test_rubbish_of_a_node_with_ranks_ends_the_job_and_names_it(start, frames):
+    _, exit_code, nodes = running(start)
+    nodes[1].membership.sockets[0].send_multipart(frames or [b""])
+    abort = nodes[0].wait(m.Abort)
+    assert abort.error == "ProtocolError" and "a message of node 1 (host b, rank 1) cannot be read" in abort.reason
+    assert exit_code() == 1
 
 
 def test_a_silent_node_loses_its_lease(start):
@@ -337,14 +412,35 @@ def test_a_silent_node_loses_its_lease(start):
     assert exit_code() == 1
 
 
-def test_a_closed_connection_is_noticed_long_before_the_lease(start):
-    scheduler, _ = start(lease_s=LIMIT_S)
+def test_a_process_that_is_gone_is_noticed_long_before_the_lease(start):
+    scheduler, _ = start(lease_s=10 * LIMIT_S)
     alive, dead = start.node(scheduler.port), start.node(scheduler.port)
     alive.send(join("alive", index=0))
     dead.send(join("dead", index=1))
     dead.wait(m.Welcome)
     dead.membership.close(0)
+    for _ in range(2):
+        assert alive.wait(m.Visit) == m.Visit(node=1)
+        alive.send(m.Visited(node=1, outcome="refused"))
     assert "node 1 (host dead, rank 1) closed its connection" in alive.wait(m.Abort).reason
+
+
+def test_a_connection_that_is_reset_has_the_lease_to_come_back(start):
+    scheduler, _ = start(lease_s=LIMIT_S)
+    alive, away = start.node(scheduler.port), start.node(scheduler.port)
+    ledger = Ledger("1.0", {})
+    alive.send(join("alive", index=0))
+    away.send(join("away", index=1))
+    ledger.heard(away.wait(m.Welcome))
+    away.membership.close(0)
+    for _ in range(5):  # longer than a process has that is dead
+        assert alive.wait(m.Visit) == m.Visit(node=1)
+        alive.send(m.Visited(node=1, outcome="silent"))
+    back = start.node(scheduler.port)
+    for message in ledger.account():
+        back.send(message)
+    alive.wait(m.Recall)
+    assert not scheduler.aborted
 
 
 def test_the_start_deadline_reaches_who_is_there(start):

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.job.generations import Generations
 from bpsfast.orchestration.succession.ledger import Ledger
 from bpsfast.orchestration.succession.tenure import Tenure
@@ -153,10 +154,145 @@ def test_a_node_that_was_cut_off_has_everybody_say_all_again(court):
     assert not court.tenure.over
 
 
-def test_who_has_closed_its_connection_has_a_second_to_come_back(court):
+def test_who_has_closed_its_connection_has_the_lease_to_come_back(court):
     assert not court.tenure.unreachable(court.now, b"C")
+    court.tick(9.5, "ABH")
+    assert not court.tenure.over
+    court.dial("C")
+    court.read(*"ABCH")
+    assert all(court.kinds(name)[-1] is m.Resume for name in NODES) and not court.tenure.over
+
+
+def test_who_has_closed_its_connection_and_does_not_come_back_within_the_lease_is_lost(court):
+    court.tenure.unreachable(court.now, b"C")
+    court.tick(9.5, "ABH")
+    assert not court.tenure.over
+    court.tick(10.0, "ABH")
+    assert court.tenure.aborted.error == "PeerLostError"
+    assert "node 2 (host c, rank 4) has been silent for 10.0 s (lease_s = 10)" in court.tenure.aborted.reason
+
+
+def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(court):
+    court.tick(0.5, NODES)
+    court.tenure.unreachable(court.now, b"C")
     court.tick(1.0, "ABH")
+    assert court.got("A", m.Visit) == [m.Visit(node=2)]
+    court.say("A", m.Visited(node=2, outcome="refused"))
+    court.tick(1.5, "ABH")
+    court.say("B", m.Visited(node=2, outcome="refused"))
+    assert not court.tenure.over, "a firewall that is just reloaded does both"
+    court.tick(2.0, "ABH")
     assert court.tenure.aborted.error == "PeerLostError" and "closed its connection" in court.tenure.aborted.reason
+
+
+def test_who_answers_now_and_then_is_not_dead(court):
+    court.tenure.unreachable(court.now, b"C")
+    for now in range(1, 10):
+        court.say("A", m.Visited(node=2, outcome="refused"), m.Visited(node=2, outcome="answers"))
+        court.tick(float(now), "ABH")
+    assert not court.tenure.over
+
+
+def test_who_refuses_while_the_scheduler_hears_it_is_not_dead(court):
+    for now in range(1, 30):
+        court.say("A", m.Visited(node=2, outcome="refused"), m.Visited(node=3, outcome="refused"))
+        court.tick(float(now), NODES)
+    assert not court.tenure.over and not court.got("A", m.Freeze)
+    assert len(court.got("C", m.Heartbeat)) > 50, "each time its connection is tried"
+
+
+def test_a_helper_is_dead_as_soon_as_both_signs_are_there(court):
+    court.say("B", m.Visited(node=3, outcome="refused"))
+    assert not court.got("A", m.Freeze)
+    court.post(court.tenure.unreachable(court.now, b"H"))
+    assert [freeze.lost for freeze in court.got("A", m.Freeze)] == [(3,)]
+
+
+def test_a_helper_that_is_only_cut_off_comes_back_within_the_lease(court):
+    court.tenure.unreachable(court.now, b"H")
+    court.tick(9.5, "ABC")
+    court.dial("H")
+    court.read(*"ABC")
+    assert court.kinds("H") == [m.Resume] and not court.got("A", m.Freeze)
+
+
+def visits(court, to, names, outcome="answers"):
+    """Let the time pass for *names*, who answer each `Visit` by *outcome*."""
+    while court.now < to:
+        court.tick(court.now + 0.5, names)
+        for name in names:
+            for visit in court.got(name, m.Visit):
+                court.inbox[court.over[name]].remove(visit)
+                court.say(name, m.Visited(node=visit.node, outcome=outcome))
+
+
+def test_who_is_cut_off_from_the_scheduler_alone_has_as_long_as_all_have_when_it_is_lost(court):
+    visits(court, 59.5, "ABH")
+    assert not court.tenure.over
+    assert ["has been silent for 10.0 s (lease_s = 10), but other nodes reach it" in remark
+            for remark in court.tenure.take_remarks()] == [True]
+    visits(court, 60.0, "ABH")
+    assert "node 2 (host c, rank 4) has been silent for 60.0 s" in court.tenure.aborted.reason
+
+
+def test_who_is_cut_off_from_the_scheduler_alone_comes_back(court):
+    visits(court, 40.0, "ABH")
+    court.dial("C")
+    court.read(*"ABH")
+    assert all(court.kinds(name)[-1] is m.Resume for name in NODES) and not court.tenure.over
+
+
+@pytest.mark.parametrize("outcome", ["silent", "refused"])
+def test_the_lease_counts_from_the_last_sign_of_life_from_anyone(court, outcome):
+    visits(court, 20.0, "ABH")
+    visits(court, 29.0, "ABH", outcome)
+    assert not court.tenure.over
+    visits(court, 30.0, "ABH", outcome)
+    assert court.tenure.aborted.error == "PeerLostError" and "node 2" in court.tenure.aborted.reason
+
+
+def test_a_scheduler_that_hears_no_majority_decides_nothing_whoever_is_vouched_for(court):
+    visits(court, 10.0, "CH")
+    assert not court.tenure.over and court.got("C", m.Recall)
+
+
+def test_another_scheduler_has_those_visited_that_it_does_not_hear(court):
+    court.lose_scheduler("A", "B", "H")
+    visits(court, 59.0, "ABH")
+    assert not court.tenure.over and not court.got("A", m.Resume)
+    court.dial("C")
+    assert court.kinds("A")[-1] is m.Resume and not court.tenure.over
+
+
+def test_another_scheduler_does_not_wait_for_a_helper_that_refuses(court):
+    court.lose_scheduler("A", "B", "C")
+    court.say("B", m.Visited(node=3, outcome="refused"))
+    assert court.kinds("A") == [m.Resume, m.Freeze]
+
+
+@pytest.mark.parametrize(("who", "freezes", "ends"), [("H", True, False), ("C", False, True), ("Z", False, False)])
+def test_what_cannot_be_read_while_a_job_is_rebuilt_costs_as_much_as_at_any_time(court, who, freezes, ends):
+    court.lose_scheduler("A", "C", "H")
+    sender = court.over.get(who, b"Z")
+    court.post(court.tenure.unreadable(court.now, sender, ProtocolError("7 bytes")))
+    court.dial("B")
+    assert bool(court.got("A", m.Freeze)) == freezes and court.tenure.over == ends
+    said = court.inbox[sender][0]
+    assert isinstance(said, m.Refuse) if who == "Z" else "cannot be read: 7 bytes" in said.reason
+
+
+@pytest.mark.parametrize("states", ["running", "rebuilding", "over"])
+def test_a_rejoin_or_join_of_another_version_recalls_nobody(court, states):
+    account = next(court.ledgers["A"].account())
+    if states == "rebuilding":
+        court.lose_scheduler("A", "B")
+    if states == "over":
+        court.post(court.tenure.abort(ProtocolError("over")))
+    for sender, message in ((b"Y", msgspec.structs.replace(account, version=1, index=1)),
+                            (b"X", join("x", 1, version=1))):
+        court.post(court.tenure.receive(court.now, sender, message))
+        assert [type(said) for said in court.inbox[sender]] == [m.Abort if states == "over" else m.Refuse]
+    assert not court.got("B", m.Recall)
 
 
 def test_a_scheduler_that_hears_no_majority_waits_for_one(court):
@@ -230,10 +366,11 @@ def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(c
     court.tick(4.0, NODES)
     court.tenure.tick(court.now)
     court.tenure.unreachable(court.now, b"C")
+    court.tenure.receive(court.now, b"A", m.Visited(node=2, outcome="refused"))
     court.tenure.tick(court.now + 3.0)
-    assert not court.tenure.over
-    court.tenure.tick(court.now + 3.4)
-    court.tenure.tick(court.now + 3.8)
-    assert not court.tenure.over
-    court.tenure.tick(court.now + 4.0)
+    for later in (3.2, 3.6, 4.0):
+        court.tenure.receive(court.now + later, b"A", m.Visited(node=2, outcome="refused"))
+        court.tenure.tick(court.now + later)
+        assert not court.tenure.over
+    court.tenure.tick(court.now + 4.3)
     assert court.tenure.aborted.error == "PeerLostError"

@@ -98,3 +98,35 @@ def test_memory_that_somebody_holds_keeps_nothing_else_open(no_leaks):
             vertex.close()
         assert len(os.listdir("/proc/self/fd")) == before + 1  # the segment that is held
     vertex.regions.close()
+
+
+def test_a_kernel_that_takes_long_is_waited_for_while_the_node_goes_on_beating():
+    """For a moment at once, then by what was given for that; one that never ends is named."""
+    waits, patient = [], []
+
+    class Busy:
+        """An engine with a kernel that ends when it was waited for so often."""
+
+        def __init__(self, n_timeouts):
+            self.n_timeouts = n_timeouts
+
+        def freeze(self, timeout_s):
+            waits.append(timeout_s)
+            if len(waits) <= self.n_timeouts:
+                raise TimeoutError("1 kernels still run")
+
+    def patiently(work):
+        patient.append(work)
+        return work()
+
+    for n_timeouts in (0, 1, 2):
+        waits.clear()
+        patient.clear()
+        frozen = Vertex.__new__(Vertex)
+        frozen._engine, frozen._patiently = Busy(n_timeouts), patiently
+        if n_timeouts < 2:
+            frozen.freeze("a test")
+        else:
+            with pytest.raises(StallError, match="a test: 1 kernels still run"):
+                frozen.freeze("a test")
+        assert len(waits) == min(n_timeouts + 1, 2) and waits[0] <= 0.1 and len(patient) == len(waits) - 1

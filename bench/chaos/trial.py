@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bpsfast.cluster import FaultyLink, faulty_link
-from bpsfast.launch.daemons import LEFT_BEHIND
+from bpsfast.exit_codes import LEFT_BEHIND
 
 from . import elastic_trial
 from .gradients import PARTITION_NBYTES

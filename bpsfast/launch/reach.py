@@ -6,6 +6,7 @@ import socket
 import time
 
 from ..orchestration.errors import ConfigError, StallError
+from ..orchestration.names import resolve
 from ..settings import Settings
 from .place import format_address, is_loopback
 
@@ -19,12 +20,12 @@ _ANYWHERE = "192.0.2.1"
 def nobody_at(host: str, port: int) -> str:
     """Return a sentence, with a space before it, if no connection to *host*:*port* can be made; else nothing.
 
-    Port 0: this process does not know it; nothing is said. Blocks for at most two seconds.
+    Port 0: this process does not know it; nothing is said. Blocks for at most four seconds.
     """
     if port == 0:
         return ""
     try:
-        with socket.create_connection((host, port), _TIMEOUT_S):
+        with socket.create_connection((resolve(host, _TIMEOUT_S), port), _TIMEOUT_S):
             return ""
     except OSError as exc:
         return (f" Nobody answers at the scheduler's address {format_address(host, port)} ({exc.strerror or exc}): "
@@ -65,9 +66,12 @@ def chosen_host(settings: Settings) -> str:
 
 
 def source_towards(host: str) -> str | None:
-    """Return this machine's address on the route to *host*, None if there is no route or no such name."""
+    """Return this machine's address on the route to *host*, None if there is no route or no such name.
+
+    Blocks for at most two seconds.
+    """
     try:
-        return _source(host) if host else None
+        return _source(resolve(host, _TIMEOUT_S)) if host else None
     except OSError:
         return None
 
@@ -96,9 +100,9 @@ def source_of_job(host: str, timeout_s: float) -> str:
     ConfigError
         If there is no route.
     """
-    _resolve(host, timeout_s)
+    address = _resolve(host, timeout_s)
     try:
-        source = _source(host)
+        source = _source(address)
     except OSError as exc:
         raise ConfigError(
             f"no route to the scheduler's host {host!r} ({exc}): fix BPSFAST_SCHEDULER, or name this "
@@ -107,19 +111,19 @@ def source_of_job(host: str, timeout_s: float) -> str:
     return outward_host() or source if is_loopback(source) and not is_loopback(host) else source
 
 
-def _resolve(host: str, timeout_s: float) -> None:
+def _resolve(host: str, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror as exc:
+            return resolve(host, deadline - time.monotonic())
+        except OSError as exc:
+            why = exc.strerror or exc
             if time.monotonic() >= deadline:
                 raise StallError(
                     f"the name {host!r} in the scheduler's address was not resolved within {timeout_s:g} s "
-                    f"({exc.strerror}): check it with `getent hosts`, or give an address in BPSFAST_SCHEDULER") from exc
-            _log.info("the scheduler's host %r cannot be resolved yet (%s)", host, exc.strerror)
-        time.sleep(_AGAIN_S)
+                    f"({why}): check it with `getent hosts`, or give an address in BPSFAST_SCHEDULER") from exc
+            _log.info("the scheduler's host %r cannot be resolved yet (%s)", host, why)
+        time.sleep(min(_AGAIN_S, max(0.0, deadline - time.monotonic())))
 
 
 def _source(host: str) -> str:

@@ -101,7 +101,8 @@ class Node:
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
         self._seats = Seats(settings, address, host)  # before there are threads
-        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._seats)
+        self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._seats,
+                              self.patiently)
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._strength = strength.of(settings, address)
         self._membership: Membership | None = None
@@ -110,6 +111,7 @@ class Node:
         self._interregnum = Interregnum(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
         self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with,
                                   self._peers.take_in)
+        self._peers.on_connected = self._recovery.connected
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._generation = 0  # the last one that was committed
@@ -122,8 +124,9 @@ class Node:
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
             messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
-            messages.NotComing: self._peers.not_coming, messages.Recall: self._interregnum.recalled,
-            messages.Resume: self._interregnum.resumed, messages.Rates: self._peers.rates_known,
+            messages.NotComing: self._peers.not_coming, messages.Visit: self._peers.visit,
+            messages.Recall: self._interregnum.recalled, messages.Resume: self._interregnum.resumed,
+            messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
             messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,
@@ -230,8 +233,7 @@ class Node:
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
         # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
-        has_begun = self._vertex.connected or (self._welcome is not None and self._welcome.is_late)
-        survives = tell and has_begun and not self._home.ranks and not self._is_alone
+        survives = tell and self._welcome is not None and not self._home.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else code_of_daemon(error) if code is None else code)
 
     def _is_said_by_others(self, error: BpsError) -> bool:

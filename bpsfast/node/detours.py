@@ -5,7 +5,7 @@
     called     the peer has parted with a link that seems whole here, or has ended while nobody looked
     connected  both have parted, and said what they await: all parts are bound to the new link, what has not arrived
                is written again, then what waited
-    gone       nobody listens where the peer did: its process has ended. Or it was not reached in time
+    gone       it was not reached in time
 
 Nothing is lost and nothing comes twice: a write is repeated if and only if the peer awaits it, and its bytes are still
 where they were (`Dispatcher.detour`). With transport=rdma, and if there is no other link, the peer is lost as ever.

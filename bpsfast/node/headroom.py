@@ -32,6 +32,11 @@ def limits(root: Path = Path("/")) -> list[Limit]:
     return [Limit("the machine", memory.total, memory.available), *_cgroup_limits(root)]
 
 
+def free_nbytes() -> int:
+    """Return how many bytes this process may still take."""
+    return max(0, min(limit.free_nbytes for limit in limits()) - RESERVE_NBYTES)
+
+
 def require(nbytes: int, purpose: str, root: Path = Path("/")) -> None:
     """Return if *nbytes* more may be taken for *purpose*.
 

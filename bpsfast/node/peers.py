@@ -65,6 +65,8 @@ class Peers:
         self._late: set[int] = set()  # who is to come, and not connected yet
         self._lost_peers: set[int] = set()
         self._parted: set[int] = set()  # with whom the whole job has parted
+        #: Called once all peers of the start are connected that the job has not parted with.
+        self.on_connected: Callable[[], None] = lambda: None
 
     def welcomed(self, message: messages.Welcome) -> None:
         """Begin to connect."""
@@ -77,6 +79,12 @@ class Peers:
                                 message.is_late)
         self._peering.start()
         self._changed()
+
+    def visit(self, message: messages.Visit) -> None:
+        """Find out for the scheduler whether a node answers at its data port."""
+        assert self._peering is not None
+        self._peering.visit(message.node, lambda index, outcome: self._loop.call_soon(
+            lambda: self._node.say(messages.Visited(node=index, outcome=outcome))))
 
     def came(self, link: shm.ShmLink) -> None:
         """Take in a node of this host that came to the local socket."""
@@ -126,6 +134,11 @@ class Peers:
     def part_with(self, index: int) -> None:
         """Watch and expect node *index* no more: the job goes on without it."""
         self._parted.add(index)
+        if self._peering is not None and not self._node.vertex.connected:
+            assert self._welcome is not None
+            self._welcome = msgspec.structs.replace(self._welcome, lost=(*self._welcome.lost, index))
+            self._peering.part_with(index)
+            return
         link = self._node.vertex.links.get(index)
         if link is None:
             return  # neither of the two has ranks; or it was parted with before
@@ -170,8 +183,12 @@ class Peers:
         assert self._peering is not None and self._welcome is not None
         if self._peering.error is not None:
             self._node.fail(self._peering.error)
+        for index, why in self._peering.unreached().items():
+            self._lost(index, why)
         if self._detours is not None and not self._node.ending:
             self._detours.connected()
+            for index in sorted(self._peering.refused() - self._parted - self.farewells):
+                self._node.say(messages.Visited(node=index, outcome="refused"))
         if self._node.vertex.connected and not self._node.ending:
             self._meet()
         if not self._peering.done or self._node.vertex.connected or self._node.ending:
@@ -195,6 +212,7 @@ class Peers:
         self._plans.connected()
         self._detours.connected()  # a link may have ended before anybody could part with it
         self._meet()
+        self.on_connected()
         if self._welcome.is_late:
             wiring, welcome = self._node.vertex.wiring, self._welcome
             self._node.patiently(lambda: wiring.warm(welcome.kinds, welcome.share_nbytes))
@@ -218,11 +236,13 @@ class Peers:
         assert self._peering is not None and self._welcome is not None
         if self._welcome.index != 0:
             return
+        policy = self._settings.placement
+        if policy == "ps" and all(node.ranks for node in nodes):
+            policy = "colocated"  # as the scheduler does without a helper
         machines = rates.machines_of(nodes)
-        log.info("%s", forecast.first_line(machines, self._settings.placement))
+        log.info("%s", forecast.first_line(machines, policy))
         if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
-            for warning in (*rates.remarks(nodes, self._settings.placement),
-                            *forecast.warnings(machines, self._settings.placement)):
+            for warning in (*rates.remarks(nodes, policy), *forecast.warnings(machines, policy)):
                 log.warning("%s", warning)
 
     def _read(self, link: TalkingLink) -> None:

@@ -79,9 +79,13 @@ class Plans:
             self._vertex.wiring.drop(self._generation)
         self._generation = None
 
+    def drop_early(self) -> None:
+        """Forget what was planned before the last peer was connected: it is proposed anew."""
+        self._early.clear()
+
     def resumed(self) -> None:
         """Forget what was prepared under a scheduler that is lost, and which nobody has committed."""
-        self._early.clear()
+        self.drop_early()
         if self._generation is not None:
             self.forget()
             self.say_room()

@@ -6,7 +6,8 @@
                 arrives; then Ready
     commit      go on, with what is owed of the last round first
 
-If another one is lost in between, all of it begins anew: until the commit the engine is as it was frozen.
+If another one is lost in between, all of it begins anew: until the commit the engine is as it was frozen. A node that
+is still connecting parts with who is lost at once, connects to the others, and freezes then.
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..orchestration import messages
-from ..orchestration.errors import CapacityError, PeerLostError, ProtocolError
+from ..orchestration.errors import CapacityError, ProtocolError
 from .generation import Generation
 from .plans import Plans
 from .succession import Succession
@@ -46,6 +47,7 @@ class Recovery:
         self._plans = plans
         self._part_with = part_with
         self._take_in = take_in
+        self._early: messages.Freeze | None = None
         self._frozen: messages.Freeze | None = None
         self._since = 0.0
         self._prepared: tuple[Generation, Succession] | None = None
@@ -57,7 +59,11 @@ class Recovery:
     def freeze(self, message: messages.Freeze) -> None:
         """Stop, part with who is lost, and say so."""
         if not self._vertex.connected:
-            raise PeerLostError(f"{message.reason}; this node was still connecting to its peers")
+            self._early = message
+            self._plans.drop_early()  # it may be of owners who are lost; the scheduler has withdrawn it
+            for index in message.lost:
+                self._part_with(index)
+            return
         if self._frozen is None:
             self._since = time.monotonic()
         self._frozen = message
@@ -75,6 +81,12 @@ class Recovery:
         self._node.send(messages.Frozen(epoch=message.epoch, near=wiring.near,
                                         progress=wiring.progress(message.lost, everything=bool(message.joined))))
 
+    def connected(self) -> None:
+        """Do what the scheduler has asked for before all peers were connected."""
+        early, self._early = self._early, None
+        if early is not None:
+            self.freeze(early)
+
     def prepare(self, message: messages.Recover) -> None:
         """Prepare for the new owners; answer Ready once peers have said where they write to."""
         if self._frozen is None or self._frozen.epoch != message.epoch:
@@ -83,7 +95,8 @@ class Recovery:
             self._prepared = self._node.patiently(lambda: self._vertex.wiring.prepare_succession(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
-                generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+                generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes,
+                room_nbytes=self._vertex.wiring.room_nbytes))
             return
         generation, succession = self._prepared
         self._plans.await_for(generation, succession)

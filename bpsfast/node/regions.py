@@ -194,6 +194,18 @@ class Regions:
         left = [arena.largest_nbytes for arena in (self.slots, self.results)]
         return max(by_new, min(left[0] // n_writers if n_writers else left[1], left[1] // 2))
 
+    def takeable_nbytes(self, n_writers: int, has_results: bool) -> int:
+        """Return for about how many bytes of partitions, each with *n_writers* slots, there is memory now.
+
+        *has_results*: there is memory for their results already, as where ranks push them.
+        """
+        room = headroom.free_nbytes()
+        if self._max_nbytes:
+            room = min(room, self._max_nbytes - self.nbytes)
+        by_new = max(0, room - 2 * MIN_SEGMENT_NBYTES) // max(1, n_writers + (0 if has_results else 2))
+        left = self.slots.largest_nbytes // n_writers if n_writers else by_new
+        return max(by_new, left if has_results else min(left, self.results.largest_nbytes // 2))
+
     @property
     def n_segments(self) -> int:
         """Number of segments ever made."""

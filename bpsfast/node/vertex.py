@@ -36,6 +36,8 @@ log = logging.getLogger("bpsfast.node")
 
 #: A kernel takes milliseconds; one that takes this long is stuck.
 _FREEZE_TIMEOUT_S = 30.0
+#: For so long a kernel is waited for at once; longer than that, while the node goes on beating.
+_BLINK_S = 0.05
 #: A process that was killed ends at once, unless the kernel is in its way.
 _END_TIMEOUT_S = 5.0
 #: Counters of a wire that go on when another link takes its place.
@@ -51,10 +53,14 @@ class Vertex:
         Called from the service's thread with (source, errno) when the engine or a lane gives a source up.
     seats
         Where memory is to be; None: anywhere.
+    patiently
+        Does what may take long while the node goes on beating (`Node.patiently`).
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[int, int], None], seats: Seats | None = None) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[int, int], None], seats: Seats | None = None,
+                 patiently: Callable[[Callable[[], None]], None] = lambda work: work()) -> None:
         self._settings = settings
+        self._patiently = patiently
         self._board = Segment(ring.BOARD_NBYTES, name="bpsfast-board", huge=False)
         ring.format_board(self._board)
         self._doorbell = Segment(ring.DOORBELL_NBYTES, name="bpsfast-doorbell", huge=False)
@@ -251,8 +257,12 @@ class Vertex:
 
     def freeze(self, purpose: str) -> None:
         """Sum and pass on nothing until a commit; `StallError`, which names the *purpose*, if a kernel does not end."""
+        engine = self.engine
         try:
-            self.engine.freeze(_FREEZE_TIMEOUT_S)
+            try:
+                engine.freeze(_BLINK_S)
+            except TimeoutError:
+                self._patiently(lambda: engine.freeze(_FREEZE_TIMEOUT_S))
         except TimeoutError as exc:
             raise StallError(f"{purpose}: {exc}") from exc
 

@@ -84,6 +84,11 @@ class Wiring:
         """
         return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._standing.members_of(()).wired))
 
+    @property
+    def room_nbytes(self) -> int:
+        """About how many bytes of partitions this node has memory for to own them in place of lost nodes."""
+        return self._regions.takeable_nbytes(len(self._standing.members_of(()).wired), has_results=bool(self._me.ranks))
+
     # -- preparing ----------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan) -> Generation:

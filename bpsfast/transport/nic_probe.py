@@ -7,16 +7,19 @@ takes no part. Python moves these bytes: a card of more than some 20 Gbit/s shou
 """
 from __future__ import annotations
 
+import contextlib
+import logging
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from ..orchestration.errors import PeerLostError
 from ..orchestration.messages import NodeInfo
 from .links import Link
 from .pace import PAYLOAD_SHARE
 from .tcp import TcpLink
+
+log = logging.getLogger("bpsfast.node")
 
 _DURATION_S = 1.0
 #: Of the duration, at both ends, not counted: slow start, and pairs that do not begin at the same moment.
@@ -45,12 +48,8 @@ def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], 
     """Return bytes per second, headers included, that this node's NIC carries each way; 0: with nobody to measure.
 
     To be called until *deadline* (monotonic seconds), before streams are made of the links, which set the buffers that
-    they want: these leave small ones behind, and nothing else.
-
-    Raises
-    ------
-    PeerLostError
-        If a peer goes away, or does not come, meanwhile.
+    they want: these leave small ones behind, and nothing else. A link over which that fails is ended, for there is no
+    telling what is still under way: who needs it finds that out, and makes another one if the peer lives.
     """
     best = 0.0
     for index in partners(me, nodes):
@@ -59,8 +58,12 @@ def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], 
             try:
                 best = max(best, _exchange([link.sockets[number] for number in sorted(link.sockets)], deadline))
             except OSError as exc:
-                raise PeerLostError(f"node {index} ({nodes[index].host}) was lost while NICs were measured: "
-                                    f"{exc or type(exc).__name__}") from exc
+                log.warning("NICs were not measured with node %d (%s): %s", index, nodes[index].host,
+                            exc or type(exc).__name__)
+                for sock in link.sockets.values():
+                    sock.settimeout(None)
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
     return best / PAYLOAD_SHARE
 
 

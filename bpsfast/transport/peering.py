@@ -14,7 +14,7 @@ from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo
-from ..orchestration.security import Greeted
+from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
 from ..trace.records import limits
@@ -23,13 +23,15 @@ from .data_port import DataPort
 from .farewells import Farewells
 from .links import Link
 from .rdma import rendezvous
-from .reunion import FAREWELL, KNOCK, Reunions
+from .reunion import FAREWELL, KNOCK, VISIT, Reunions
 from .seals import Encryption, check as check_encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
 
 #: An aborted job does not wait for a peer that does not answer.
 _JOIN_S = 1.0
+#: After this part of `start_timeout_s` a helper that has not connected is lost: the job can still begin without it.
+_HELPERS_WAIT = 0.5
 
 
 def check(settings: Settings) -> None:
@@ -74,7 +76,7 @@ class Peering:
     doorstep, rails
         What this node offers to peers that share memory with it, and to those that it reaches by RDMA.
     notify
-        Called (from any of the threads) whenever `done` or `error` may have changed.
+        Called (from any of the threads) whenever `done`, `error` or `unreached` may have changed.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Peering:
         self._deadline = time.monotonic() + settings.start_timeout_s
         self._accepting: dict[int, tcp.TcpLink] = {}
         self._objections: dict[int, str] = {}
+        self._unreached: dict[int, str] = {}
         self._meetings: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
         self._gathered = threading.Condition(self._lock)
@@ -136,8 +139,21 @@ class Peering:
             self._peers[peer.index] = peer
         self._reunions.expect(peer.index)
 
+    def unreached(self) -> dict[int, str]:
+        """Return the helpers of the start that cannot be connected, and why: the job may go on without them."""
+        with self._lock:
+            return {index: why for index, why in self._unreached.items() if index in self._first}
+
+    def part_with(self, index: int) -> None:
+        """Connect to all peers of the start but node *index*, which is lost before that was done."""
+        with self._lock:
+            self._first -= {index}
+        self.forget(index)
+        self.give_up(index, "the job goes on without it")
+        self._tell_all()
+
     def forget(self, index: int) -> None:
-        """Refuse node *index* from now on, which was to come late: it does not."""
+        """Refuse node *index* from now on, which was to come late, or is lost: it does not come."""
         with self._lock:
             self._peers.pop(index, None)
             half = self._accepting.pop(index, None)
@@ -167,6 +183,31 @@ class Peering:
     def give_up(self, index: int, why: str) -> None:
         """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
         self._reunions.give_up(index, why)
+
+    def visit(self, index: int, tell: Callable[[int, str], None]) -> None:
+        """Find out whether node *index* answers at its data port; *tell* hears it, in a thread, as `Visited` says it.
+        """
+        peer = self._peers.get(index)
+        if peer is not None:
+            self._begin(lambda: tell(index, self._visited(peer)))
+
+    def _visited(self, peer: NodeInfo) -> str:
+        patience_s = self._settings.lease_s / 4
+        try:
+            sock = tcp.reach_once(peer.address, patience_s)
+            hello = StreamHello(peer=self._me.index, stream=VISIT, epoch=self._epoch,
+                                encrypted=self._encryption.covers(sock))
+            tcp.greet(sock, self._key, hello, peer.index, patience_s).close()
+        except ConnectionRefusedError:
+            return "refused"
+        except (BpsError, OSError) as exc:
+            log.debug("node %d was visited, and did not answer: %s", peer.index, exc)
+            return "silent"
+        return "answers"
+
+    def refused(self) -> set[int]:
+        """Return the nodes that were found to refuse connections since this was asked last."""
+        return self._reunions.refused()
 
     def called(self) -> list[int]:
         """Return the nodes that want another link, and with whose link this node has not parted."""
@@ -212,7 +253,7 @@ class Peering:
 
     def _begin(self, task: Callable[[], None]) -> None:
         thread = threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
-        self._threads.append(thread)
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
 
     def _guard(self, task: Callable[[], None]) -> None:
@@ -322,24 +363,34 @@ class Peering:
             link.close()
 
     def _await_all(self) -> None:
-        """Wait for those who dial, by whatever transport."""
-        with self._gathered:
-            self._gathered.wait_for(lambda: self._closed or self.error or not self._missing(), max(0.0, self._left()))
-            missing = self._missing()
-            if not missing or self._closed or self.error:
-                return
-        names = ", ".join(f"node {index} ({self._peers[index].address})" for index in missing)
+        """Wait for those who dial, by whatever transport; for helpers not as long as for nodes with ranks."""
+        for is_last in (False, True):
+            timeout_s = self._settings.start_timeout_s
+            left_s = self._left() - (0.0 if is_last else _HELPERS_WAIT * timeout_s)
+            with self._gathered:
+                self._gathered.wait_for(lambda: self._closed or self.error or not self._missing(), max(0.0, left_s))
+                missing = [self._peers[index] for index in self._missing()]
+                if not missing or self._closed or self.error:
+                    return
+                late = {peer.index: f"it did not connect to node {self._me.index} ({self._me.address}) within "
+                                    f"{_HELPERS_WAIT * timeout_s:g} s (half of start_timeout_s)"
+                        for peer in missing if not peer.ranks and self._me.ranks}
+                if not is_last:
+                    self._unreached |= late
+            self._notify()
+        names = ", ".join(f"node {peer.index} ({peer.address})" for peer in missing)
         raise StallError(f"{names} did not connect to node {self._me.index} ({self._me.address}) within "
-                         f"{self._settings.start_timeout_s:g} s: is a firewall between the machines?")
+                         f"{timeout_s:g} s: is a firewall between the machines?")
 
     def _missing(self) -> list[int]:
-        return [index for index in self._first if index > self._me.index and index not in self.links]
+        return sorted(index for index in self._first if index > self._me.index and index not in self.links)
 
     def _came(self, sock: socket.socket, greeted: Greeted) -> None:
         """Take in a connection that has proven itself."""
         hello = greeted.hello
         if hello.stream == FAREWELL:
             self.farewells.hear(hello)
+        if hello.stream in (FAREWELL, VISIT):
             sock.close()
             return
         if hello.link > 0 or hello.stream == KNOCK:

@@ -7,8 +7,10 @@
     tell     first the node that was dialled, then the other: what each of them awaits, part by part
 
 Both have parted before either says what it awaits, so that is all there is to write again. A connection of a link with
-a lower number than the newest is refused: an attempt that is late harms nobody. A dial that is refused, and still is
-half a second later, is the end of the peer's process; one that is not answered is tried again for `lease_s`.
+a lower number than the newest is refused: an attempt that is late harms nobody. A peer that does not answer is tried
+again for `lease_s`. So is one that refuses: the end of its process looks like a firewall whose rules are changing. But
+that it does is said at once (`refused`), for the scheduler may know more: if it does not hear that node either, both
+signs together are the end.
 """
 from __future__ import annotations
 
@@ -36,11 +38,12 @@ log = logging.getLogger("bpsfast.node")
 KNOCK = 1001
 #: The number of a stream that is none: all ranks of the node that opens it have left the job.
 FAREWELL = 1002
+#: And one that is none: the node that opens it only wants to know whether this one lives.
+VISIT = 1003
 #: One attempt to connect: with a second packet, should the first be lost.
 _CONNECT_S = 1.5
 _PAUSE_S = 0.2
-#: So long after the first refusal a second one says that nobody listens: a firewall whose rules are changing refuses,
-#: too, while the process lives. All others wait for that word when somebody has died.
+#: So long after the first refusal a second one is worth telling: all others wait for that word when somebody has died.
 _REFUSED_S = 0.05
 #: A link that ended sooner than this is not followed by the next at once.
 _SHORT_LIFE_S = 1.0
@@ -87,7 +90,7 @@ class Reunions:
         Called with a new link; and with a node's index, when what was offered and not taken is to be closed. In one
         order, one at a time.
     notify
-        Called from any thread when `called` or `gone` has changed.
+        Called from any thread when `called`, `refused` or `gone` has changed.
     encryption
         Which links are encrypted.
     """
@@ -107,6 +110,7 @@ class Reunions:
         self._notify = notify
         self._encryption = encryption
         self._pairs = {index: _Pair() for index in peers}
+        self._refused: set[int] = set()
         self._changed = threading.Condition()
         self._busy: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -149,6 +153,12 @@ class Reunions:
         with self._changed:
             return [index for index, pair in self._pairs.items() if pair.called]
 
+    def refused(self) -> set[int]:
+        """Return the nodes that were found to refuse connections since this was asked last."""
+        with self._changed:
+            refused, self._refused = self._refused, set()
+            return refused
+
     def gone(self) -> dict[int, str]:
         """Return with whom there will be no new link, and why."""
         with self._changed:
@@ -186,12 +196,15 @@ class Reunions:
                 why, now = str(exc), time.monotonic()
                 log.debug("node %d was sought in vain: %s", index, why)
                 refused_at = min(refused_at, now) if isinstance(exc, ConnectionRefusedError) else float("inf")
-                if now - refused_at >= _REFUSED_S:
-                    self._give_up(pair, awaited, f"nobody listens at {peer.address} any more ({exc})")
+                if now - refused_at >= _REFUSED_S and self._is_wanted(pair, awaited):
+                    with self._changed:
+                        self._refused.add(index)
+                    self._notify()
             with self._changed:
                 silent_s = time.monotonic() - pair.heard
                 if silent_s < self._lease_s:
-                    pause_s = _PAUSE_S if refused_at == float("inf") else min(_PAUSE_S, _REFUSED_S)
+                    is_first = 0 <= time.monotonic() - refused_at < _REFUSED_S
+                    pause_s = min(_PAUSE_S, _REFUSED_S) if is_first else _PAUSE_S
                     self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), pause_s)
             if silent_s >= self._lease_s:
                 self._give_up(pair, awaited, f"it was not reached at {peer.address} within lease_s = "

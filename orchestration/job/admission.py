@@ -65,6 +65,20 @@ class Admission:
         self.joins[sender] = join
         return before if before != sender else None
 
+    def remove(self, sender: bytes) -> None:
+        """Forget what *sender* has said, which is refused, or gone."""
+        join = self.joins.pop(sender, None)
+        if join is not None:
+            self._sender_of.pop(place_of(join), None)
+
+    def surplus(self, join: Join) -> ConfigError | None:
+        """Return why *join* is one too many: all nodes with ranks are there, and its process is none of them."""
+        if not join.ranks or place_of(join) in self._sender_of or not self.has_all_ranks():
+            return None
+        workers, _ = self._split()
+        return ConfigError(f"the job has all its nodes with ranks ({', '.join(other.host for _, other in workers)}); "
+                           f"the node on host {join.host} (pid {join.pid}, {_ranks(len(join.ranks))}) is one too many")
+
     def contradiction(self) -> ConfigError | None:
         """Return why the joins so far can never become a complete job, if so."""
         try:
@@ -92,17 +106,23 @@ class Admission:
                 f"num_helpers is {expected.num_helpers}, but {len(helpers)} nodes without ranks joined: {hosts}")
         return None
 
+    def has_all_ranks(self, but: bytes = b"") -> bool:
+        """Tell whether all nodes with ranks have joined, not counting the one behind *but*."""
+        workers = [each for each in self._split()[0] if each[0] != but]
+        if self._expected.num_nodes < 0:
+            return _count(workers) == self._expected.size
+        return len(workers) == self._expected.num_nodes
+
     def complete(self) -> bool:
         """Tell whether everybody has joined."""
-        workers, helpers = self._split()
-        if self._expected.num_nodes < 0:
-            if _count(workers) != self._expected.size:
-                return False
-        elif len(workers) != self._expected.num_nodes:
-            return False
+        return self.has_all_ranks() and not self.n_missing_helpers
+
+    @property
+    def n_missing_helpers(self) -> int:
+        """How many helpers, or server processes where those are counted, have not joined."""
         if self._expected.num_server_processes >= 0:
-            return self._server_processes() == self._expected.num_server_processes
-        return len(helpers) == self._expected.num_helpers
+            return self._expected.num_server_processes - self._server_processes()
+        return self._expected.num_helpers - len(self._split()[1])
 
     def roster(self) -> list[tuple[bytes, NodeInfo]]:
         """Return everybody in node order: machines with ranks, then helpers.

@@ -11,7 +11,7 @@ from ..order.credit_queue import rank_parts
 from ..placement import codec_choice
 from ..placement.layout import lay_out
 from ..placement.partition import MAX_PARTS, has_state
-from ..placement.placement import assign, assign_among
+from ..placement.placement import assign, assign_among, owned_by
 from ..placement.rates import bound_remark, bounded, machines_of, ownable
 from ..placement.shares import Machine
 from ..placement.sharing import shared
@@ -27,11 +27,11 @@ class Generations:
     only so many words. Those of a generation that failed stay unused, so that a late word about it cannot be taken for
     another's.
 
-    Raises ConfigError if *policy* cannot place anything on *nodes*.
+    Raises ConfigError if *policy* cannot place anything on *nodes*, unless helpers are still to come (*is_short*).
     """
 
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
-                 first_round: int = 1) -> None:
+                 first_round: int = 1, is_short: bool = False) -> None:
         self._nodes = nodes
         self._machines = machines_of(nodes)
         self._copy_rates = [node.copy_rate_bytes for node in nodes]
@@ -49,12 +49,14 @@ class Generations:
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
         self._absent: set[int] = set()
+        self._limits: dict[int, int] = {}  # by node that has refused more in the loss under way
         self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
         self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
-        assign([1], self._machines, policy)
+        if not is_short:
+            assign([1], self._machines, policy)
 
     def resume(self, past: Past) -> None:
         """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
@@ -274,13 +276,32 @@ class Generations:
         """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
 
         Those of lost nodes only: what survivors own stays.
+
+        Raises
+        ------
+        CapacityError
+            If those who could own them have refused so much for want of memory.
         """
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
-        machines = bounded(self._machines, owned, self._more)
-        owners = assign_among([heir.part.wire_nbytes for heir in heirs], machines, owned,
+        more = [self._limits.get(node, rest) for node, rest in enumerate(self._more)]
+        owners = assign_among([heir.part.wire_nbytes for heir in heirs], bounded(self._machines, owned, more), owned,
                               lambda position: heirs[position].candidates, self._is_wanted)
+        own = owned_by(zip((heir.part.wire_nbytes for heir in heirs), owners), len(owned))
+        if any(own[node] > most for node, most in self._limits.items()):
+            nodes = sorted({node for heir in heirs for node in heir.candidates})
+            rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
+            raise CapacityError(f"{sum(own)} bytes of partitions need another owner, and no memory is left for all of "
+                                f"them at nodes {nodes}, which could own them: at most {rooms} more")
         return self._in_other_hands(heirs, owners)
+
+    def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
+        """Give *node* only as much of what has to change hands as it has room for, until that is committed.
+
+        If it refuses also what it has said that it has room for, half of it.
+        """
+        is_known = node not in self._limits and room_nbytes < refused_nbytes
+        self._limits[node] = room_nbytes if is_known else refused_nbytes // 2
 
     def share(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
         """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
@@ -304,6 +325,7 @@ class Generations:
 
     def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
+        self._limits.clear()
         self.lent |= {each.part: each for each in successions if each.lacking}
         for each in successions:
             if each.giver >= 0:  # who gives up lives, and what it has sent has arrived

@@ -33,12 +33,16 @@ from .losses import FIRST_EPOCH, Losses
 from .measuring import Measuring
 from .past import Past
 from .planning import Planning
+from .signs import DEAD_S, Signs
 from .silence import Silence
 
 Outgoing = list[tuple[bytes, m.Message]]
 
 #: What waits while a recovery is under way: it changes what is committed.
 _DEFERRED = (m.Declare, m.Retire)
+#: After this part of `start_timeout_s` a job starts without the helpers that have not come: the rest of it is left for
+#: connecting, and they may come late.
+_HELPERS_WAIT = 0.5
 
 
 class Job:
@@ -53,6 +57,8 @@ class Job:
         self.aborted: m.Abort | None = None
         self.is_deposed = False  # too few nodes with ranks are heard for anything to be decided
         self.name = settings.name
+        #: What a scheduler is to log as warnings.
+        self.remarks: list[str] = []
         self._admission = Admission(
             Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
@@ -60,7 +66,10 @@ class Job:
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
+        self._signs = Signs(settings.lease_s, settings.start_timeout_s, now)
+        self._vouched: set[bytes] = set()  # who is silent for too long, and known to live
         self._moved: set[bytes] = set()  # identities of processes that have others by now
+        self._refused = ""  # the last who came while the job gathered and was refused, and why
         self._left: set[int] = set()
         self._unaware: set[bytes] = set()  # who has not said that the end was read
         self._roster = Roster(())
@@ -84,7 +93,9 @@ class Job:
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
-            m.Credit: self._set_credit,
+            m.Credit: self._set_credit, m.Visited: self._visited,
+            # Of an account that this scheduler has not asked for, or asks for no more.
+            m.Kept: lambda now, sender, message: [], m.Recounted: lambda now, sender, message: [],
         }
 
     @property
@@ -160,14 +171,14 @@ class Job:
         if isinstance(message, m.Lost):
             return self._lost(now, sender, message)
         if isinstance(message, m.Join):
-            return self._join(sender, message)
+            return self._join(now, sender, message)
         if not self._admitted:
-            return self.abort(ProtocolError(
+            return self._blame(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
         rank = getattr(message, "rank", None)
         if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
-            return self.abort(ProtocolError(f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, "
-                                            "which is not its own"))
+            return self._blame(now, sender, ProtocolError(
+                f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, which is not its own"))
         if self._losses.recovery is not None and isinstance(message, _DEFERRED):
             self._deferred.append((sender, message))
             return []
@@ -176,6 +187,22 @@ class Job:
         except BpsError as exc:
             return self.abort(exc)
 
+    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> Outgoing:
+        """Decide what follows from a message of *sender* that cannot be read, because of *error*.
+
+        Who is no member is refused, alone. While the job gathers, it waits in vain for a node with ranks that is (a
+        `Join` that *has_ranks*), so all are told at once.
+        """
+        if sender in self._moved:
+            return []
+        if not self.over and sender in self._silence:
+            return self._blame(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
+        refuse = [(sender, m.Refuse(error=type(error).__name__, reason=str(error)))]
+        if self.over or self._admitted:
+            return refuse
+        self._refused = str(error)
+        return refuse + self.abort(error, but=[sender]) if has_ranks else refuse
+
     def unreachable(self, now: float, sender: bytes) -> Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
         if self.over or sender not in self._silence:
@@ -183,23 +210,58 @@ class Job:
         return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
                                                      "without leaving: its process is gone"))
 
+    def closed(self, now: float, sender: bytes) -> Outgoing:
+        """Decide what follows from *sender*'s connection having closed: maybe it comes back over another one."""
+        if self.over or sender not in self._silence:
+            return []
+        if self._admitted:
+            self._signs.closed(now, self._roster.index_of(sender))
+            return self._bury(now, sender)
+        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
+                          ) if self._can_be_missed(sender) else []  # it says again that it joins, if it lives
+
+    def _bury(self, now: float, sender: bytes) -> Outgoing:
+        """Go on without the node behind *sender* if its process is proven dead, or end the job."""
+        only_sums = self._only_sums(sender)
+        if not self._signs.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
+            return []
+        return self.unreachable(now, sender)
+
+    def _visited(self, now: float, sender: bytes, message: m.Visited) -> Outgoing:
+        """Take what a node has found where another one should be; see at once whether that is still connected here."""
+        if message.node >= len(self._roster.nodes) or message.node < 0:
+            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has visited node {message.node}, of "
+                                                          f"{len(self._roster.nodes)}"))
+        visited = self._roster.senders[message.node]
+        self._signs.visited(now, message)
+        if message.outcome != "refused" or visited not in self._silence:
+            return []
+        return self._bury(now, visited) or [(visited, m.Heartbeat(sequence=self._n_heartbeats))]
+
     def tick(self, now: float) -> Outgoing:
         """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
         self._silence.tick(now)
+        self._signs.tick(now)
         if self.over:
             return []
-        if not self._admitted and now - self._started >= self.settings.start_timeout_s:
+        waited_s = now - self._started
+        if (not self._admitted and waited_s >= _HELPERS_WAIT * self.settings.start_timeout_s
+                and self._admission.has_all_ranks()):
+            return self._welcome()
+        if not self._admitted and waited_s >= self.settings.start_timeout_s:
+            refused = f"; refused: {self._refused}" if self._refused else ""
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
-                                         f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}"))
+                                         f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}{refused}"))
         out: Outgoing = []
         silent = self._silence.silent(now, self._only_sums)
         if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
             self.is_deposed = True
             return []
         for sender, words in silent:
-            if not self.over:
+            if not self.over and not self._is_vouched_for(now, sender, words):
                 out += self._gone(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
         if self._admitted:
+            out += self._look_for(now)
             out += self._expire(now)
         if self.over:
             return out
@@ -209,6 +271,35 @@ class Job:
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
         if self._admitted:
             out += self._inquiries.expire(now)
+        return out
+
+    def _is_vouched_for(self, now: float, sender: bytes, words: str) -> bool:
+        """Whether others reach the node behind *sender*, which has ranks and is silent here for too long (*words*)."""
+        if not self._admitted or self._only_sums(sender):
+            return False
+        if not self._signs.lives(now, self._roster.index_of(sender), self._silence.seen[sender]):
+            return False
+        if sender not in self._vouched:
+            self._vouched.add(sender)
+            self.remarks.append(f"{self._name(sender)} has been {words}, but other nodes reach it: it has "
+                                f"start_timeout_s = {self.settings.start_timeout_s:g} s to reach the scheduler again")
+        return True
+
+    def _look_for(self, now: float) -> Outgoing:
+        """Have others visit who has ranks and is not heard, or has closed its connection; go on without who is dead.
+        """
+        out: Outgoing = []
+        for sender, seen in list(self._silence.seen.items()):
+            if self.over or not self._roster.knows(sender):
+                continue
+            out += self._bury(now, sender)
+            index = self._roster.index_of(sender)
+            if self.over or sender not in self._silence or (
+                    self._only_sums(sender) and not self._signs.is_closed(index)):
+                continue
+            out += self._signs.ask(now, index, seen, lambda sender=sender: [
+                (self._roster.index_of(other), other) for other in self._roster.alive_senders
+                if other != sender and now - self._silence.seen.get(other, 0.0) < self.settings.lease_s / 4])
         return out
 
     def quiet(self, now: float) -> list[bytes]:
@@ -221,6 +312,13 @@ class Job:
 
     def _only_sums(self, sender: bytes) -> bool:
         return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
+
+    def _can_be_missed(self, sender: bytes) -> bool:
+        """Whether the job can go on, or gather, without the node behind *sender*: it has no ranks."""
+        if self._admitted:
+            return not self._losses.is_worker(sender)
+        join = self._admission.joins.get(sender)
+        return join is not None and not join.ranks
 
     def _expire(self, now: float) -> Outgoing:
         out: Outgoing = []
@@ -252,7 +350,7 @@ class Job:
         if self._admitted:
             self._measuring.add(join.nic_rate_bytes)
             return self._joinings.admit(now, sender, join)
-        return self._join(sender, join)
+        return self._join(now, sender, join)
 
     def _look_at_queue(self, now: float) -> Outgoing:
         """Admit who has waited for room that there is now; refuse who has waited long enough."""
@@ -279,40 +377,59 @@ class Job:
         """Count on the nodes that there are, with what is known of their NICs."""
         self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
 
-    def _join(self, sender: bytes, join: m.Join) -> Outgoing:
+    def _join(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
         """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
         if self._admitted:
             if self._joinings.is_coming(self._roster.index_of(sender)):
                 return []  # other counts: of no matter for a job that runs
-            return self.abort(ProtocolError(f"{self._name(sender)} joined twice"))
-        mismatch = self._admission.check(join)
-        if mismatch is not None:
-            return [(sender, _refusal(mismatch)), *self.abort(mismatch, but=[sender])]
+            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
+        refusal = self._admission.check(join) or self._admission.surplus(join)
+        if refusal is not None:
+            return self._turn_away(sender, join, refusal)
         before = self._admission.add(sender, join)
         if before is not None:
             self._silence.forget(before)
             self._moved.add(before)
         contradiction = self._admission.contradiction()
         if contradiction is not None:
-            return self.abort(contradiction)
-        if not self._admission.complete():
-            return []
-        try:
-            return self._welcome()
-        except ConfigError as exc:
-            return self.abort(exc)
+            return self._turn_away(sender, join, contradiction)
+        return self._welcome() if self._admission.complete() else []
+
+    def _turn_away(self, sender: bytes, join: m.Join, error: BpsError) -> Outgoing:
+        """Refuse the node that has sent *join*. If the job cannot be complete without its ranks, it ends at once."""
+        refuse = (sender, m.Refuse(error=type(error).__name__, reason=str(error)))
+        if join.ranks and not self._admission.has_all_ranks(but=sender):
+            return [refuse, *self.abort(error, but=[sender])]
+        self._silence.forget(sender)
+        self._admission.remove(sender)
+        self._refused = str(error)
+        self.remarks.append(f"refused the node on host {join.host} (pid {join.pid}): {error}")
+        return [refuse]
+
+    def _blame(self, now: float, sender: bytes, error: BpsError) -> Outgoing:
+        """Go on without the node behind *sender*, which has said what makes no sense; with ranks, end the job."""
+        return self._gone(now, sender, PeerLostError(str(error))) if self._can_be_missed(sender) else self.abort(error)
 
     def _welcome(self) -> Outgoing:
-        self._seat(Roster(self._admission.roster()))
+        """Let the job begin with those who have joined: all nodes with ranks, and maybe not all helpers."""
+        n_missing = self._admission.n_missing_helpers
+        try:
+            self._seat(Roster(self._admission.roster()), is_short=n_missing > 0)
+        except ConfigError as exc:
+            return self.abort(exc)
+        if n_missing > 0:
+            self.remarks.append(
+                f"the job starts without {n_missing} of its helpers, which have not joined within "
+                f"{_HELPERS_WAIT * self.settings.start_timeout_s:g} s (half of start_timeout_s): they may still come")
         return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self._roster.nodes, job=self.name))
                 for index, sender in enumerate(self._roster.senders)]
 
-    def _seat(self, roster: Roster) -> None:
-        """Begin to decide for the nodes of *roster*."""
+    def _seat(self, roster: Roster, is_short: bool = True) -> None:
+        """Begin to decide for the nodes of *roster*; *is_short*: maybe not all helpers are among them."""
         settings = self.settings
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
-            fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round)
+            fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round, is_short=is_short)
         self._losses = Losses(roster, self._generations, settings.start_timeout_s)
         self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings)
         self._declarations = Declarations(roster.size)
@@ -347,7 +464,7 @@ class Job:
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> Outgoing:
         """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
         if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
-            return self.abort(ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
+            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         return self._all_measured(now)
 
     def _all_measured(self, now: float) -> Outgoing:
@@ -399,6 +516,8 @@ class Job:
         error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
         kind, _, number = message.who.partition(" ")
+        if not self._admitted and self._can_be_missed(sender):
+            return self._gone(now, sender, error)
         if not self._admitted or kind != "node" or not number.isdecimal() or int(number) >= len(self._roster.nodes):
             return self.abort(error)
         if int(number) in self._roster.lost:
@@ -413,9 +532,13 @@ class Job:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
         if self.over or sender not in self._silence:
             return []
-        if not self._admitted or self._losses.is_worker(sender):
+        if not self._can_be_missed(sender):
             return self.abort(error)
         self._silence.forget(sender)
+        if not self._admitted:
+            self._admission.remove(sender)
+            self.remarks.append(f"the job gathers without a helper that had joined: {error}")
+            return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=str(error)))]
         index = self._roster.index_of(sender)
         if self._joinings.is_coming(index):
             return self._joinings.give_up(index, error)

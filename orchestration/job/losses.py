@@ -103,6 +103,23 @@ class Losses:
         self._owed.clear()
         return self._begin(now, f"{self.recovery.reason}, but gets nothing that others sum: {why}")
 
+    def gets_too_much(self, node: int, room_nbytes: int) -> bool:
+        """Note that *node* has no memory for what it was to own in place of the lost ones, but for about *room_nbytes*;
+        False if it was to own nothing.
+        """
+        assert self.recovery is not None
+        changed = {each.part for each in self.recovery.successions}
+        given = sum(part.wire_nbytes for unit in self.recovery.units for part in unit.parts
+                    if part.part in changed and part.owner == node)
+        if given:
+            self._generations.limit(node, room_nbytes, given)
+        return given > 0
+
+    def begin_anew(self, now: float) -> Outgoing:
+        """Begin anew the change under way, which somebody cannot prepare for."""
+        assert self.recovery is not None
+        return self._begin(now, self.recovery.reason, self.recovery.lost)
+
     def overdue_newcomers(self, now: float) -> list[tuple[bytes, StallError]]:
         """Return the newcomers that keep all others waiting for too long, and are to be done without."""
         recovery = self.recovery

@@ -60,12 +60,13 @@ class Planning:
         return [] if commit is None else self._to_all(commit) + self.plan()
 
     def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
-        """Give up what a node cannot prepare: all ranks hear why. Nobody can go on after a loss without that.
+        """Give up what a node cannot prepare: all ranks hear why. If it was to make up for a loss and the node lacks
+        memory, others get more of it.
 
         Raises
         ------
         CapacityError
-            If this was to make up for a loss.
+            If this was to make up for a loss, and there is no other way.
         """
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
@@ -74,6 +75,8 @@ class Planning:
         if recovery is not None and message.generation == recovery.generation:
             if recovery.joined:
                 return self._losses.leave_as_it_is(now, f"{name} cannot prepare for that: {message.reason}")
+            if message.room_nbytes >= 0 and self._losses.gets_too_much(index, message.room_nbytes):
+                return self._losses.begin_anew(now)
             raise CapacityError(f"{name} cannot go on without what the job has lost ({recovery.reason}): "
                                 f"{message.reason}")
         if not names:

@@ -14,6 +14,7 @@ from .. import messages as m
 from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
 from ..job.admission import difference
 from ..job.past import Past
+from ..job.signs import Signs
 from ..roster import describe_node, is_majority
 from .accounts import Account, Accounts
 from .conclusion import conclude
@@ -21,7 +22,7 @@ from .conclusion import conclude
 Outgoing = list[tuple[bytes, m.Message]]
 
 #: After any other message there is nothing to be concluded that was not before.
-_MATTERS = (m.Join, m.Rejoin, m.Recounted, m.RankLeft, m.Lost)
+_MATTERS = (m.Join, m.Rejoin, m.Recounted, m.RankLeft, m.Lost, m.Visited)
 
 
 class Rebuilding:
@@ -59,6 +60,7 @@ class Rebuilding:
         self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
                                nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
+        self._signs = Signs(lease_s, timeout_s, now)
         #: Whether anything has come since the last look at `finished`, `aborted` and `past` that may have changed them.
         self.is_due = True
 
@@ -74,9 +76,15 @@ class Rebuilding:
         elif isinstance(message, m.Rejoin):
             return self._rejoin(now, sender, message)
         elif isinstance(message, m.Join):
+            if message.version != m.VERSION:
+                return [(sender, _refusal(MismatchError(f"protocol version differs: {message.version} on host "
+                                                        f"{message.host}, {m.VERSION} on the scheduler")))]
             self._heard[sender] = now
             self._joins[sender] = message
             self._match()
+        elif isinstance(message, m.Visited):
+            if account is not None and account.ranks:
+                self._signs.visited(now, message)
         elif account is not None:
             self._heard[sender] = now
             self._accounts.enter(account, message)
@@ -87,6 +95,22 @@ class Rebuilding:
             if account.ranks and account.left >= set(account.ranks):
                 self._all_left.add(account.index)
         return []
+
+    def unreadable(self, sender: bytes, error: BpsError) -> Outgoing:
+        """Decide what follows from a message of *sender* that cannot be read, because of *error*: as `Job`."""
+        account = self._accounts.get(sender)
+        index = account.index if account is not None else next(
+            (index for index, senders in self._known.items() if sender in senders), -1)
+        if index < 0:
+            return [(sender, _refusal(error))]
+        self.is_due = True
+        words = f"a message of {describe_node(self._nodes, index)} cannot be read: {error}"
+        if self._nodes[index].ranks:
+            self.aborted = ProtocolError(words)
+            return []
+        self.unreachable(sender)
+        self._accounts.called.add(index)
+        return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=words))]
 
     def unreachable(self, sender: bytes) -> None:
         """Forget what *sender* has said, whose connection is gone: it says it again if it lives."""
@@ -100,7 +124,7 @@ class Rebuilding:
             return []  # its answer to this recall is on its way
         refused = self._objection(rejoin)
         if refused is not None:
-            return [(sender, m.Refuse(error=type(refused).__name__, reason=str(refused)))]
+            return [(sender, _refusal(refused))]
         if self._first is None:
             self._first = rejoin
         if self._fingerprint is None:
@@ -158,11 +182,22 @@ class Rebuilding:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
+        out = self._look_for(now)
         if now < self._next_heartbeat:
-            return []
+            return out
         self._next_heartbeat = now + self._heartbeat_s
         self._n_heartbeats += 1
-        return [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
+        return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
+
+    def _look_for(self, now: float) -> Outgoing:
+        """Have those with ranks who have told all visit the others, of whom nothing is heard."""
+        if self._majority_since is None:
+            return []
+        told = [(index, sender) for index in sorted(self._accounts.complete & self._accounts.workers)
+                if (sender := self._accounts.sender_of(index)) is not None]
+        missing = set(range(len(self._nodes))) - self._accounts.indices - self._accounts.lost
+        return [each for index in sorted(missing)
+                for each in self._signs.ask(now, index, self._heard_at(index), lambda: told)]
 
     @property
     def senders(self) -> list[bytes]:
@@ -232,12 +267,23 @@ class Rebuilding:
 
     def _is_given_up(self, now: float, index: int) -> bool:
         """Whether node *index*, which has not told all, is lost: called so by one with ranks, or silent."""
+        only_sums = not self._nodes[index].ranks
+        called = index in self._accounts.called or self._signs.is_refused(now, index)
+        if only_sums and called and not self._speakers_of(index):
+            return True
+        heard = self._heard_at(index)
+        return now - heard >= self._lease_s and (only_sums or not self._signs.lives(now, index, heard))
+
+    def _speakers_of(self, index: int) -> list[bytes]:
+        """Return from where node *index* speaks, or is known to have spoken, over connections that have not closed."""
         speaker = self._accounts.sender_of(index)
-        speaks = [] if speaker is None else [speaker]
-        speaks += [sender for sender in self._known.get(index, ()) if sender in self._heard]
-        heard = max([self._majority_since or self._began, *(self._heard.get(sender, 0.0) for sender in speaks)])
-        called = not speaks and not self._nodes[index].ranks and index in self._accounts.called
-        return called or now - heard >= self._lease_s
+        return ([] if speaker is None else [speaker]) + [
+            sender for sender in self._known.get(index, ()) if sender in self._heard]
+
+    def _heard_at(self, index: int) -> float:
+        """Return when node *index* was heard last, but not before there was a majority."""
+        return max([self._majority_since or self._began,
+                    *(self._heard.get(sender, 0.0) for sender in self._speakers_of(index))])
 
     def _describe(self) -> str:
         if self._first is None:
@@ -245,3 +291,7 @@ class Rebuilding:
         over = self._accounts.complete | self._accounts.lost
         missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
         return f"missing {'; '.join(missing) or 'nobody'}"
+
+
+def _refusal(error: BpsError) -> m.Refuse:
+    return m.Refuse(error=type(error).__name__, reason=str(error))

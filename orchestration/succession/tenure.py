@@ -13,16 +13,13 @@ So there is one way back, whatever has happened, and every way to it is the one 
 from __future__ import annotations
 
 from .. import messages as m
-from ..errors import BpsError, PeerLostError
+from ..errors import BpsError, MismatchError, PeerLostError
 from ..job.admission import seat_of
 from ..job.job import Job
 from ..job.job_settings import JobSettings
 from .rebuilding import Rebuilding
 
 Outgoing = list[tuple[bytes, m.Message]]
-
-#: A node that has lost its connection comes back in this time, or its process is gone.
-_RETURN_S = 1.0
 
 
 class Tenure:
@@ -33,8 +30,6 @@ class Tenure:
         self._settings = settings
         self._rebuilding: Rebuilding | None = None
         self._n_recalls = 0
-        self._last_tick = now
-        self._away: dict[bytes, float] = {}  # since when connections of nodes are gone
 
     @property
     def over(self) -> bool:
@@ -66,30 +61,32 @@ class Tenure:
             return self._begin(now) + self.receive(now, sender, message)
         return self.job.receive(now, sender, message)
 
+    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> Outgoing:
+        """Decide what follows from a message of *sender* that cannot be read; as `Job.unreadable`."""
+        if self._rebuilding is not None and not self.over:
+            return self._rebuilding.unreadable(sender, error) + self._rebuilt(now)
+        return self.job.unreadable(now, sender, error, has_ranks)
+
+    def take_remarks(self) -> list[str]:
+        """Return, once, what is to be logged as warnings."""
+        remarks, self.job.remarks = self.job.remarks, []
+        return remarks
+
     def unreachable(self, now: float, sender: bytes) -> Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
         if self._rebuilding is not None:
             self._rebuilding.unreachable(sender)
             is_over = not self._rebuilding.speakers and not self.job.admitted
             return self._gather(now, None) if is_over else []
-        self._away.setdefault(sender, now)
-        return []
+        return self.job.closed(now, sender)
 
     def tick(self, now: float) -> Outgoing:
         """Decide what the time leads to. Call it several times a heartbeat."""
         if self.over:
             return []
-        slept_s, self._last_tick = now - self._last_tick, now
         if self._rebuilding is not None:
             return self._rebuilding.tick(now) + self._rebuilt(now)
-        if slept_s > _RETURN_S / 2:  # stopped ourselves: who has come back meanwhile is still to be read
-            self._away = {sender: since + slept_s for sender, since in self._away.items()}
-        out: Outgoing = []
-        for sender, since in list(self._away.items()):
-            if now - since >= _RETURN_S:
-                del self._away[sender]
-                out += self.job.unreachable(now, sender)
-        out += self.job.tick(now)
+        out = self.job.tick(now)
         return out + self._begin(now) if self.job.is_deposed else out
 
     def quiet(self, now: float) -> list[bytes]:
@@ -121,6 +118,9 @@ class Tenure:
         strangers = [join for join in self.job.joins.values() if join.ranks and seat_of(join, rejoin.nodes) is None]
         if strangers:
             return [(sender, _refusal(_another(strangers[0])))]
+        if rejoin.version != m.VERSION:
+            return [(sender, _refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
+                                                    f"{m.VERSION} on the scheduler")))]
         if rejoin.index in self.job.lost:
             return [(sender, _left_behind())]
         if sender in self.job.heard:
@@ -145,7 +145,6 @@ class Tenure:
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
             nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint)
-        self._away.clear()
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),

@@ -1,0 +1,62 @@
+"""Names of machines, looked up within a time: the system's resolver may take half a minute, and cannot be told to stop.
+"""
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+
+
+class Lookup:
+    """One look-up of *host*, in a thread of its own, which ends when the resolver does. Any thread may ask."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._address = ""
+        self._error: OSError | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="bpsfast-lookup", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the resolver has answered."""
+        return self._done.is_set()
+
+    def address(self, timeout_s: float) -> str:
+        """Return the address, of IPv4 if there is one, within *timeout_s*.
+
+        Raises
+        ------
+        OSError
+            What the resolver has said, or `TimeoutError` if it has said nothing yet.
+        """
+        if not self._done.wait(max(0.0, timeout_s)):
+            raise TimeoutError(f"the resolver has not answered within {timeout_s:.3g} s")
+        if self._error is not None:
+            raise self._error
+        return self._address
+
+    def _run(self) -> None:
+        try:
+            found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            found.sort(key=lambda each: each[0] != socket.AF_INET)
+            self._address = str(found[0][4][0])
+        except OSError as exc:
+            self._error = exc
+        except UnicodeError as exc:  # no name at all: a label that is empty, or too long
+            self._error = OSError(str(exc))
+        self._done.set()
+
+
+def is_address(host: str) -> bool:
+    """Whether *host* is an address, which nobody has to look up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(host: str, timeout_s: float) -> str:
+    """Return the address of *host*, which may be one; raises as `Lookup.address`."""
+    return host if is_address(host) else Lookup(host).address(timeout_s)
