@@ -295,13 +295,16 @@ class Lost(Message):
     reason: str
 
 
+VisitOutcome = Literal["answers", "refused", "silent"]
+
+
 class Visited(Message):
     """What this node has found at the data port of node `node`: it "answers", nobody listens there ("refused"), or
     there was no answer ("silent"). The answer to `Visit`; "refused" also without, while another link is sought.
     """
 
     node: int
-    outcome: Literal["answers", "refused", "silent"]
+    outcome: VisitOutcome
 
 
 class Finished(Message):
