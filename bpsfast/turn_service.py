@@ -70,8 +70,6 @@ class TurnService:
     ----------
     agree
         Returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere).
-    secret
-        The job's key, on all ranks or on none.
     host
         Returns where the others reach this process; only asked on rank 0. May raise OSError.
     credit_nbytes
@@ -80,6 +78,8 @@ class TurnService:
         How long nothing may happen while something is to be done.
     together
         Nothing has its turn before all ranks have been given it (`turns.Leader`).
+    secret
+        The job's key, on all ranks or on none; of it the line's key is made.
 
     Raises
     ------
