@@ -210,6 +210,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     profile: Annotated[str, _about("TOML file with settings", "path")] = ""
 
     @property
+    def expects_helpers(self) -> bool:
+        """Whether helpers may join, at the start or later: processes that know the scheduler's address and the key."""
+        return self.num_helpers > 0 or self.max_helpers > 0
+
+    @property
     def n_connections(self) -> int:
         """TCP connections that are made to each peer: tuning may find that more than `tcp_streams` are better."""
         return _MOST_TCP_STREAMS if self.autotune else self.tcp_streams

@@ -6,17 +6,21 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bpsfast import settings
 from bpsfast.bench.ladder import control, device, report, run, shares
 from bpsfast.bench.ladder.rungs import OURS, RUNGS, TCP, VANILLA
 from bpsfast.bench.ladder.shares import Model
 from bpsfast.bench.ladder.worker import Row
 from bpsfast.models.catalog import MODELS, n_elements
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError, StallError
+from bpsfast.orchestration import security
+from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from bpsfast.perf.control import secret_for
 
 PARTITION_NBYTES = 4_096_000
 
@@ -99,12 +103,32 @@ def test_processor_time_is_per_gigabyte():
 
 @pytest.fixture
 def connected():
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    """One end, and the socket of the other, which has proved the key."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(control.accept, server, secret_for(settings.load({}), ["127.0.0.1"]))
         connection = control.connect("127.0.0.1", server.getsockname()[1])
-        other = server.accept()[0]
+        accepted_end = accepted.result(20)
+    accepted_end._file.close()  # what is left is the socket alone
+    other = accepted_end._socket
     yield connection, other
     connection.close()
     other.close()
+
+
+def test_a_stranger_is_refused_and_the_next_one_served():
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(control.accept, server, secret_for(settings.load({}), ["127.0.0.1"]))
+        with socket.create_connection(server.getsockname()) as stranger:
+            with pytest.raises((PeerLostError, MismatchError)):
+                security.challenge_connect(stranger, bytes(32), control._CONTEXT, control._HELLO, 20)
+        connection = control.connect("127.0.0.1", server.getsockname()[1])
+        accepted.result(20).close()
+        connection.close()
+
+
+def test_another_machine_needs_a_key():
+    with pytest.raises(ConfigError, match="BPSFAST_JOB_KEY"):
+        control.connect("10.0.0.1", 1)
 
 
 def test_messages_arrive_as_they_were_sent(connected):

@@ -15,7 +15,7 @@ import pytest
 from bpsfast.cluster import Cluster
 from bpsfast.launch import rendezvous
 from bpsfast.launch.machine_secret import machine_secret
-from bpsfast.launch.roles import Place
+from bpsfast.launch.roles import Place, job_key
 from bpsfast.orchestration.errors import BpsError, ConfigError, MismatchError, StallError
 from bpsfast.settings import load_with_origins
 from tests.directory_store import DirectoryStore
@@ -124,6 +124,13 @@ def test_with_helpers_the_scheduler_is_where_the_user_says_and_the_key_is_theirs
     assert found[0].starts_scheduler and found[0].reserved is None
 
 
+def test_helpers_that_come_later_derive_the_same_key(tmp_path):
+    address = "127.0.0.1:7700"
+    found = places(tmp_path, [{"scheduler": address, "max_helpers": 1}, {"scheduler": address}])
+    helpers = job_key(load_with_origins({}, {})[0], address)
+    assert {each.job_key for each in found} == {helpers}
+
+
 def test_rank_0_says_how_many_helpers_there_are(tmp_path):
     found = places(tmp_path, [{"scheduler": "127.0.0.1:7700", "num_helpers": 1}, {}])
     assert [each.num_helpers for each in found] == [1, 1] and found[0].job_key == found[1].job_key
@@ -137,6 +144,7 @@ def test_scheduler_and_helpers_of_a_launchers_own_job_are_no_wish(tmp_path):
 
 @pytest.mark.parametrize(("settings", "kind", "texts"), [
     ([{"num_helpers": 1}, {}], ConfigError, ["BPSFAST_NUM_HELPERS = 1", "BPSFAST_SCHEDULER"]),
+    ([{"max_helpers": 1}, {}], ConfigError, ["BPSFAST_MAX_HELPERS = 1", "BPSFAST_SCHEDULER"]),
     ([{"job_key": KEY}, {}], MismatchError, ["BPSFAST_JOB_KEY", "only rank 0 has one"]),
     ([{}, {"job_key": KEY}], MismatchError, ["BPSFAST_JOB_KEY", "only rank 1 has one"]),
     ([{"job_key": KEY}, {"job_key": "cd" * 32}], MismatchError, ["BPSFAST_JOB_KEY", "different"]),

@@ -101,8 +101,9 @@ def test_torchrun_on_one_machine_needs_no_key_and_listens_on_the_loopback_only()
     assert [each.starts_scheduler for each in found] == [True, False]
     other = alone | {"MASTER_PORT": "29501"}
     assert place(other).job_key != place(alone).job_key
-    with pytest.raises(ConfigError, match="no job key"):
-        place(alone | {"BPSFAST_NUM_HELPERS": "1"})
+    for helpers in ("BPSFAST_NUM_HELPERS", "BPSFAST_MAX_HELPERS"):
+        with pytest.raises(ConfigError, match="no job key"):
+            place(alone | {helpers: "1"})
     with pytest.raises(ConfigError, match="no job key"):
         place(TORCHRUN | {"BPSFAST_JOB_KEY": ""})
 

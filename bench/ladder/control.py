@@ -6,11 +6,12 @@
     Run   -> Ready, Ran                 some steps, and what became of them at the service
     Failed                              instead of any answer
 
-There is no authentication: who listens serves whoever comes first, one run, and ends.
+Both ends prove a key first (`perf.control.secret_for`): who listens serves the first that has it, one run, and ends.
 """
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from threading import Event
@@ -18,13 +19,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bpsfast.orchestration.errors import PeerLostError, ProtocolError, StallError
+from bpsfast import settings
+from bpsfast.orchestration import security
+from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from bpsfast.perf.control import Secret, secret_for
 
 FORMAT = 1
 PORT = 7810
 CONNECT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
 _MAX_LINE_NBYTES = 1 << 20
+_GREETING_S = 10.0
+_CONTEXT = "bpsfast bench ladder"
+_HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -173,14 +180,37 @@ def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -
     Raises
     ------
     PeerLostError
-        Nobody does within `CONNECT_TIMEOUT_S`.
+        Nobody does within `CONNECT_TIMEOUT_S`, or it has another key.
+    ConfigError
+        *host* is another machine, and there is no job key.
     """
+    secret = secret_for(settings.load({}), [host])
     deadline, wait = time.monotonic() + CONNECT_TIMEOUT_S, Event()
     while True:
         try:
-            return Control(socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S))
+            sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+            break
         except OSError as exc:
             if not isinstance(exc, ConnectionRefusedError) or is_gone() or time.monotonic() >= deadline:
                 raise PeerLostError(f"no ladder listens at {host}:{port} ({exc}): start "
                                     f"`bpsfast bench ladder --listen` there") from exc
             wait.wait(0.05)
+    try:
+        security.challenge_connect(sock, secret.key, _CONTEXT, _HELLO, CONNECT_TIMEOUT_S)
+    except BaseException:
+        sock.close()
+        raise
+    return Control(sock)
+
+
+def accept(server: socket.socket, secret: Secret) -> Control:
+    """Return the connection of the first that comes to *server* and proves *secret*; strangers are hung up on."""
+    while True:
+        sock = server.accept()[0]
+        try:
+            security.challenge_accept(sock, secret.key, _CONTEXT, peer=0, epoch=0, timeout_s=_GREETING_S)
+        except BpsError as exc:
+            print(f"ladder: refused a connection: {exc}", file=sys.stderr, flush=True)
+            sock.close()
+            continue
+        return Control(sock)

@@ -18,6 +18,7 @@ from bpsfast.bench.ladder.rungs import BY_NAME, Rung
 from bpsfast.boot import boot_id
 from bpsfast.models.catalog import MODELS
 from bpsfast.orchestration.errors import BpsError, MismatchError, ProtocolError
+from bpsfast.perf.control import place_to_listen
 
 _MEMCPY_NBYTES = 64 << 20
 
@@ -32,9 +33,10 @@ def serve(address: str, port: int, device: str) -> None:
     """
     gid_index = settings.load({}).rdma_gid_index
     usable(device, gid_index)  # before anybody waits for us
-    with socket.create_server((address, port)) as server:
-        print(f"ladder: listening at {address or '*'}:{port}", file=sys.stderr, flush=True)
-        connection = Control(server.accept()[0])
+    place = place_to_listen(settings.load({}), address)
+    with socket.create_server((place.host, port)) as server:
+        print(f"ladder: listening at {place.host or '*'}:{port}{place.remark}", file=sys.stderr, flush=True)
+        connection = control.accept(server, place.secret)
     try:
         rail = usable(device, gid_index, connection.peer)[0]
         with Port(rail) as opened:

@@ -85,6 +85,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[tuple[int, ...], ...] = ()
     scheduler: str = ""
     num_helpers: int = 0
+    expects_helpers: bool = False
     nonce: str = ""
     job_key: str = ""
     error: str = ""
@@ -264,7 +265,7 @@ def _lead(line: _Line, settings: Settings, key: bytes, secret: bytes) -> Place:
         raise
     try:
         table = _Table(nodes=nodes, scheduler=format_address(*address), num_helpers=settings.num_helpers,
-                       nonce=secrets.token_hex(8), job_key=drawn.hex())
+                       expects_helpers=settings.expects_helpers, nonce=secrets.token_hex(8), job_key=drawn.hex())
         found = _place(line, table, settings, key or secret, address)
         line.tell(table)
     except BaseException:
@@ -278,7 +279,7 @@ def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler
     index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if line.rank in ranks)
     if table.job_key:
         job = bytes.fromhex(table.job_key)
-    elif table.num_helpers:  # they have no nonce
+    elif table.expects_helpers:  # they have no nonce
         job = local_key(settings, table.scheduler)
     else:
         job = security.prove(key, "store", table.nonce)
@@ -344,14 +345,16 @@ def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
 
 def _own_wishes(settings: Settings) -> Settings:
     """Return *settings* without scheduler and helpers that belong to a job that a launcher has started."""
-    return settings if settings.rank < 0 else msgspec.structs.replace(settings, scheduler="", num_helpers=0)
+    return settings if settings.rank < 0 else msgspec.structs.replace(
+        settings, scheduler="", num_helpers=0, max_helpers=0)
 
 
 def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
     if settings.scheduler:
         return parse_address(settings.scheduler)
-    if settings.num_helpers:
-        raise ConfigError(f"BPSFAST_NUM_HELPERS = {settings.num_helpers}, but helpers cannot read the store: set "
+    if settings.expects_helpers:
+        name, number = ("NUM", settings.num_helpers) if settings.num_helpers else ("MAX", settings.max_helpers)
+        raise ConfigError(f"BPSFAST_{name}_HELPERS = {number}, but helpers cannot read the store: set "
                           "BPSFAST_SCHEDULER to an address of rank 0's machine, on all ranks and helpers")
     return None
 
@@ -382,7 +385,7 @@ def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[s
     check_insecure(settings, "or reads the ranks' store could join the job" + (
         " (its ranks are on one machine, but of several users or containers, or have no folder for a secret)"
         if is_local else ""))
-    return job_key(settings, format_address(*scheduler)) if settings.num_helpers else secrets.token_bytes(32)
+    return job_key(settings, format_address(*scheduler)) if settings.expects_helpers else secrets.token_bytes(32)
 
 
 def _error(table: _Table) -> BpsError:

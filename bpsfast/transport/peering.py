@@ -36,7 +36,7 @@ _HELPERS_WAIT = 0.5
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if the setting asks for what cannot be."""
-    if settings.num_nodes != 1 or settings.num_helpers or settings.max_helpers:
+    if settings.num_nodes != 1 or settings.expects_helpers:
         check_encryption(settings)
     if settings.transport == "rdma":
         rails = rdma.Rails(settings, 0)

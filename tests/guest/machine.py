@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import select
 import shlex
 import shutil
@@ -96,6 +97,7 @@ class Machine:
         image = kernel.prepare()
         self.folder, self._lock = _new_folder()
         self._jobs: dict[int, Job] = {}
+        self._key = secrets.token_hex(32)  # for what its hosts measure between them
         self._heard = b""
         shutil.copy(Path(__file__).with_name("agent.sh"), self.folder)
         self._control, theirs = socket.socketpair()
@@ -119,7 +121,8 @@ class Machine:
         job.out.mkdir(parents=True)
         values = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         values["PATH"] = f"/usr/local/bin:{values.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-        values |= {"BPSTEST_GUEST": "1", "OUT": str(_SHARE / str(number) / "out"), **(environ or {})}
+        values |= {"BPSTEST_GUEST": "1", "BPSFAST_JOB_KEY": self._key, "OUT": str(_SHARE / str(number) / "out"),
+                   **(environ or {})}
         lines = [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
         # Not `exec`: the shell is process 1 of the job's namespace and reaps what the command leaves behind.
         lines += [f"cd {shlex.quote(os.path.abspath(cwd))} || exit", shlex.join(command), "exit $?"]

@@ -53,7 +53,7 @@ def _place(settings: Settings, environ: Environ) -> Place:
         raise ConfigError(f"PET_NPROC_PER_NODE = {per_pod} asks for more than one rank in each pod, and RANK = {rank} "
                           "is the pod's number: start the ranks by torchrun, for which PyTorchJob has set PET_*")
     scheduler = settings.scheduler or _scheduler(rank, size, environ)
-    is_alone = size == 1 and not settings.scheduler and not settings.num_helpers
+    is_alone = size == 1 and not settings.scheduler and not settings.expects_helpers
     fields = local_job(settings, scheduler) if is_alone else job(settings, scheduler)
     # pods with the host's network see each other's local sockets
     fields["node_id"] = own_node_id(settings, f"pod-{rank} of {scheduler}")

@@ -45,13 +45,13 @@ def _place(launcher: str, names: _Names, settings: Settings, environ: Environ) -
     check_range(names.rank, rank, names.size, size)
     check_range(names.local_rank, local_rank, names.local_size, local_size)
     scheduler = settings.scheduler
-    if not scheduler and environ.get("MASTER_ADDR") and (local_size < size or settings.num_helpers):
+    if not scheduler and environ.get("MASTER_ADDR") and (local_size < size or settings.expects_helpers):
         port = integer("MASTER_PORT", {"MASTER_PORT": environ.get("MASTER_PORT") or _MASTER_PORT})
         scheduler = format_address(environ["MASTER_ADDR"], scheduler_port(port))
     if scheduler:
         fields = job(settings, scheduler) | {"node_index": -1, "num_nodes": -1}
         fields["node_id"] = own_node_id(settings, f"{launcher} {scheduler}")
-    elif local_size < size or settings.num_helpers:
+    elif local_size < size or settings.expects_helpers:
         raise ConfigError(
             f"rank {rank} is one of {local_size} on this machine and of {size} in the job ({names.local_size}, "
             f"{names.size}), but {launcher} does not tell where rank 0 is: give the address of rank 0's machine and a "

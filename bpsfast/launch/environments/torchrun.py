@@ -21,7 +21,7 @@ def _place(settings: Settings, environ: Environ) -> Place:
         environ.get("MASTER_PORT")) else ""
     n_groups = integer("GROUP_WORLD_SIZE", environ) if environ.get("GROUP_WORLD_SIZE") else (
         -(-number["WORLD_SIZE"] // number["LOCAL_WORLD_SIZE"]))
-    if number["LOCAL_WORLD_SIZE"] == number["WORLD_SIZE"] and not settings.scheduler and not settings.num_helpers:
+    if number["LOCAL_WORLD_SIZE"] == number["WORLD_SIZE"] and not settings.scheduler and not settings.expects_helpers:
         fields = local_job(settings, f"torchrun|{store}")
     else:  # two agents of one host are two machines
         fields = job(settings, settings.scheduler or format_address(
