@@ -16,7 +16,7 @@ import pytest
 
 import bpsfast
 from bpsfast import channel
-from bpsfast.exit_codes import ABORTED, ENVIRONMENT, FAILED, TIMEOUT
+from bpsfast.exit_codes import ABORTED, FAILED, TIMEOUT, USAGE
 from bpsfast.node import control as node, reception
 from bpsfast.orchestration.messages import VERSION, Attach, Refuse
 from bpsfast.settings import Settings, fingerprint
@@ -133,7 +133,7 @@ def test_rubbish_on_the_local_socket_harms_nobody(lonely):
 
 
 def test_explicit_rdma_is_an_error_that_says_why(caplog, monkeypatch):
-    assert node.main(settings_for(transport="rdma", node_id=secrets.token_hex(8))) == ENVIRONMENT
+    assert node.main(settings_for(transport="rdma", node_id=secrets.token_hex(8))) == USAGE
     assert "transport='rdma' was asked for, but there is no RDMA device here" in caplog.text
 
 

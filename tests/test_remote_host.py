@@ -43,7 +43,8 @@ class Owner:
         while not is_done():
             now = time.monotonic()
             assert now < deadline
-            due_s, _ = self.host.tick(now)
+            due_s, ended = self.host.tick(now)
+            due_s = now if ended else due_s
             for key, _ in self.selector.select(max(0.0, min(deadline, due_s) - now)):
                 key.data()
 

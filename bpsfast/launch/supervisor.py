@@ -170,7 +170,7 @@ class Supervisor:
         for place in self._places:
             due_s, ended = place.tick(now)
             self._have_ended(ended)
-            next_s = min(next_s, due_s)
+            next_s = min(next_s, now if ended else due_s)  # it may have been the last
         if self._deadline is not None:  # which the ends may have set just now
             next_s = min(next_s, self._deadline)
         watch(self._selector, self._events, selectors.EVENT_READ, self._on_processes, not self._output.is_full)
