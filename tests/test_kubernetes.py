@@ -140,6 +140,13 @@ def test_the_indexed_job_of_the_examples():
     host, port = places[0].scheduler
     short = f"{name}-0.{service['metadata']['name']}"
     assert host.startswith(f"{short}.") or host == short
+    for each in (container, ranks["spec"]["template"]["spec"]["containers"][0]):
+        probes = {name: probe["httpGet"] for name, probe in each.items() if name.endswith("Probe")}
+        assert {probe["path"] for probe in probes.values()} <= {"/healthz", "/readyz"}
+        assert all(probe["port"] == each["ports"][0]["name"] for probe in probes.values())
+        assert ("livenessProbe" in probes) == (each is container), "a node of ranks runs from init to shutdown only"
+        loaded = load_with_origins({}, environment(each, secrets))[0]
+        assert (loaded.metrics_port, loaded.metrics_host) == (each["ports"][0]["containerPort"], "0.0.0.0")
     assert settings.scheduler == f"{short}:{port}" and bytes.fromhex(settings.job_key) == places[0].job_key
 
 

@@ -22,7 +22,7 @@ import bpsfast
 from bpsfast.cli import cli
 from bpsfast.commands import top as command
 from bpsfast.launch import daemons
-from bpsfast.node.reading import Collector, Member, Reading
+from bpsfast.node.reading import Collector, Member, Reading, Status
 from bpsfast.orchestration.errors import StallError
 from bpsfast.top import screen
 from bpsfast.top.sample import NodeSample, RankSample, Sample
@@ -143,8 +143,8 @@ class Nodes:
         groups = {"engine": {"sums": 1}, "dispatch": {"credit_nbytes": 1 << 20}, "rank_0": {"pushed_bytes": 5}}
         for index in (0, 1):
             registry = prometheus_client.CollectorRegistry()
-            reading = Reading(groups, {}, {}, (), members=members, job=job)
-            registry.register(Collector(index, lambda reading=reading: reading))
+            reading, status = Reading(groups, {}, {}, (), members=members), Status(index, job, "", True, 0.0)
+            registry.register(Collector(lambda status=status: status, lambda reading=reading: (0.0, reading)))
             self._servers[index] = prometheus_client.start_http_server(port + index, "127.0.0.1", registry)
 
     def stop(self, index: int) -> None:
