@@ -195,7 +195,7 @@ class Job:
             return []
         if not self.over and sender in self._silence:
             return self._blame(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
-        refuse = [(sender, m.Refuse(error=type(error).__name__, reason=str(error)))]
+        refuse: Outgoing = [(sender, m.Refuse(error=type(error).__name__, reason=str(error)))]
         if self.over or self._admitted:
             return refuse
         self._refused = str(error)
