@@ -28,6 +28,8 @@ LONGEST_NBYTES = 16 << 20
 #: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
 #: "done": nothing any more. "unknown": who should know does not answer.
 Stage = Literal["declare", "barrier", "push", "partial", "sum", "result", "done", "unknown"]
+#: What a node has found at another one's data port.
+Outcome = Literal["answers", "refused", "silent"]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -295,16 +297,13 @@ class Lost(Message):
     reason: str
 
 
-VisitOutcome = Literal["answers", "refused", "silent"]
-
-
 class Visited(Message):
     """What this node has found at the data port of node `node`: it "answers", nobody listens there ("refused"), or
     there was no answer ("silent"). The answer to `Visit`; "refused" also without, while another link is sought.
     """
 
     node: int
-    outcome: VisitOutcome
+    outcome: Outcome
 
 
 class Finished(Message):

@@ -13,6 +13,7 @@ from bpsfast.bench.chaos.gradients import SIZES, digest, expected, names, pushed
 from bpsfast.bench.chaos.history import RankHistory, read, wrong_sums
 from bpsfast.bench.chaos.scenario import (
     DECK,
+    FOREIGNER,
     HANG_S,
     LEASE_S,
     LINK,
@@ -26,6 +27,7 @@ from bpsfast.bench.chaos.scenario import (
     draw,
 )
 from bpsfast.bench.chaos.trial import judge
+from bpsfast.cluster import faulty_link
 
 MACHINES = ((0,), (1,))
 
@@ -41,8 +43,8 @@ def whole(n_steps=1 + N_STEPS_AFTER, **fields):
 
 
 def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
-    drawn = [draw(seed) for seed in range(220)]
-    assert drawn == [draw(seed) for seed in range(220)]
+    drawn = [draw(seed) for seed in range(330)]
+    assert drawn == [draw(seed) for seed in range(330)]
     kinds = Counter(each.kind for each in drawn)
     assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 8
     assert [each.kind for each in drawn[:DECK]] != [each.kind for each in drawn[DECK:2 * DECK]]
@@ -51,10 +53,12 @@ def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
                  *(f"node {i}" for i in range(len(each.ranks))),
                  *(f"{kind} {i}" for kind in ("rank", "worker") for i in range(sum(each.ranks)))}
         assert all(fault.role.startswith("worker") == (each.kind in LOST_WORKER) for fault in each.faults)
-        assert {fault.role for fault in each.faults} <= roles | {LINK} and len(each.faults) == len({*each.faults})
+        assert {fault.role for fault in each.faults} <= roles | {LINK, FOREIGNER}
+        assert len(each.faults) == len({*each.faults})
         assert all((fault.role == LINK) == (each.kind in ON_A_LINK) for fault in each.faults)
         assert all((0 < fault.step < each.n_steps and fault.seconds in (0, HANG_S)) or fault.seconds <= LEASE_S / 3
-                   or fault.restarts for fault in each.faults)
+                   or fault.restarts or (fault.refused and fault.seconds < LEASE_S) for fault in each.faults)
+        assert each.killed <= roles and (not each.absent or each.absent[0] in roles)
 
 
 def test_what_is_lost_second_is_lost_at_once_or_soon_after_the_first():
@@ -160,3 +164,16 @@ def test_a_trial_is_run_and_written_down(tmp_path):
     assert run({"seeds": 1, "first": first, "json_path": str(path)})
     machine, row = [json.loads(line) for line in Path(path).read_text().splitlines()]
     assert "machine" in machine and (row["seed"], row["kind"], row["outcome"]) == (first, "lost helper", "recovered")
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["refused data", "refused control", "lost host", "foreign helper", "absent helper"])
+def test_a_job_that_can_go_on_does(tmp_path, kind):
+    if kind in ON_A_LINK and faulty_link.missing():
+        pytest.skip(faulty_link.missing())
+    first = next(seed for seed in range(200) if draw(seed).kind == kind)
+    path = tmp_path / "chaos.jsonl"
+    assert run({"seeds": 1, "first": first, "json_path": str(path)})
+    row = json.loads(path.read_text().splitlines()[1])
+    assert (row["kind"], row["outcome"]) == (kind, "recovered")

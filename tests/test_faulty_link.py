@@ -149,6 +149,27 @@ def test_a_connection_that_is_forgotten_is_open_at_both_ends_and_a_new_one_works
         assert passes(*others, 1000)
 
 
+@pytest.mark.parametrize("ports", [(), (7000,)], ids=["all ports", "one port"])
+def test_a_firewall_that_rejects_ends_connections_and_refuses_new_ones_until_it_is_mended(link, ends, ports):
+    a, b = ends
+    assert passes(b, a)
+    link.refuse(*ports)
+    with pytest.raises(ConnectionResetError):
+        while True:
+            b.sendall(bytes(1 << 16))
+    with socket_in(link["b"]) as late:
+        late.settimeout(20)
+        with pytest.raises(ConnectionRefusedError):
+            late.connect((link["a"].address, 7000))
+    assert link.carried.refused >= 2
+    if ports:
+        for left, right in connected(link, 7001):
+            assert passes(left, right)
+    link.mend()
+    for left, right in connected(link, 7002):
+        assert passes(left, right)
+
+
 def test_no_fault_concerns_a_spared_port(link):
     link.spare(7001)
     link.cut()

@@ -262,6 +262,33 @@ def test_a_half_open_connection_is_noticed_and_replaced(job):
     assert job.finish() == (1, 1)
 
 
+def test_data_connections_that_a_firewall_resets_and_refuses_for_a_while_are_made_anew(job):
+    """As while its rules change, for longer than a dead process has: this one lives, for the scheduler hears it."""
+    job.link.spare(PORT)
+    job.link.refuse()
+    last(LEASE_S / 2)
+    job.link.mend()
+    assert min(job.finish()) >= 1
+
+
+def test_a_connection_to_the_scheduler_that_is_reset_and_refused_for_a_while_is_made_anew(job):
+    job.link.refuse(PORT)
+    last(LEASE_S / 2)
+    job.link.mend()
+    assert job.finish() == (0, 0)
+    job.run(meet)
+
+
+def test_a_node_that_only_the_scheduler_does_not_reach_has_longer_than_the_lease(job):
+    """The other nodes reach it, so it has as long as all have when the scheduler is lost; sums go on meanwhile."""
+    job.link.refuse(PORT)
+    last(LEASE_S * 1.5)
+    job.go_on(3)
+    job.link.mend()
+    assert job.finish() == (0, 0)
+    job.run(meet)
+
+
 def test_a_cut_longer_than_the_lease_ends_in_words(doomed):
     begin = time.monotonic()
     doomed.link.spare(PORT)

@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from bpsfast import settings
@@ -25,12 +25,13 @@ class Processes:
     as *machine_of* says.
 
     Each rank runs ``python -m program FILE *arguments``, where FILE is its `path`; outputs are kept in *folder*, too.
-    *values*: settings of the job.
+    *values*: settings of the job. `scheduler` is where it listens, `key` the job's, in hex.
+    *absent*: those that the job expects, and that are not started.
     """
 
     def __init__(self, folder: Path, ranks: tuple[int, ...], n_helpers: int, values: Mapping[str, object],
                  program: str, *arguments: object, link: FaultyLink | None = None,
-                 machine_of: Callable[[str], str] = lambda name: "a") -> None:
+                 machine_of: Callable[[str], str] = lambda name: "a", absent: Collection[str] = ()) -> None:
         self._folder = folder
         self._link = link
         self._machine_of = machine_of
@@ -39,16 +40,19 @@ class Processes:
         self._commands: dict[str, Command] = {}
         self._reserved = daemons.reserve_port("127.0.0.1")
         try:
+            self.scheduler: tuple[str, int] = self._reserved.getsockname()[:2]
+            self.key = secrets.token_hex(32)
             commands = job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
                                 {**os.environ, "OMP_NUM_THREADS": "1"}, self._reserved.getsockname(),
-                                secrets.token_hex(32))
+                                self.key)
             n_ranks = 0
             for command in commands:
                 argv = list(command.argv)
                 if command.kind is Kind.RANK:
                     argv += [str(self.path(n_ranks)), *map(str, arguments)]
                     n_ranks += 1
-                self._start(command, argv)
+                if command.name not in absent:
+                    self._start(command, argv)
         except BaseException:
             self._end()
             raise

@@ -10,39 +10,44 @@ from dataclasses import dataclass
 from typing import Literal
 
 Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
-                "reset connections", "lost scheduler", "hung scheduler", "lost rank", "lost node",
+                "reset connections", "refused data", "refused control", "lost host", "foreign helper",
+                "absent helper", "lost scheduler", "hung scheduler", "lost rank", "lost node",
                 "lost worker, shrink", "lost worker, wait"]
 
 #: Those of which every rank must go on with the bits of a job that nothing happened to; of the others it may also end
 #: with an error that names who is lost.
 MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop",
-                                    "cut link", "reset connections", "lost scheduler", "hung scheduler",
+                                    "cut link", "reset connections", "refused data", "refused control", "lost host",
+                                    "foreign helper", "absent helper", "lost scheduler", "hung scheduler",
                                     "lost worker, shrink", "lost worker, wait")
 MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node")
 
 #: Those of jobs on two machines with a link between them, on which something happens.
-ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections")
+ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections", "refused data", "refused control", "lost host")
 
 #: Those of elastic jobs, and the policy for lost workers. All of them have a quorum.
 LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
 #: Those of which the job must have gone on without somebody.
-_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers")
+_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers", "lost host")
 
 #: How often each kind is among so many trials that follow each other.
 _HANDS: dict[Class, int] = {
     "undisturbed": 1, "lost helper": 3, "two helpers": 2, "hung helper": 1, "short stop": 2, "cut link": 2,
-    "reset connections": 3, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
+    "reset connections": 3, "refused data": 2, "refused control": 2, "lost host": 1, "foreign helper": 1,
+    "absent helper": 1, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
     "lost worker, shrink": 3, "lost worker, wait": 3}
 DECK = sum(_HANDS.values())
 
 #: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
 LEASE_S = 3.0
-#: In trials of the kind "hung helper"; else helpers have the same one.
+#: In trials of the kinds "hung helper" and "lost host"; else helpers have the same one.
 HELPER_LEASE_S = 1.0
+#: A firewall refuses for so long at most: more than a second, and less than the lease.
+MOST_REFUSED_S = 0.6 * LEASE_S
 #: The job trains for so many steps after the one of the last fault.
 N_STEPS_AFTER = 10
-#: The role of what is no process.
-LINK = "link"
+#: The role of what is no process, and of a helper of another version.
+LINK, FOREIGNER = "link", "foreigner"
 #: A stop that outlasts the lease.
 HANG_S = 2 * LEASE_S
 
@@ -54,7 +59,9 @@ class Fault:
 
     With `restarts` it is killed, and started again after `seconds`.
     Or something happens to the link: nothing that the machines `senders` send arrives for `seconds`, or `n_resets`
-    connections are reset in the middle of what they carry.
+    connections are reset in the middle of what they carry. Or a firewall there resets and refuses for `seconds` all
+    that is `refused`: "data", or what goes to the scheduler ("control"). Or it is cut, and the helpers behind it are
+    switched off, `for_good`.
     """
 
     step: int
@@ -64,6 +71,8 @@ class Fault:
     senders: tuple[str, ...] = ()
     n_resets: int = 0
     restarts: bool = False
+    refused: str = ""
+    for_good: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,18 @@ class Scenario:
         return int(self.kind in _ALWAYS_MISSED)
 
     @property
+    def absent(self) -> tuple[str, ...]:
+        """The processes that the job expects and that never come."""
+        return ("helper 0",) if self.kind == "absent helper" else ()
+
+    @property
+    def killed(self) -> set[str]:
+        """The processes that are killed, and not started again."""
+        if any(fault.for_good for fault in self.faults):
+            return {f"helper {i}" for i in range(self.n_helpers)}
+        return {fault.role for fault in self.faults if not fault.seconds and not fault.restarts} - {LINK, FOREIGNER}
+
+    @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each machine."""
         first, found = 0, []
@@ -98,8 +119,12 @@ class Scenario:
         return tuple(found)
 
     def machine_of(self, process: str) -> str:
-        """Return the machine, of those at the link's ends, on which *process* is: the odd nodes are on "b"."""
+        """Return the machine, of those at the link's ends, on which *process* is: the odd nodes are on "b", or, where
+        a host is lost, all helpers.
+        """
         role, _, number = process.partition(" ")
+        if self.kind == "lost host":
+            return "b" if role == "helper" else "a"
         if role == "rank":
             number = str(next(i for i, ranks in enumerate(self.machines) if int(number) in ranks))
         return "b" if role != "scheduler" and int(number) % 2 else "a"
@@ -150,6 +175,14 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
             return [Fault(step, delay_s, LINK, chance.random() * LEASE_S / 3, senders)]
         case "reset connections":
             return [Fault(step, delay_s, LINK, n_resets=chance.randint(1, 8))]
+        case "refused data" | "refused control":
+            return [Fault(step, delay_s, LINK, chance.random() * MOST_REFUSED_S, refused=scenario.kind.split()[1])]
+        case "lost host":
+            return [Fault(step, delay_s, LINK, for_good=True)]
+        case "foreign helper":
+            return [Fault(step, delay_s, FOREIGNER)]
+        case "absent helper":
+            return []
         case "lost rank":
             return [Fault(step, delay_s, f"rank {chance.randrange(sum(scenario.ranks))}")]
         case "lost node":

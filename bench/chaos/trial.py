@@ -9,14 +9,29 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from bpsfast.cluster import FaultyLink, faulty_link
 from bpsfast.exit_codes import LEFT_BEHIND
+from bpsfast.orchestration.errors import StallError
+from bpsfast.orchestration.membership import Membership
+from bpsfast.orchestration.messages import VERSION, Refuse
 
 from . import elastic_trial
 from .gradients import PARTITION_NBYTES
 from .history import RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
-from .scenario import HELPER_LEASE_S, LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
+from .scenario import (
+    FOREIGNER,
+    HELPER_LEASE_S,
+    LEASE_S,
+    LINK,
+    LOST_WORKER,
+    MAY_RAISE,
+    ON_A_LINK,
+    Fault,
+    Scenario,
+)
 
 #: Nobody may wait for longer: a job that has not ended by then hangs.
 _HANG_S = 120.0
@@ -24,6 +39,10 @@ _HANG_S = 120.0
 _DETECTED_S = 2.0
 #: Connections are reset whenever so much was carried one way: in the middle of payloads, and of being made anew.
 _RESET_NBYTES = 30_000
+#: A job waits for helpers that do not come for half of it.
+_SHORT_START_S = 16.0
+#: So long a helper of another version may wait for its refusal.
+_REFUSAL_S = 20.0
 #: The file in a trial's folder that ends the training.
 _STOP = "stop"
 _PROGRAM = "bpsfast.bench.chaos.rank"
@@ -65,16 +84,23 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
         link = stack.enter_context(FaultyLink("a", "b", mtu=9000)) if scenario.kind in ON_A_LINK else None
         processes = stack.enter_context(Processes(
             folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / _STOP,
-            scenario.n_recoveries, link=link, machine_of=scenario.machine_of))
+            scenario.n_recoveries, link=link, machine_of=scenario.machine_of, absent=scenario.absent))
         struck: dict[str, float] = {}
         for fault in scenario.faults:
             _await(processes, fault.step)
             time.sleep(fault.delay_s)
-            struck[fault.role] = _strike(processes, fault) if link is None else _strike_link(link, fault)
+            if fault.role == FOREIGNER:
+                _await_refusal(processes)
+            elif link is None:
+                struck[fault.role] = _strike(processes, fault)
+            else:
+                struck[fault.role] = _strike_link(link, fault)
+            for name in scenario.killed if fault.for_good else ():
+                processes[name].kill()
         _await(processes, scenario.n_steps)
         (folder / _STOP).touch()
         codes = processes.wait(begin + _HANG_S)
-        if link is not None and not (link.carried.dropped or link.carried.resets):
+        if link is not None and not (link.carried.dropped or link.carried.resets or link.carried.refused):
             return Verdict(scenario.seed, scenario.kind, "wrong", "nothing happened to the link", 0.0)
     histories = {rank: read(processes.path(rank)) for rank in range(sum(scenario.ranks))}
     outcome, words, after_s = judge(scenario, histories, codes, struck)
@@ -87,7 +113,7 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
 
     *codes*: exit codes by process, None of those that hang; *struck*: when each fault was (CLOCK_MONOTONIC), by role.
     """
-    killed = {fault.role for fault in scenario.faults if not fault.seconds and not fault.restarts} - {LINK}
+    killed = scenario.killed
     hung = [name for name, code in codes.items() if code is None]
     if hung:
         return "hung", f"{', '.join(hung)} did not end within {_HANG_S:g} s", 0.0
@@ -137,8 +163,9 @@ def _may_be_left(name: str, code: int, scenario: Scenario) -> bool:
 
 def _values(scenario: Scenario) -> dict[str, object]:
     return {"transport": scenario.transport, "placement": scenario.placement, "lease_s": LEASE_S,
-            "helper_lease_s": HELPER_LEASE_S if scenario.kind == "hung helper" else 0,
-            "heartbeat_s": LEASE_S / 6, "partition_bytes": PARTITION_NBYTES, "timeout_s": 60, "start_timeout_s": 60}
+            "helper_lease_s": HELPER_LEASE_S if scenario.kind in ("hung helper", "lost host") else 0,
+            "heartbeat_s": LEASE_S / 6, "partition_bytes": PARTITION_NBYTES, "timeout_s": 60,
+            "start_timeout_s": _SHORT_START_S if scenario.absent else 60}
 
 
 def _await(processes: Processes, n_steps: int) -> None:
@@ -176,7 +203,33 @@ def _strike_link(link: FaultyLink, fault: Fault) -> float:
         link.spare(LINK_PORT)
         link.reset(fault.n_resets, _RESET_NBYTES)
         return at_s
-    link.cut(*fault.senders)
+    if fault.for_good:
+        link.cut()
+        return at_s
+    if fault.refused == "data":
+        link.spare(LINK_PORT)
+        link.refuse()
+    elif fault.refused:
+        link.refuse(LINK_PORT)
+    else:
+        link.cut(*fault.senders)
     time.sleep(fault.seconds)
     link.mend()
+    link.spare()
     return at_s
+
+
+def _await_refusal(processes: Processes) -> None:
+    """Join as a helper of another version does; raise `StallError` if it is not refused."""
+    deadline = time.monotonic() + _REFUSAL_S
+    member = Membership(*processes.scheduler, bytes.fromhex(processes.key), now=time.monotonic())
+    try:
+        member.sockets[0].send(msgspec.msgpack.encode(
+            {"type": "Join", "version": VERSION + 1, "package": "9", "host": "foreign", "pid": "1:1", "ranks": []}))
+        while not any(isinstance(message, Refuse) for message in member.recv_nowait(time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise StallError(f"a helper of another version was not refused within {_REFUSAL_S:g} s")
+            member.sockets[0].poll(100)
+            member.tick(time.monotonic())
+    finally:
+        member.close(0.0)

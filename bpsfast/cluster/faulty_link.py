@@ -1,5 +1,5 @@
 """Two machines on one link that fails as its owner likes: losses, delays, cuts of one way or both, resets,
-bytes that somebody changes.
+connections that a firewall refuses, bytes that somebody changes.
 
     with FaultyLink("a", "b") as link:
         link["a"].popen(...); link["b"].popen(...)
@@ -39,12 +39,13 @@ _JOIN_S = 10.0
 
 
 class Carried(msgspec.Struct):
-    """What the forwarder has done: packets carried and dropped, resets forged, payloads changed."""
+    """What the forwarder has done: packets carried and dropped, resets forged, payloads changed, segments refused."""
 
     packets: int = 0
     dropped: int = 0
     resets: int = 0
     changed: int = 0
+    refused: int = 0
 
 
 def missing() -> str | None:
@@ -105,6 +106,8 @@ class FaultyLink:
         self._spike_s = self._spike_share = 0.0
         self._resets = self._reset_nbytes = 0
         self._changes = self._change_nbytes = 0
+        self._refuses = False
+        self._refused_ports: frozenset[int] = frozenset()
         self._known: set[segments.Connection] = set()
         self._forgotten: frozenset[segments.Connection] = frozenset()
         self._devices: list[int] = []
@@ -171,6 +174,7 @@ class FaultyLink:
             way.is_cut = False
         self._loss = self._spike_share = 0.0
         self._resets = self._changes = 0
+        self._refuses = False
 
     def reset(self, count: int, every_nbytes: int) -> None:
         """End *count* connections in the middle of a segment with payload, one whenever *every_nbytes* went its way.
@@ -178,6 +182,13 @@ class FaultyLink:
         Only the end that receives is told; the other one learns of it by what it sends next.
         """
         self._resets, self._reset_nbytes = count, every_nbytes
+
+    def refuse(self, *ports: int) -> None:
+        """Answer each TCP segment from and to *ports* (none: all) by a reset, as a firewall that rejects, until `mend`.
+
+        That ends connections there are, and refuses new ones: with ECONNREFUSED, as if nobody listened.
+        """
+        self._refused_ports, self._refuses = frozenset(ports), True
 
     def change(self, count: int, every_nbytes: int) -> None:
         """Change a bit of *count* payloads, one whenever *every_nbytes* went its way, and the checksum with it.
@@ -214,6 +225,13 @@ class FaultyLink:
             return
         if segment is not None:
             self._known.add(segment.connection)
+        if segment is not None and self._refuses and not (
+                self._refused_ports and self._refused_ports.isdisjoint(segment.ports)):
+            self.carried.refused += 1
+            refusal = segments.refusal_of(segment)
+            if refusal is not None:
+                self._write(way.source, refusal)
+            return
         if (way.is_cut or self._random.random() < self._loss
                 or (segment is not None and segment.connection in self._forgotten)):
             self.carried.dropped += 1
@@ -245,8 +263,11 @@ class FaultyLink:
             self._send(way, way.held.popleft()[1])
 
     def _send(self, way: _Way, packet: bytes) -> None:
+        self._write(way.target, packet)
+
+    def _write(self, device: int, packet: bytes) -> None:
         try:
-            os.write(way.target, packet)
+            os.write(device, packet)
             self.carried.packets += 1
         except OSError as exc:
             if exc.errno not in (errno.EIO, errno.ENOBUFS, errno.EAGAIN, errno.EBADFD):  # its machine is being removed

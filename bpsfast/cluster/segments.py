@@ -1,4 +1,4 @@
-"""IPv4 packets with TCP inside, as far as a forwarder has to read them; a reset and a byte that it forges."""
+"""IPv4 packets with TCP inside, as far as a forwarder has to read them; resets and a byte that it forges."""
 from __future__ import annotations
 
 import struct
@@ -8,18 +8,19 @@ from typing import NamedTuple
 Connection = tuple[bytes, bytes]
 
 _TCP = 6
-_RST, _ACK = 0x04, 0x10
+_SYN, _RST, _ACK = 0x02, 0x04, 0x10
 _TTL = 64
 
 
 class Segment(NamedTuple):
-    """One TCP segment: its ends (address and port, as on the wire), sequence numbers, and payload bytes."""
+    """One TCP segment: its ends (address and port, as on the wire), sequence numbers, payload bytes, and flags."""
 
     source: bytes
     target: bytes
     sequence: int
     acknowledged: int
     nbytes: int
+    flags: int = _ACK
 
     @property
     def connection(self) -> Connection:
@@ -37,10 +38,10 @@ def read(packet: bytes) -> Segment | None:
     if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
         return None
     begin = (packet[0] & 15) * 4
-    sequence, acknowledged, offset = struct.unpack_from("!IIB", packet, begin + 4)
+    sequence, acknowledged, offset, flags = struct.unpack_from("!IIBB", packet, begin + 4)
     nbytes = len(packet) - begin - (offset >> 4) * 4
     return Segment(packet[12:16] + packet[begin:begin + 2], packet[16:20] + packet[begin + 2:begin + 4], sequence,
-                   acknowledged, nbytes)
+                   acknowledged, nbytes, flags)
 
 
 def reset_after(segment: Segment) -> bytes:
@@ -48,11 +49,24 @@ def reset_after(segment: Segment) -> bytes:
 
     It has the very number that is expected next: a kernel answers any other by a challenge (RFC 5961).
     """
-    sequence = (segment.sequence + segment.nbytes) & 0xFFFFFFFF
-    tcp = segment.source[4:] + segment.target[4:] + struct.pack(
-        "!IIBBHHH", sequence, segment.acknowledged, 5 << 4, _RST | _ACK, 0, 0, 0)
-    tcp = _summed(segment, tcp)
-    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, _TTL, _TCP, 0) + segment.source[:4] + segment.target[:4]
+    return _reset(segment, segment.sequence + segment.nbytes, segment.acknowledged)
+
+
+def refusal_of(segment: Segment) -> bytes | None:
+    """Return the reset by which a firewall answers who has sent *segment*; None if that is a reset itself."""
+    if segment.flags & _RST:
+        return None
+    back = segment._replace(source=segment.target, target=segment.source)
+    return _reset(back, segment.acknowledged if segment.flags & _ACK else 0,
+                  segment.sequence + segment.nbytes + bool(segment.flags & _SYN))
+
+
+def _reset(ends: Segment, sequence: int, acknowledged: int) -> bytes:
+    """Return a reset that travels between the *ends* of a segment, as that does."""
+    tcp = ends.source[4:] + ends.target[4:] + struct.pack(
+        "!IIBBHHH", sequence & 0xFFFFFFFF, acknowledged & 0xFFFFFFFF, 5 << 4, _RST | _ACK, 0, 0, 0)
+    tcp = _summed(ends, tcp)
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, _TTL, _TCP, 0) + ends.source[:4] + ends.target[:4]
     return ip[:10] + _checksum(ip) + ip[12:] + tcp
 
 

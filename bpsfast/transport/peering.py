@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ..orchestration.errors import BpsError, ConfigError, StallError
-from ..orchestration.messages import NodeInfo, VisitOutcome
+from ..orchestration.messages import NodeInfo, Outcome
 from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..settings import Settings
@@ -184,14 +184,14 @@ class Peering:
         """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
         self._reunions.give_up(index, why)
 
-    def visit(self, index: int, tell: Callable[[int, VisitOutcome], None]) -> None:
+    def visit(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
         """Find out whether node *index* answers at its data port; *tell* hears it, in a thread, as `Visited` says it.
         """
         peer = self._peers.get(index)
         if peer is not None:
             self._begin(lambda: tell(index, self._visited(peer)))
 
-    def _visited(self, peer: NodeInfo) -> VisitOutcome:
+    def _visited(self, peer: NodeInfo) -> Outcome:
         patience_s = self._settings.lease_s / 4
         try:
             sock = tcp.reach_once(peer.address, patience_s)
