@@ -131,8 +131,10 @@ cdef void *_send(void *argument) noexcept nogil:
     cdef uint64_t sent_ns = 0
     cdef bint has_work
     cdef int rc
-    while not bps_load(&link.closing):
-        seen = bps_load(&link.word)
+    while True:
+        seen = bps_load(&link.word)  # first: `close` changes it after `closing`
+        if bps_load(&link.closing):
+            return NULL
         pthread_mutex_lock(&link.lock)
         has_work = link.sent < link.posted
         if has_work:
