@@ -261,6 +261,10 @@ class Node:
                 self._breathe()
         return future.result()
 
+    def leave_rdma(self, index: int, reason: str) -> bool:
+        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; whether that can be."""
+        return self._peers.leave_rdma(index, reason)
+
     def _breathe(self) -> None:
         if self._membership is not None and self._exit_code is None:
             now = time.monotonic()

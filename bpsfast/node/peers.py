@@ -136,6 +136,10 @@ class Peers:
         if self._detours is not None:
             self._detours.forget(index)
 
+    def leave_rdma(self, index: int, reason: str) -> bool:
+        """Part with the RDMA link to node *index* because of *reason*, for one by tcp; whether that can be."""
+        return self._detours is not None and self._detours.begin(index, reason)
+
     def take_leave(self) -> None:
         """Tell all peers that the ranks of this node have left, for there is no scheduler to tell them."""
         assert self._peering is not None

@@ -78,7 +78,7 @@ class Recovery:
         if self._frozen is None or self._frozen.epoch != message.epoch:
             raise ProtocolError(f"the scheduler recovers in epoch {message.epoch}, for which this node is not frozen")
         try:
-            self._prepared = self._node.patiently(lambda: self._vertex.wiring.prepare_succession(message))
+            self._prepared = self._plans.make(lambda: self._vertex.wiring.prepare_succession(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
                 generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
