@@ -31,6 +31,8 @@ CHALLENGE_TIMEOUT_S = 5.0
 #: machines they also have to cover the round trip.
 _NEAR_BUFFER_NBYTES = 128 << 10
 _FAR_BUFFER_NBYTES = 512 << 10
+#: Linux probes no less often (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
+_MOST_KEEPALIVE_S = 32_767
 
 
 def listen(host: str) -> socket.socket:
@@ -295,8 +297,8 @@ def end_when_silent(sock: socket.socket, lease_s: float) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(lease_s / 4)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(lease_s / 8)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(max(1, round(lease_s / 4)), _MOST_KEEPALIVE_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(max(1, round(lease_s / 8)), _MOST_KEEPALIVE_S))
 
 
 def reach_once(address: str, timeout_s: float) -> socket.socket:
