@@ -8,6 +8,7 @@ import pytest
 from bpsfast.node.recovery import Recovery
 from bpsfast.orchestration.errors import CapacityError, ProtocolError
 from bpsfast.orchestration.messages import Freeze, Frozen, PrepareFailed, Recover
+from bpsfast.transport import Epochs
 
 
 @pytest.fixture
@@ -24,7 +25,8 @@ def recovery(told):
                              ownable_nbytes=12345)
     vertex = SimpleNamespace(connected=True, wiring=wiring, freeze=lambda purpose: None)
     node = SimpleNamespace(send=told.append, patiently=lambda work: work(), name="node 0")
-    return Recovery(node, vertex, SimpleNamespace(forget=lambda: None), None, lambda index: None)
+    return Recovery(node, vertex, SimpleNamespace(forget=lambda: None, make=lambda work: work()), None,
+                    lambda index: None, Epochs(1))
 
 
 def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):

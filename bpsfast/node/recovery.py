@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, PeerLostError, ProtocolError
+from ..transport import Epochs
 from .generation import Generation
 from .plans import Plans
 from .succession import Succession
@@ -37,15 +38,18 @@ class Recovery:
         Called with the index of each lost node before its connection is closed: watch and expect it no more.
     take_in
         Called with the index of each node that has come: let it be a peer, unless it is already.
+    epochs
+        Those that this node knows: each change begins one, and its commit ends those before.
     """
 
     def __init__(self, node: Node, vertex: Vertex, plans: Plans, part_with: Callable[[int], None],
-                 take_in: Callable[[int], None]) -> None:
+                 take_in: Callable[[int], None], epochs: Epochs) -> None:
         self._node = node
         self._vertex = vertex
         self._plans = plans
         self._part_with = part_with
         self._take_in = take_in
+        self._epochs = epochs
         self._frozen: messages.Freeze | None = None
         self._since = 0.0
         self._prepared: tuple[Generation, Succession] | None = None
@@ -59,6 +63,7 @@ class Recovery:
         if self._frozen is None:
             self._since = time.monotonic()
         self._frozen = message
+        self._epochs.freeze(message.epoch, message.joined)
         self._plans.forget()
         if self._prepared is not None:
             self._vertex.wiring.drop(self._prepared[0])
@@ -93,6 +98,7 @@ class Recovery:
         assert self._frozen is not None
         generation, succession = self._prepared
         frozen, self._frozen, self._prepared = self._frozen, None, None
+        self._epochs.commit()
         self._plans.forget()
         self._vertex.succeed(generation, succession, message.order)
         self._plans.say_room()

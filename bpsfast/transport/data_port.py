@@ -18,6 +18,7 @@ from collections.abc import Callable
 from ..orchestration.errors import BpsError
 from ..orchestration.security import Greeted
 from . import tcp
+from .epochs import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
@@ -44,8 +45,8 @@ class DataPort:
 
     Parameters
     ----------
-    mine, epoch
-        This node's index, and the epoch that a dialler must know.
+    mine, epochs
+        This node's index, and the epochs of which a dialler must know the latest.
     came
         Called with (socket, greeted), in a thread of its own, once a connection has proven itself; the socket goes with
         it.
@@ -55,13 +56,13 @@ class DataPort:
         Whether this job's connections are.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, mine: int, epoch: int,
+    def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,
                  came: Callable[[socket.socket, Greeted], None], n_expected: int,
                  encrypted: bool = False) -> None:
         self._listener = listener
         self._key = key
         self._mine = mine
-        self._epoch = epoch
+        self._epochs = epochs
         self._encrypted = encrypted
         self._came = came
         self._room = N_STRANGERS + n_expected
@@ -157,7 +158,7 @@ class DataPort:
     def _receive(self, sock: socket.socket) -> None:
         """Let one connection prove itself. A stranger is refused and logged, and harms nobody."""
         try:
-            greeted = tcp.accept(sock, self._key, mine=self._mine, epoch=self._epoch, encrypted=self._encrypted)
+            greeted = tcp.accept(sock, self._key, mine=self._mine, epochs=self._epochs, encrypted=self._encrypted)
         except (BpsError, OSError) as exc:
             self._forget(sock)
             self._refuse(sock, exc)

@@ -7,8 +7,10 @@
     tell     first the node that was dialled, then the other: what each of them awaits, part by part
 
 Both have parted before either says what it awaits, so that is all there is to write again. A connection of a link with
-a lower number than the newest is refused: an attempt that is late harms nobody. A dial that is refused, and still is
-half a second later, is the end of the peer's process; one that is not answered is tried again for `lease_s`.
+a lower number than the newest is refused: an attempt that is late harms nobody. So is one of an epoch that is over
+here: a peer that belongs to the job knows the next one already, or soon, and tries again (`epochs`). A dial that is
+refused, and still is half a second later, is the end of the peer's process; one that is not answered is tried again for
+`lease_s`.
 """
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from ..orchestration.messages import NodeInfo
 from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..pyx.seal import RECORD_NBYTES, TAG_NBYTES
+from ..pyx.tcp import crc32c
 from . import tcp
+from .epochs import Epochs
 from .seals import seals_of
 
 log = logging.getLogger("bpsfast.node")
@@ -66,6 +70,7 @@ class _Pair:
     over: int = -1
     newest: int = 0
     half: dict[int, tuple[socket.socket, bytes]] = field(default_factory=dict)
+    epoch: int = 0  # of `half`
     called: bool = False
     gone: str = ""
     heard: float = 0.0
@@ -77,7 +82,7 @@ class Reunions:
 
     Parameters
     ----------
-    me, peers, key, epoch
+    me, peers, key, epochs
         As of `Peering`.
     n_streams
         Of each link.
@@ -88,17 +93,17 @@ class Reunions:
         order, one at a time.
     notify
         Called from any thread when `called` or `gone` has changed.
-    encrypted
-        Whether links are encrypted.
+    encrypted, checks
+        Whether links are encrypted, or else what travels over them has checksums.
     """
 
-    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epoch: int, n_streams: int,
+    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, n_streams: int,
                  lease_s: float, patience_s: float, offer: Callable[[tcp.TcpLink], None], drop: Callable[[int], None],
-                 notify: Callable[[], None], encrypted: bool = False) -> None:
+                 notify: Callable[[], None], encrypted: bool = False, checks: bool = False) -> None:
         self._me = me
         self._peers = peers
         self._key = key
-        self._epoch = epoch
+        self._epochs = epochs
         self._n_streams = n_streams
         self._lease_s = lease_s
         self._patience_s = patience_s
@@ -106,6 +111,7 @@ class Reunions:
         self._drop = drop
         self._notify = notify
         self._encrypted = encrypted
+        self._checks = checks
         self._pairs = {index: _Pair() for index in peers}
         self._changed = threading.Condition()
         self._busy: set[socket.socket] = set()
@@ -180,7 +186,7 @@ class Reunions:
                 if index < self._me.index:
                     self._dial(peer, pair, awaited)
                 else:
-                    self._connect(peer, pair, KNOCK, pair.over)[0].close()
+                    self._connect(peer, pair, KNOCK, pair.over, self._epochs.known)[0].close()
                 refused_at = float("inf")
             except (BpsError, OSError) as exc:
                 why, now = str(exc), time.monotonic()
@@ -207,14 +213,16 @@ class Reunions:
             pair.gone = why
         self._notify()
 
-    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int) -> tuple[socket.socket, bytes]:
+    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int,
+                 epoch: int) -> tuple[socket.socket, bytes]:
         left_s = self._lease_s - (time.monotonic() - pair.heard)
         sock = tcp.reach_once(peer.address, min(_CONNECT_S, max(_PAUSE_S, left_s)))
-        hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number,
+        hello = StreamHello(peer=self._me.index, stream=stream, epoch=epoch, link=number,
                             encrypted=self._encrypted)
         try:
             with self._at_work(sock):
-                secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
+                secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s),
+                                      self._epochs.least_of(peer.index))
         except BaseException:
             sock.close()
             raise
@@ -225,11 +233,11 @@ class Reunions:
         with self._changed:
             pair.newest += 1
             number = pair.newest
-        link = tcp.TcpLink(peer.index, number=number)
+        link = tcp.TcpLink(peer.index, number=number, epoch=self._epochs.known, checks=self._checks)
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             for stream in range(self._n_streams):
-                sock, secret = self._connect(peer, pair, stream, number)
+                sock, secret = self._connect(peer, pair, stream, number, link.epoch)
                 link.take(stream, sock, seals_of(secret, dialled=True) if self._encrypted else None)
             try:
                 link.awaited_there = self._told(link)
@@ -271,14 +279,15 @@ class Reunions:
                 self._close_half(pair)
                 self._changed.notify_all()  # an answer to the dial before it is not worth waiting for
             if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
-                    or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams):
+                    or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams
+                    or (pair.half and hello.epoch != pair.epoch)):
                 log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
                 sock.close()
                 return
-            pair.half[hello.stream] = sock, greeted.secret
+            pair.half[hello.stream], pair.epoch = (sock, greeted.secret), hello.epoch
             if len(pair.half) < self._n_streams:
                 return
-            link = tcp.TcpLink(hello.peer, number=hello.link)
+            link = tcp.TcpLink(hello.peer, number=hello.link, epoch=hello.epoch, checks=self._checks)
             for stream, (each, secret) in pair.half.items():
                 link.take(stream, each, seals_of(secret, dialled=False) if self._encrypted else None)
             pair.half = {}
@@ -357,7 +366,7 @@ def _said(link: tcp.TcpLink, data: bytes) -> bytes:
     """Return *data* as it travels over the first stream of *link*, before that is handed over."""
     seals = link.seals.get(0)
     if seals is None:
-        return data
+        return data + crc32c(data).to_bytes(4, "little") if link.checks else data
     pieces = range(0, len(data), RECORD_NBYTES)
     return b"".join(seals.out.close(data[begin:begin + RECORD_NBYTES]) for begin in pieces)
 
@@ -366,7 +375,10 @@ def _heard(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
     """Return what the other side has `_said`, of *nbytes*; raises `ProtocolError` if somebody else has."""
     seals = link.seals.get(0)
     if seals is None:
-        return _receive(sock, nbytes)
+        data = _receive(sock, nbytes)
+        if link.checks and crc32c(data) != int.from_bytes(_receive(sock, 4), "little"):
+            raise ProtocolError(f"what node {link.index} has said was changed on its way: its checksum is another one")
+        return data
     try:
         return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
                         for begin in range(0, nbytes, RECORD_NBYTES))

@@ -38,14 +38,13 @@ class _Coming:
 
 
 class Joinings:
-    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing; *epoch*: that of connections,
-    *timeout_s*: for each to be connected.
+    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing; *timeout_s*: for each to be
+    connected.
     """
 
-    def __init__(self, roster: Roster, admission: Admission, epoch: int, timeout_s: float) -> None:
+    def __init__(self, roster: Roster, admission: Admission, timeout_s: float) -> None:
         self._roster = roster
         self._admission = admission
-        self._epoch = epoch
         self._timeout_s = timeout_s
         self._coming: dict[int, _Coming] = {}
 
@@ -78,11 +77,11 @@ class Joinings:
         """Whether node *index* is a newcomer that is not taken in."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.Meets, job: str, rates: Sequence[float],
+    def meets(self, sender: bytes, message: m.Meets, job: str, epoch: int, rates: Sequence[float],
               units: Sequence[m.UnitPlan]) -> Outgoing:
         """Take the word of a node that it expects a newcomer, or is connected to it.
 
-        *job*: its name; *rates*: of NICs, by node; *units*: what is summed.
+        *job*: its name; *epoch*: the last one that was committed; *rates*: of NICs, by node; *units*: what is summed.
         """
         coming = self._coming.get(message.node)
         if coming is None:
@@ -95,7 +94,7 @@ class Joinings:
         nodes = tuple(msgspec.structs.replace(node, nic_rate_bytes=rates[node.index], probes=False)
                       for node in self._roster.nodes)
         return [(self._roster.senders[message.node], m.Welcome(
-            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, job=job,
+            index=message.node, epoch=epoch, nodes=nodes, is_late=True, job=job,
             lost=tuple(sorted(self._roster.lost)), joining=tuple(sorted(self._roster.joining - {message.node})),
             kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units})),
             share_nbytes=self._share_nbytes(nodes[message.node], nodes, units)))]
