@@ -1,4 +1,4 @@
-"""How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch?
+"""How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch? And the checksum?
 
 *cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition comes
 again only after all others. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
@@ -16,8 +16,10 @@ import math
 import random
 import statistics
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import numpy as np
 from bpsfast import dtypes, kernels
 from bpsfast.bench import machine, native
 from bpsfast.bench.pool import PARTITION_NBYTES, Pool, cold_nbytes, last_level_nbytes
+from bpsfast.pyx.tcp import crc32c
 
 Array = np.ndarray[Any, Any]
 Operation = Callable[[list[Array]], None]
@@ -68,6 +71,7 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
         rows += _measure("4-way sum", "float32", 5, _fused_contestants(torch, reference), nbytes, n_pools, turns)
         for name in names:
             rows += _measure("2-way add in place", name, 2, _add_contestants(name, torch), nbytes, n_pools, turns)
+        rows += _measure("checksum", "float32", 1, _checksum_contestants(), nbytes, n_pools, turns)
     finally:
         if torch is not None:
             torch.set_num_threads(n_threads)
@@ -183,6 +187,19 @@ def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
 
         contestants["torch"] = torch_add
     return contestants
+
+
+def _checksum_contestants() -> dict[str, Operation]:
+    """Return ways to take a checksum of a: what each end of a connection does with the setting checksum."""
+    return {
+        "bpsfast CRC32C": lambda v: _of_bytes(crc32c, v[0]),
+        "bpsfast CRC32C by tables": lambda v: _of_bytes(partial(crc32c, by_tables=True), v[0]),
+        "zlib CRC32": lambda v: _of_bytes(zlib.crc32, v[0]),
+    }
+
+
+def _of_bytes(checksum: Callable[..., int], array: Array) -> None:
+    checksum(array.view(np.uint8))
 
 
 def _numpy_add(v: list[Array]) -> None:

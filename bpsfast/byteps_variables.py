@@ -192,6 +192,12 @@ def translate(setting: str, environ: Mapping[str, str], values: Mapping[str, Any
     return None
 
 
+def clamped(said: Translated, setting: str, most: float) -> None:
+    """Log, once per process and variable, that *most* is used of what a variable has said."""
+    if _first_time(f"{said.variable}={said.value}"):
+        _log.warning("%s = %s is read as %s = %g: more is not possible", said.variable, said.value, setting, most)
+
+
 def report(environ: Mapping[str, str], origins: Mapping[str, str]) -> None:
     """Log, once per process and variable, what became of BytePS's variables. Warnings name the new variable."""
     read = [f"{variable} as BPSFAST_{alias.setting.upper()}" for variable, alias in ALIASES.items()

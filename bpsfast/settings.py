@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from . import logs, profile as profiles, sizes
-from .byteps_variables import ALIASES, report, translate
+from .byteps_variables import ALIASES, Translated, clamped, report, translate
 from .nic import numa, selection
 from .nic.devices import PATH_MTUS
 from .orchestration.errors import ConfigError
@@ -30,6 +30,13 @@ _KEY = "BPSFAST_JOB_KEY"
 _LEAST_LIMIT_GBPS = 0.001
 _LEAST_HELPER_LEASE_S = 0.5
 _MOST_TCP_STREAMS = 4
+#: What takes the values of settings takes no more (`tests/test_bounds.py`): an engine of threads, C's int of numbers
+#: and of milliseconds, and a round. More bytes than _MOST_BYTES no machine has.
+MOST_ENGINE_THREADS = 64
+_MOST = (1 << 31) - 1
+_MOST_ROUND = (1 << 32) - 1
+_MOST_S = 1e6
+_MOST_BYTES = 1 << 50
 _RANKS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
@@ -50,18 +57,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: Annotated[str, _about("where the scheduler listens", "host:port")] = ""
     muster: Annotated[str, _about("where the workers of an elastic job meet: set by `bpsfast run --elastic`",
                                   "host:port")] = ""
-    member: Annotated[int, _about("number of this worker in an elastic job", ge=-1)] = -1
-    rank: Annotated[int, _about("number of this rank in the job", ge=-1)] = -1
-    size: Annotated[int, _about("ranks in the job", ge=-1)] = -1
-    local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1)] = -1
-    local_size: Annotated[int, _about("ranks on this machine; 0: the node is a helper", ge=-1)] = -1
+    member: Annotated[int, _about("number of this worker in an elastic job", ge=-1, le=_MOST)] = -1
+    rank: Annotated[int, _about("number of this rank in the job", ge=-1, le=_MOST)] = -1
+    size: Annotated[int, _about("ranks in the job", ge=-1, le=_MOST)] = -1
+    local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1, le=_MOST)] = -1
+    local_size: Annotated[int, _about("ranks on this machine; 0: the node is a helper", ge=-1, le=_MOST)] = -1
     node_id: Annotated[str, _about("names the machine's node on this host (several machines on one host)")] = "machine"
-    node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1)] = -1
-    num_nodes: Annotated[int, _about("machines with ranks", ge=-1)] = -1
-    num_helpers: Annotated[int, _about("machines that only sum", ge=0)] = 0
+    node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1, le=_MOST)] = -1
+    num_nodes: Annotated[int, _about("machines with ranks", ge=-1, le=_MOST)] = -1
+    num_helpers: Annotated[int, _about("machines that only sum", ge=0, le=_MOST)] = 0
     max_helpers: Annotated[int, _about("most machines that only sum in a running job, those included that come later; "
-                                       "read by the scheduler; 0: no more than num_helpers", ge=0)] = 0
-    num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1)] = -1
+                                       "read by the scheduler; 0: no more than num_helpers", ge=0, le=_MOST)] = 0
+    num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1, le=_MOST)] = -1
     node_host: Annotated[str, _about("own address that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
     job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
@@ -71,6 +78,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     encryption: Annotated[Literal["auto", "on", "off"], _about(
         "are gradients and messages encrypted between machines, by AES-256-GCM; auto: what goes by tcp, unless "
         "insecure is set; on: all, so nothing goes by RDMA", agree=True)] = "auto"
+    checksum: Annotated[Literal["off", "on"], _about(
+        "does a CRC32C go with each partition that travels by tcp and is not encrypted; one that does not fit is sent "
+        "again over new connections; costs some 0.07 CPU seconds a GB at each end", agree=True)] = "off"
 
     # what is summed where, and how it travels
     transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"
@@ -78,24 +88,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     placement: Annotated[str, _about("who sums what: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
     partition_bytes: Annotated[int, _about(
         "largest partition of a tensor; 512 KiB at most of a lone one of the CPU's in a job of one machine", "bytes",
-        agree=True, ge=4096)] = 4_096_000
-    fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0)] = 4_096_000
+        agree=True, ge=4096, le=_MOST_BYTES)] = 4_096_000
+    fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0,
+                                        le=_MOST_BYTES)] = 4_096_000
     min_compress_bytes: Annotated[int, _about("smaller tensors are not compressed, whatever is chosen", "bytes",
-                                              agree=True, ge=0)] = 65_536
-    credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096)] = 16_777_216
+                                              agree=True, ge=0, le=_MOST_BYTES)] = 65_536
+    credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096, le=_MOST_BYTES)] = 16_777_216
     scheduling: Annotated[Literal["priority", "fifo"], _about(
         "what is summed and sent first: what the next forward pass needs first, or what is there first",
         agree=True)] = "priority"
     tcp_streams: Annotated[int, _about("connections to each peer that partitions take turns on", agree=True,
                                        ge=1, le=_MOST_TCP_STREAMS)] = 2
     tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
-                                            ge=0)] = 0
+                                            ge=0, le=1 << 30)] = 0
     rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "
                                         "^mlx5_1; empty: the one on the route to the peer")] = ""
     verbs: Annotated[Literal["native", "pyverbs"], _about("which implementation of RDMA verbs: ours, or rdma-core's "
                                                           "Python binding")] = "native"
     rdma_gid_index: Annotated[int, _about("row of the GID table, as NCCL_IB_GID_INDEX; -1: by address and version",
-                                          ge=-1)] = -1
+                                          ge=-1, le=255)] = -1
     rdma_queue_pairs: Annotated[int, _about("queue pairs to each peer on each RDMA device; more hold more partitions",
                                             ge=1, le=64)] = 1
     rdma_queue_depth: Annotated[int, _about("writes in a queue pair at a time; more wait in memory", ge=1,
@@ -118,16 +129,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                       agree=True)] = False
     sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "
                                       "else taken to be more than its NIC brings", "Gbit/s", ge=0, le=10_000)] = 0.0
-    engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=256)] = 0
+    engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=MOST_ENGINE_THREADS)] = 0
     nontemporal_bytes: Annotated[int, _about(
         "partitions from this size on are summed past the caches; within a machine so is what is pushed as a whole, "
-        "from 16 MiB on", "bytes", ge=0)] = 1_048_576
+        "from 16 MiB on", "bytes", ge=0, le=_MOST_BYTES)] = 1_048_576
     awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps; a rank's four "
                                     "times as long, as long as its waits end within that", "us", ge=0,
                                     le=10_000)] = 50
     sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
-    max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0)] = 0
+    max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0,
+                                     le=_MOST_BYTES)] = 0
 
     host_device: Annotated[bool, _about("do tensors of the CPU count as those of a device, copied by streams of their "
                                         "own as a GPU's are: shows and tests that way without a GPU")] = False
@@ -137,7 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "do GPUs of one machine sum among themselves (NCCL) before memory does, as its strategy says; unproven: no GPU "
         "machine has run it", agree=True)] = "off"
     pcie_switch_size: Annotated[int, _about("GPUs that sum among themselves, as those below one PCIe switch, before "
-                                            "memory does; 0: by the machine's topology", "GPUs", ge=0)] = 0
+                                            "memory does; 0: by the machine's topology", "GPUs", ge=0, le=_MOST)] = 0
     reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "
                                         "empty: by the machine's topology")] = ""
     gpu_direct: Annotated[bool, _about("may GPUs hand sums straight to a network card below the same PCIe switch "
@@ -149,9 +161,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     async_training: Annotated[bool, _about("does DistributedOptimizer let each machine step by itself, and push "
                                            "changes of weights instead of gradients", agree=True)] = False
     async_staleness: Annotated[int, _about("steps that the slowest machine may then be behind the others; -1: any",
-                                           "steps", agree=True, ge=-1)] = -1
+                                           "steps", agree=True, ge=-1, le=_MOST)] = -1
     async_backups: Annotated[int, _about("machines that the others do not wait for: those step together, and late "
-                                         "changes are left out; -1: no common steps", agree=True, ge=-1)] = -1
+                                         "changes are left out; -1: no common steps", agree=True, ge=-1, le=_MOST)] = -1
 
     # tuning while the job trains
     autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "
@@ -162,7 +174,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                            "then made, whatever was found before", "path")] = ""
 
     # what a node may take of a machine that others use
-    cores: Annotated[int, _about("CPUs of the node, and summing threads; 0: all", ge=0, le=64)] = 0
+    cores: Annotated[int, _about("CPUs of the node, and summing threads; 0: all", ge=0, le=MOST_ENGINE_THREADS)] = 0
     cpus: Annotated[str, _about("the CPUs to take them from: 3 or 4-7; empty: the idlest of one NUMA node")] = ""
     nice: Annotated[bool, _about("run only where nothing else wants to (SCHED_IDLE), and wait asleep")] = False
     nic_limit: Annotated[float, _about("most that this node sends, and receives, over the network; peers reach it by "
@@ -174,31 +186,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                                  "has bound them")] = True
     rank_cpus: Annotated[str, _about("the CPUs of each local rank, such as 0-3,8:4-7,9; empty: shares of the cores, "
                                      "those beside the rank's GPU first")] = ""
-    rank_cores: Annotated[int, _about("cores of each rank; 0: as many as there are for each", ge=0)] = 0
+    rank_cores: Annotated[int, _about("cores of each rank; 0: as many as there are for each", ge=0, le=_MOST)] = 0
     node_cores: Annotated[int, _about("cores that are the node's alone, beside its network card; 0: it shares all that "
-                                      "are there with ranks", ge=0)] = 0
+                                      "are there with ranks", ge=0, le=_MOST)] = 0
     avoid_cpus: Annotated[str, _about("CPUs that neither ranks nor the node are put on: 3 or 3,7-9")] = ""
     whole_cores: Annotated[bool, _about("hand out the CPUs of one core (hyperthreads) together; off: each counts as a "
                                         "core")] = True
 
     # how long to wait, what to tell
-    timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0)] = 300.0
+    timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0, le=_MOST_S)] = 300.0
     stall_warn_s: Annotated[float, _about("after which a wait warns, naming tensor, stage and who is missing; again "
-                                          "each time the wait has doubled; 0: never", "s", ge=0)] = 60.0
+                                          "each time the wait has doubled; 0: never", "s", ge=0, le=_MOST_S)] = 60.0
     start_timeout_s: Annotated[float, _about("deadline of the rendezvous, and of another scheduler to come once one is "
-                                             "lost", "s", gt=0)] = 60.0
-    heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0)] = 1.0
-    lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0)] = 10.0
+                                             "lost", "s", gt=0, le=_MOST_S)] = 60.0
+    heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0, le=_MOST_S)] = 1.0
+    lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0, le=_MOST_S)] = 10.0
     helper_lease_s: Annotated[float, _about(
         "the same for a helper, whose loss costs little, if not even its native threads are heard; 0: lease_s", "s",
-        agree=True, ge=0)] = 1.0
+        agree=True, ge=0, le=_MOST_S)] = 1.0
     first_round: Annotated[int, _about(
         "number of the first round of each tensor; near 4294967295 a job soon shows what it does when counters wrap",
-        ge=0, lt=1 << 32)] = 1
+        ge=0, le=_MOST_ROUND)] = 1
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
-    trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1)] = 65_536
-    trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1)] = 1
-    trace_last_step: Annotated[int, _about("last step that is traced; 0: the last of the job", ge=0)] = 0
+    trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1,
+                                          le=1 << 24)] = 65_536
+    trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1,
+                                            le=_MOST_ROUND)] = 1
+    trace_last_step: Annotated[int, _about("last step that is traced; 0: the last of the job", ge=0,
+                                           le=_MOST_ROUND)] = 0
     metrics_port: Annotated[int, _about("port where each node tells Prometheus its and its ranks' numbers; further "
                                         "nodes of one host take the next ports; 0: nowhere", ge=0, le=65_535)] = 0
     metrics_host: Annotated[str, _about("the address that metrics_port is on", "host")] = "127.0.0.1"
@@ -301,7 +316,7 @@ def load_with_origins(
         else:
             alias = translate(name, environ, values)
             if alias is not None:
-                raw, origin = alias.value, f"{alias.variable} (alias)"
+                raw, origin = _within(name, alias), f"{alias.variable} (alias)"
             elif name in profile:
                 raw, origin = profile[name], f"profile {profile_path}"
             else:
@@ -367,6 +382,15 @@ def _known(name: str, spelled: str, where: str) -> None:
     spell = (lambda n: PREFIX + n.upper()) if spelled.startswith(PREFIX) else str
     hint = f"did you mean {spell(near[0])}?" if near else "`bpsfast env` lists all settings"
     raise ConfigError(f"{where} sets {spelled}, which is no setting of bpsfast: {hint}")
+
+
+def _within(name: str, alias: Translated) -> Any:
+    """Return what BytePS's variable says, or the most that the setting takes, where BytePS took more."""
+    most = _TYPES[name].__metadata__[0].le
+    if most is None or not str(alias.value).strip().isdecimal() or int(alias.value) <= most:
+        return alias.value
+    clamped(alias, PREFIX + name.upper(), most)
+    return most
 
 
 def _typed(name: str, raw: Any, origin: str) -> Any:

@@ -8,6 +8,7 @@ EVENT_RESULT: int
 EVENT_DELIVERED: int
 EVENT_LOST: int
 FLAG_EMPTY: int
+MOST_THREADS: int
 NOBODY: int
 
 class Engine:

@@ -349,7 +349,7 @@ cdef class Engine:
         return found
 
     def wake(self):
-        """Make a waiting `events` return."""
+        """Make `events` return: the call that waits, or else the next one. Any thread."""
         bps_events_wake(&self.core.events)
 
     def abort(self, str reason):

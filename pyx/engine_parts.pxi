@@ -4,6 +4,9 @@ cdef enum:
     MAX_THREADS = 64
     WAKE_ALL = 2147483647
 
+#: Most threads of an engine. (The bound of the setting engine_threads is the same: `test_bounds`.)
+MOST_THREADS = MAX_THREADS
+
 
 cdef bps_codec *_codec(plan) except NULL:
     """Return a new codec as *plan* (`bpsfast.node.coding.PartCodec`) says; the part's own."""

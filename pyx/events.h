@@ -25,6 +25,7 @@ struct bps_events {
     struct bps_event *items, *taken; /* being filled; the reader's, until it takes again */
     uint32_t used, capacity, taken_capacity;
     uint32_t word, reader_waits; /* futex of the one reader */
+    uint32_t seen; /* the word at the last take; the reader's own */
     uint64_t grown;
 };
 
@@ -60,23 +61,25 @@ static inline int bps_events_push(struct bps_events *events, struct bps_event ev
     return 0;
 }
 
-/* Sleep until there is an event, somebody called bps_events_wake, or the time is over. Reader only. */
+/* Sleep until there is an event, somebody has called bps_events_wake since the last take, or the time is over. A
+ * wake-up that comes while the reader is at work is not lost: the next call returns at once. Reader only. */
 static inline void bps_events_await(struct bps_events *events, uint64_t timeout_ns)
 {
-    uint32_t seen = bps_load(&events->word);
     if (bps_load(&events->used) != 0)
         return;
     bps_add(&events->reader_waits, 1);
-    bps_wait(&events->word, seen, timeout_ns);
+    bps_wait(&events->word, events->seen, timeout_ns);
     bps_add(&events->reader_waits, (uint32_t)-1);
 }
 
-/* Take all events: how many of `taken` are the reader's now. Who pushes never waits for the reader. Reader only. */
+/* Take all events: how many of `taken` are the reader's now. Who pushes never waits for the reader. Whatever was done
+ * before a wake-up that this call takes note of is in sight when it returns. Reader only. */
 static inline uint32_t bps_events_take(struct bps_events *events)
 {
     pthread_mutex_lock(&events->lock);
     struct bps_event *items = events->items;
     uint32_t capacity = events->capacity, used = events->used;
+    events->seen = bps_load(&events->word);
     events->items = events->taken;
     events->capacity = events->taken_capacity;
     bps_store(&events->used, 0);

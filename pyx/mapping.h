@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_READ 22
@@ -21,6 +22,15 @@
 #define MADV_COLLAPSE 25
 #endif
 #define BPS_HUGE_NBYTES ((size_t)2 << 20)
+
+/* The page size of the pool of huge pages that the file behind fd lies in; 0: it does not. (What fstat tells is 2 MiB
+ * for ordinary shared memory too, where the kernel may use huge pages by itself.) */
+static inline size_t bps_pool_page(int fd)
+{
+    struct statfs status;
+    int is_pool = fstatfs(fd, &status) == 0 && (unsigned long)status.f_type == 0x958458f6ul; /* HUGETLBFS_MAGIC */
+    return is_pool ? (size_t)status.f_bsize : 0;
+}
 
 /* Reserve nbytes of addresses that begin at `remainder` beyond a multiple of 2 MiB; MAP_FAILED with errno set. */
 static inline void *bps_reserve(size_t nbytes, size_t remainder)

@@ -9,7 +9,7 @@ NumPy array never points into freed memory. A `Shadow` is addresses that stand f
 """
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.errno cimport EINVAL, ENOSYS, errno
+from libc.errno cimport EINVAL, ENOMEM, ENOSYS, errno
 from libc.stdint cimport uintptr_t
 from libc.string cimport strerror
 
@@ -60,6 +60,7 @@ cdef extern from *:
     int bps_seal(int fd) nogil
     int bps_prefer_node(void *address, size_t nbytes, unsigned int node) nogil
     void bps_touch(char *p, size_t n, size_t page) nogil
+    size_t bps_pool_page(int fd) nogil
     void *bps_reserve(size_t nbytes, size_t remainder) nogil
     void *bps_map(size_t nbytes, int prot, int fd) nogil
     void bps_fill_huge(char *address, size_t nbytes, size_t page) nogil
@@ -81,6 +82,15 @@ def huge_page_nbytes():
             return max(0, int(free.read()) - int(reserved.read())) * HUGE
     except OSError:
         return 0
+
+
+def pool_nbytes(nbytes, taken_nbytes=0):
+    """Return what a `Segment` of *nbytes* takes of that pool, of which others are about to take *taken_nbytes*.
+
+    0: it comes from elsewhere; the pool has not enough, or the segment does not fill one huge page.
+    """
+    cdef size_t rounded = (<size_t>nbytes + HUGE - 1) // HUGE * HUGE
+    return rounded if nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE + taken_nbytes else 0
 
 
 def bind_errno(unsigned int node):
@@ -108,8 +118,8 @@ cdef class Segment:
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
     Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if *pool* is
-    set and it holds enough, which `page_nbytes` tells; else those that the kernel can make (Linux 6.1; where
-    shmem_enabled in /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
+    set and it holds enough, which `page_nbytes` tells; else, if it *falls_back*, those that the kernel can make (Linux
+    6.1; where shmem_enabled in /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
     Pages are those of NUMA node *node* (-1: the one that touches them first) as long as that has some and mbind is not
     refused, see `bind_errno`. The memory is zero. Any thread; the object owns descriptor and mapping.
 
@@ -130,16 +140,18 @@ cdef class Segment:
     def __cinit__(self):
         self.fd = -1
 
-    def __init__(self, nbytes, *, name="bpsfast", huge=True, pool=True, populate=True, int node=-1):
+    def __init__(self, nbytes, *, name="bpsfast", huge=True, pool=True, falls_back=True, populate=True,
+                 int node=-1):
+        cdef int rc = ENOMEM
         if self.fd >= 0:
             raise ValueError("a Segment is initialised once")
         if nbytes <= 0:
             raise ValueError(f"a segment needs nbytes > 0, got {nbytes}")
         self.writable = True
-        if huge and pool and nbytes >= HUGE and huge_page_nbytes() >= nbytes + HUGE:
-            if self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, huge, populate, node) == 0:
-                return
-        rc = self._create(nbytes, name, PAGE, 0, huge, populate, node)
+        if huge and pool and pool_nbytes(nbytes):
+            rc = self._create(nbytes, name, HUGE, MFD_HUGETLB | MFD_HUGE_2MB, huge, populate, node)
+        if rc and falls_back:
+            rc = self._create(nbytes, name, PAGE, 0, huge, populate, node)
         if rc:
             raise OSError(rc, f"memfd segment(nbytes={nbytes}, name={name!r}): {strerror(rc).decode()}")
 
@@ -263,7 +275,8 @@ cdef class Window:
     Raises
     ------
     ValueError
-        If there is no extent, or one is not page-aligned.
+        If there is no extent, or one is not page-aligned, or lies in huge pages of the pool: mmap would round it up to
+        one of them, over its neighbour.
     OSError
         If a mapping fails; nothing is left behind.
     """
@@ -281,6 +294,10 @@ cdef class Window:
         for i, (fd, offset, nbytes) in enumerate(extents):
             if offset % PAGE or nbytes <= 0 or (nbytes % PAGE and i + 1 < len(extents)):
                 raise ValueError(f"extent {i} (offset={offset}, nbytes={nbytes}) is not made of {PAGE}-byte pages")
+            if bps_pool_page(fd):
+                raise ValueError(f"extent {i} (descriptor {fd}) lies in the pool of huge pages, of {bps_pool_page(fd)} "
+                                 f"bytes each: a window is made of {PAGE}-byte pages, so make the segment with "
+                                 "pool=False")
             total += (<size_t>nbytes + PAGE - 1) // PAGE * PAGE
         if total == 0:
             raise ValueError("a window needs at least one extent")

@@ -1,12 +1,15 @@
 /* Slots: where a peer may write over a stream, and how one of its writes is received.
  *
  * The lock spans a look at a slot, not the payload: whoever unbinds a slot knows that nothing is on its way into it.
+ * Rounds come one after another, also over the link that takes another one's place: there a write is repeated if it did
+ * not arrive, and only then. So a round that is not the next one is nobody's: it would be summed as another one.
  */
 #ifndef BPS_SLOTS_H
 #define BPS_SLOTS_H
 
 #include <string.h>
 
+#include "checked.h"
 #include "lane.h"
 #include "seal.h"
 #include "thread.h"
@@ -60,7 +63,7 @@ static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_hea
     pthread_mutex_lock(&slots->lock);
     *slot = slots->items[header->slot];
     pthread_mutex_unlock(&slots->lock);
-    if (slot->addresses[0] == 0)
+    if (slot->addresses[0] == 0 || header->round != slot->next_round)
         return 0;
     if (header->flags & BPS_FLAG_EMPTY)
         return header->nbytes == 0;
@@ -84,15 +87,18 @@ static inline void bps_slots_arrived(struct bps_slots *slots, const struct bps_h
     pthread_mutex_unlock(&slots->lock);
 }
 
-/* Receive one write whole, into its slot; sealed, if there is a seal. 0 with its header, and when that had come; -1 at
- * the orderly end of the connection; else an errno, EPROTO for what the peer may not write, EBADMSG for what it has not
- * sealed. */
-static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_seal *seal, struct bps_pace *pace,
-                                    const uint32_t *closing, struct bps_header *header, uint64_t *begin_ns)
+/* Receive one write whole, into its slot: sealed, if there is a seal, else with checksums, if it `is_checked`. 0 with
+ * its header, and when that had come; -1 at the orderly end of the connection; else an errno, EPROTO for what the peer
+ * may not write, EBADMSG for what it has not sent like that. */
+static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_seal *seal, int is_checked,
+                                    struct bps_pace *pace, const uint32_t *closing, struct bps_header *header,
+                                    uint64_t *begin_ns)
 {
     struct bps_slot slot;
-    int rc = seal == NULL ? bps_receive_all(fd, header, sizeof *header)
-                          : bps_seal_receive(seal, fd, header, sizeof *header, NULL, closing);
+    uint32_t checksum = 0;
+    int rc = seal != NULL  ? bps_seal_receive(seal, fd, header, sizeof *header, NULL, closing)
+             : is_checked ? bps_checked_receive_header(fd, header, &checksum)
+                          : bps_receive_all(fd, header, sizeof *header);
     if (rc != 0)
         return rc;
     *begin_ns = bps_now_ns();
@@ -103,8 +109,9 @@ static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_
         return 0;
     }
     void *payload = (void *)slot.addresses[header->round & 1];
-    rc = seal == NULL ? bps_receive_paced(fd, payload, header->nbytes, pace, closing)
-                      : bps_seal_receive_payload(seal, fd, payload, header->nbytes, pace, closing);
+    rc = seal != NULL  ? bps_seal_receive_payload(seal, fd, payload, header->nbytes, pace, closing)
+         : is_checked ? bps_checked_receive_payload(fd, checksum, payload, header->nbytes, pace, closing)
+                      : bps_receive_paced(fd, payload, header->nbytes, pace, closing);
     if (rc != 0)
         return rc < 0 ? ECONNRESET : rc; /* between header and payload there is no orderly end */
     if (slot.framed && !bps_frame_is_whole(payload, header->nbytes))

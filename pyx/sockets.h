@@ -34,14 +34,15 @@ static inline uint64_t bps_unacknowledged(int fd)
     return ioctl(fd, SIOCOUTQ, &nbytes) == 0 && nbytes > 0 ? (uint64_t)nbytes : 0;
 }
 
-/* Send header and payload whole. 0 or an errno. */
-static inline int bps_send_all(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes)
+/* Send n pieces whole, one after another; they are used up. 0 or an errno. */
+static inline int bps_send_pieces(int fd, struct iovec *pieces, size_t n)
 {
-    struct iovec piece[2] = {{header, header_nbytes}, {payload, nbytes}};
     struct msghdr message = {0};
-    size_t left = header_nbytes + nbytes;
-    message.msg_iov = piece;
-    message.msg_iovlen = nbytes ? 2 : 1;
+    size_t left = 0;
+    for (size_t i = 0; i < n; i++)
+        left += pieces[i].iov_len;
+    message.msg_iov = pieces;
+    message.msg_iovlen = n;
     while (left > 0) {
         ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL);
         if (n < 0) {
@@ -50,7 +51,7 @@ static inline int bps_send_all(int fd, void *header, size_t header_nbytes, void 
             return errno;
         }
         left -= (size_t)n;
-        while (n > 0 && (size_t)n >= message.msg_iov->iov_len) {
+        while (message.msg_iovlen > 0 && (size_t)n >= message.msg_iov->iov_len) {
             n -= (ssize_t)message.msg_iov->iov_len;
             message.msg_iov++;
             message.msg_iovlen--;
@@ -61,6 +62,13 @@ static inline int bps_send_all(int fd, void *header, size_t header_nbytes, void 
         }
     }
     return 0;
+}
+
+/* Send header and payload whole. 0 or an errno. */
+static inline int bps_send_all(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes)
+{
+    struct iovec pieces[2] = {{header, header_nbytes}, {payload, nbytes}};
+    return bps_send_pieces(fd, pieces, 2);
 }
 
 /* Receive nbytes whole. 0, an errno, or -1 when the peer ended the connection before the first byte. */

@@ -6,10 +6,12 @@ from the caller's memory; EVENT_DELIVERED comes when the peer's kernel has ackno
 which is when credit may return and, as the kernel held a copy long before, the source may be reused. The
 receiving thread checks each header against the bound slot before it takes one byte of payload, receives into
 the slot's memory for that round's parity, and reports through the engine's hooks (`hooks.h`). It waits for
-nothing but the wire, so every posted write completes whatever other nodes do.
+nothing but the wire, so every posted write completes whatever other nodes do. What is damaged on its way arrives
+nowhere, if writes are sealed or have checksums: the connection is lost with EBADMSG.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.errno cimport EBADMSG
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -45,6 +47,13 @@ cdef extern from "seal.h" nogil:
     int bps_seal_send(bps_seal *, int, const void *, size_t, const void *, size_t, bps_pace *, const uint32_t *)
     uint64_t bps_seal_wire_nbytes(uint64_t, uint64_t)
 
+cdef extern from "crc32c.h" nogil:
+    uint32_t bps_crc32c(uint32_t, const void *, size_t, int)
+
+cdef extern from "checked.h" nogil:
+    uint64_t bps_checked_wire_nbytes(uint64_t)
+    int bps_checked_send(int, const bps_header *, const void *, size_t, bps_pace *, const uint32_t *)
+
 cdef extern from "slots.h" nogil:
     struct bps_slots:
         uint32_t n, epoch
@@ -52,7 +61,7 @@ cdef extern from "slots.h" nogil:
     void bps_slots_free(bps_slots *)
     void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
     uint32_t bps_slots_next(bps_slots *, uint32_t)
-    int bps_slots_receive(bps_slots *, int, bps_seal *, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
+    int bps_slots_receive(bps_slots *, int, bps_seal *, int, bps_pace *, const uint32_t *, bps_header *, uint64_t *)
 
 cdef extern from "acks.h" nogil:
     struct bps_acks:
@@ -77,12 +86,13 @@ cdef struct Link:
     bps_pace *pace_in
     bps_seal *seal_out          # NULL: bytes travel as they are
     bps_seal *seal_in
+    bint checks                 # unsealed writes have checksums
     bps_slots slots
     pthread_mutex_t lock        # the queue
     Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
     uint64_t capacity, posted, sent, delivered
     uint32_t word, closing, lost
-    uint64_t bytes_sent, bytes_received, writes_sent, writes_received
+    uint64_t bytes_sent, bytes_received, writes_sent, writes_received, writes_damaged
     bps_acks acks
     bps_trace records
     pthread_t sender, receiver
@@ -100,9 +110,11 @@ cdef void _lost(Link *link, int code) noexcept nogil:
         link.notify(link.engine, BPS_EVENT_LOST, link.peer, 0, 0, <uint32_t>max(code, 0), 0)
 
 
-cdef uint64_t _wire_nbytes(const bps_seal *seal, uint64_t nbytes) noexcept nogil:
-    """What a write of a payload of *nbytes* is on the wire."""
-    return sizeof(bps_header) + nbytes if seal == NULL else bps_seal_wire_nbytes(sizeof(bps_header), nbytes)
+cdef uint64_t _wire_nbytes(const Link *link, uint64_t nbytes) noexcept nogil:
+    """What a write of a payload of *nbytes* is on the wire, in either direction."""
+    if link.seal_out != NULL:
+        return bps_seal_wire_nbytes(sizeof(bps_header), nbytes)
+    return bps_checked_wire_nbytes(nbytes) if link.checks else sizeof(bps_header) + nbytes
 
 
 cdef void _deliver(Link *link) noexcept nogil:
@@ -131,8 +143,10 @@ cdef void *_send(void *argument) noexcept nogil:
     cdef uint64_t sent_ns = 0
     cdef bint has_work
     cdef int rc
-    while not bps_load(&link.closing):
-        seen = bps_load(&link.word)
+    while True:
+        seen = bps_load(&link.word)  # first: `close` changes it after `closing`
+        if bps_load(&link.closing):
+            return NULL
         pthread_mutex_lock(&link.lock)
         has_work = link.sent < link.posted
         if has_work:
@@ -147,16 +161,19 @@ cdef void *_send(void *argument) noexcept nogil:
                 bps_wait(&link.word, seen, bps_acks_pause(&link.acks, sent_ns, bps_now_ns()))
                 _deliver(link)
             continue
-        if link.seal_out == NULL:
-            rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,
-                                link.pace_out, &link.closing)
-        else:
+        if link.seal_out != NULL:
             rc = bps_seal_send(link.seal_out, link.fd, &post.header, sizeof(bps_header), <void *>post.address,
                                post.header.nbytes, link.pace_out, &link.closing)
+        elif link.checks:
+            rc = bps_checked_send(link.fd, &post.header, <void *>post.address, post.header.nbytes, link.pace_out,
+                                  &link.closing)
+        else:
+            rc = bps_send_paced(link.fd, &post.header, sizeof(bps_header), <void *>post.address, post.header.nbytes,
+                                link.pace_out, &link.closing)
         if rc:
             _lost(link, rc)
             return NULL
-        bps_count(&link.bytes_sent, _wire_nbytes(link.seal_out, post.header.nbytes))
+        bps_count(&link.bytes_sent, _wire_nbytes(link, post.header.nbytes))
         bps_count(&link.writes_sent, 1)
         pthread_mutex_lock(&link.lock)
         link.queue[link.sent % link.capacity].end = link.bytes_sent
@@ -164,7 +181,6 @@ cdef void *_send(void *argument) noexcept nogil:
         link.sent += 1
         pthread_mutex_unlock(&link.lock)
         _deliver(link)
-    return NULL
 
 
 cdef void *_receive(void *argument) noexcept nogil:
@@ -173,17 +189,33 @@ cdef void *_receive(void *argument) noexcept nogil:
     cdef uint64_t begin_ns
     cdef int rc
     while True:
-        rc = bps_slots_receive(&link.slots, link.fd, link.seal_in, link.pace_in, &link.closing, &header, &begin_ns)
+        rc = bps_slots_receive(&link.slots, link.fd, link.seal_in, link.checks, link.pace_in, &link.closing, &header,
+                               &begin_ns)
         if rc:
             break
         bps_acknowledge(link.fd)
-        bps_count(&link.bytes_received, _wire_nbytes(link.seal_in, header.nbytes))
+        bps_count(&link.bytes_received, _wire_nbytes(link, header.nbytes))
         bps_count(&link.writes_received, 1)
         bps_record_add(&link.records, BPS_RECEIVE, <int>link.peer, header.slot, header.round, header.nbytes, begin_ns,
                        bps_now_ns())
         link.arrived(link.engine, link.peer, header.slot, header.round, header.flags)
+    if rc == EBADMSG:
+        bps_count(&link.writes_damaged, 1)
     _lost(link, rc)
     return NULL
+
+
+def crc32c(const unsigned char[::1] data not None, uint32_t begun=0, *, bint by_tables=False):
+    """Return the CRC32C of *data*, which follows what *begun* is the checksum of (0: nothing).
+
+    The processor's instruction for it makes it, if there is one and not *by_tables*. Any thread; without the GIL.
+    """
+    cdef uint32_t crc = begun
+    cdef size_t nbytes = <size_t>data.shape[0]
+    if nbytes:
+        with nogil:
+            crc = bps_crc32c(begun, &data[0], nbytes, by_tables)
+    return crc
 
 
 @cython.final
@@ -192,7 +224,8 @@ cdef class Stream:
 
     *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*,
     *pace_in*: addresses of the `Pace` that it keeps to in each direction, with others (0: none); *seal_out*, *seal_in*:
-    of the `Seal` of each direction (0: bytes travel as they are), which nobody else uses from now on. *keep* is held so
+    of the `Seal` of each direction (0: bytes travel as they are), which nobody else uses from now on. *checks*: writes
+    that are not sealed have checksums, of both sides. *keep* is held so
     that all these outlive the stream's threads. *epoch* is stamped on every write and checked on every
     arrival. `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
 
@@ -210,7 +243,7 @@ cdef class Stream:
     def __cinit__(self, int fd, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify,
                   uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0,
                   uint32_t trace_first_round=1, uint32_t trace_last_round=0, uintptr_t pace_out=0, uintptr_t pace_in=0,
-                  uintptr_t seal_out=0, uintptr_t seal_in=0, keep=None):
+                  uintptr_t seal_out=0, uintptr_t seal_in=0, bint checks=False, keep=None):
         cdef Link *link = <Link *>calloc(1, sizeof(Link))
         if link == NULL:
             raise MemoryError("stream")
@@ -222,6 +255,7 @@ cdef class Stream:
         link.arrived, link.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
         link.pace_out, link.pace_in = <bps_pace *>pace_out, <bps_pace *>pace_in
         link.seal_out, link.seal_in = <bps_seal *>seal_out, <bps_seal *>seal_in
+        link.checks = checks
         link.capacity = 1024
         link.queue = <Post *>calloc(link.capacity, sizeof(Post))
         without_slots = bps_slots_init(&link.slots, n_slots, epoch)
@@ -314,7 +348,7 @@ cdef class Stream:
         bps_wake(&link.word, 1)
 
     def counters(self):
-        """Return bytes and writes in both directions, headers included."""
+        """Return bytes and writes in both directions, headers included; `writes_damaged`: came otherwise than sent."""
         cdef Link *link = self.link
         cdef uint64_t pending
         pthread_mutex_lock(&link.lock)
@@ -322,7 +356,7 @@ cdef class Stream:
         pthread_mutex_unlock(&link.lock)
         return {"bytes_sent": bps_counted(&link.bytes_sent), "bytes_received": bps_counted(&link.bytes_received),
                 "writes_sent": bps_counted(&link.writes_sent), "writes_received": bps_counted(&link.writes_received),
-                "writes_pending": pending}
+                "writes_damaged": bps_counted(&link.writes_damaged), "writes_pending": pending}
 
     def trace(self):
         """Return the records so far (`record.h`)."""

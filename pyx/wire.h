@@ -9,8 +9,10 @@
  *       20      4  flags: 1 = empty contribution, no payload
  *       24      8  nbytes of payload
  *
- * A receiver checks every field against the slot it bound before it writes one byte of payload; of a slot of frames, which
- * have a length of their own, also that afterwards.
+ * A receiver checks every field against the slot it bound before it writes one byte of payload: the round is the next one
+ * of the slot, the epoch that in which the connection was made, as its dialler said. Of a slot of frames, which have a
+ * length of their own, it checks also that afterwards. With checksums (setting checksum) four bytes more follow header
+ * and payload (`checked.h`), with seals sixteen (`seal.h`).
  */
 #ifndef BPS_WIRE_H
 #define BPS_WIRE_H

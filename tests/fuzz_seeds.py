@@ -113,15 +113,19 @@ def _header(slot: int, round: int, nbytes: int, flags: int = 0) -> bytes:
 
 
 def slots() -> list[bytes]:
-    """Writes of both parities, frames, an empty contribution."""
+    """Writes of both parities, frames, an empty contribution, a round that was there already, one that is not due."""
     writes = _header(1, 1, 16) + bytes(range(16)) + _header(2, 2, 64) + bytes(64)
     framed = _header(3, 1, 24) + struct.pack("<Q", 16) + bytes(16) + _header(5, 3, 8) + bytes(8)
-    longer = _header(5, 1, 24) + struct.pack("<Q", 16) + bytes(16)
-    return [writes, framed, _header(1, 1, 0, 1), writes + framed, longer]
+    longer = _header(5, 3, 24) + struct.pack("<Q", 16) + bytes(16)
+    twice = 2 * (_header(1, 1, 16) + bytes(16))
+    return [writes, framed, _header(1, 1, 0, 1), writes + framed, longer, twice, _header(2, 4, 64) + bytes(64)]
 
 
 def sealed() -> list[bytes]:
-    """What nobody has sealed; writes that were, one of them changed, or repeated; a header of the peer's own making."""
+    """What nobody has sealed; writes that were, one of them changed, or repeated; a header of the peer's own making.
+
+    The first byte, with 4: not sealed, but with checksums.
+    """
     def write(slot: int, round: int, payload: bytes, flags: int = 0) -> bytes:
         return bytes([slot, round, flags, len(payload), 0]) + payload
 
@@ -129,8 +133,11 @@ def sealed() -> list[bytes]:
     framed = write(3, 1, struct.pack("<Q", 16) + bytes(16)) + write(5, 3, bytes(8)) + write(1, 3, b"", 1)
     odd = bytes([1, 1, 0, 16, 255]) + _header(1, 1, 16) + bytes(16)
     whole, changed, repeated = (struct.pack("<QB", *each) for each in ((4097, 0), (60, 0), (4097, 1)))
-    return [b"\1" + bytes(48), b"\3" + bytes(200), b"\0" + whole + two + framed, b"\2" + whole + framed + two,
-            b"\0" + changed + two, b"\0" + repeated + two, b"\0" + whole + odd, b"\0" + whole + write(6, 1, bytes(8))]
+    damaged = struct.pack("<QB", 40, 0)  # in the payload
+    made = [whole + two + framed, changed + two, damaged + two, repeated + two, whole + odd,
+            whole + write(6, 1, bytes(8))]
+    return [b"\1" + bytes(48), b"\3" + bytes(200), b"\5" + bytes(200), b"\2" + whole + framed + two,
+            *(bytes([kind]) + each for kind in (0, 4) for each in made)]
 
 
 def rows() -> list[bytes]:

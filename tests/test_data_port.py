@@ -13,7 +13,7 @@ import pytest
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.handshakes import MOST_STRANGERS
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import tcp
+from bpsfast.transport import Epochs, tcp
 from bpsfast.transport.data_port import DataPort
 
 KEY = bytes(range(16))
@@ -28,7 +28,8 @@ class Port:
         listener = tcp.listen("127.0.0.1")
         self.address = listener.getsockname()
         self._sockets: list[socket.socket] = []
-        self._port = DataPort(listener, KEY, 0, 7, lambda sock, greeted: self.came.put((sock, greeted.hello)), 0)
+        self._port = DataPort(listener, KEY, 0, Epochs(7),
+                              lambda sock, greeted: self.came.put((sock, greeted.hello)), 0)
         self._port.start()
 
     def stranger(self) -> socket.socket:
@@ -93,8 +94,9 @@ def test_another_key_or_epoch_is_refused(port):
     with pytest.raises(PeerLostError, match="wrong job key"):
         tcp.greet(port.stranger(), b"another key 1234", HELLO, 0, 20)
     late = StreamHello(peer=1, stream=0, epoch=6)
-    with pytest.raises((PeerLostError, tcp.MismatchError)):
-        tcp.greet(port.stranger(), KEY, late, 0, 20)
+    assert is_over(tcp.greet(port.stranger(), KEY, late, 0, 20)) and port.came.empty()
+    with pytest.raises(tcp.MismatchError, match="is node 0 of epoch 7, expected node 0 of epoch 8 or later"):
+        tcp.greet(port.stranger(), KEY, StreamHello(peer=1, stream=0, epoch=8), 0, 20)
     assert port.comes_in()
 
 

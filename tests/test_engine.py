@@ -3,6 +3,7 @@ import errno
 import gc
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -350,6 +351,26 @@ def test_whoever_reports_never_waits_for_the_reader_of_events(vertex):
         gc.callbacks.remove(beside_a_collection)
     assert stuck and not any(stuck)
     assert len(events) == 2000 and len(v.engine.events(0)) == len(stuck)
+
+
+def test_a_wake_up_between_two_calls_is_not_lost(vertex):
+    v = vertex()
+    assert v.engine.events(0) == []
+    v.engine.wake()
+    v.engine.wake()
+    begin = time.monotonic()
+    assert v.engine.events(20) == [] and time.monotonic() - begin < 10, "it returns at once"
+    begin = time.monotonic()
+    assert v.engine.events(0.2) == [] and time.monotonic() - begin >= 0.2, "and both count as one"
+
+
+def test_a_wake_up_ends_a_call_that_waits(vertex):
+    v = vertex()
+    timer = threading.Timer(0.1, v.engine.wake)
+    timer.start()
+    begin = time.monotonic()
+    assert v.engine.events(20) == [] and time.monotonic() - begin < 10
+    timer.join(10)
 
 
 def test_an_input_beyond_its_segment_is_never_read(vertex):

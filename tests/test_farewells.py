@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bpsfast.settings import Settings
-from bpsfast.transport import tcp
+from bpsfast.transport import Epochs, tcp
 from bpsfast.transport.reunion import FAREWELL
 from tests.two_nodes import KEY, End, connect
 
@@ -27,8 +27,8 @@ def ends():
 
 def say_farewell(end, index, pid):
     """Tell *end* that the ranks of node *index* have left; return when it has heard that."""
-    sock = tcp.connect(end.info.address, KEY, mine=index, peer=end.index, number=FAREWELL, epoch=1,
-                       deadline=time.monotonic() + LIMIT_S, pid=pid)
+    sock, _ = tcp.connect(end.info.address, KEY, mine=index, peer=end.index, number=FAREWELL, epochs=Epochs(1),
+                          deadline=time.monotonic() + LIMIT_S, pid=pid)
     with sock:
         sock.settimeout(LIMIT_S)
         assert not sock.recv(1)

@@ -50,13 +50,18 @@ def test_a_hole_made_on_purpose_is_found(header, right, wrong, name, tmp_path):
     assert done.returncode != 0 and ("Sanitizer" in done.stderr or "runtime error" in done.stderr), done.stderr
 
 
-@pytest.mark.parametrize(("right", "wrong"), [
-    ("DecryptFinal_ex(seal->context, out + n, &rest) == 1", "DecryptFinal_ex(seal->context, out + n, &rest) >= 0"),
-    ("seal->n_records++;", ""),
-], ids=["whose tag nobody looks at", "whose records have no number"])
-def test_a_seal_is_found_wanting(right, wrong, tmp_path):
-    """Without the tag anything arrives, without the number a record arrives twice."""
-    done = fuzzed(10, "sealed", tmp_path, sanitized.spoilt_headers(tmp_path, "seal.h", right, wrong))
+@pytest.mark.parametrize(("header", "right", "wrong", "name"), [
+    ("seal.h", "DecryptFinal_ex(seal->context, out + n, &rest) == 1",
+     "DecryptFinal_ex(seal->context, out + n, &rest) >= 0", "sealed"),
+    ("seal.h", "seal->n_records++;", "", "sealed"),
+    ("checked.h", "*checksum == bps_crc32c(0, header, sizeof *header, 0) ? 0 : EBADMSG", "0", "sealed"),
+    ("checked.h", "said == crc ? 0 : EBADMSG", "0", "sealed"),
+    ("slots.h", "header->round != slot->next_round", "0", "slots"),
+], ids=["a seal whose tag nobody looks at", "a seal whose records have no number", "a header's checksum",
+        "a payload's checksum", "a round"])
+def test_a_check_that_is_left_out_is_missed(header, right, wrong, name, tmp_path):
+    """What does not fit then arrives: changed, twice, or as another round's."""
+    done = fuzzed(10, name, tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
     assert done.returncode == -signal.SIGABRT, done.stderr
 
 

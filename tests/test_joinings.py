@@ -160,6 +160,17 @@ def test_two_newcomers_one_of_which_dies_while_all_freeze():
     assert not table.job.over and not table.got(b"K", (m.Freeze, m.Commit))
 
 
+def test_a_newcomer_begins_with_the_last_epoch_that_was_committed():
+    table = LossyTable("ps").commit()
+    table.lose(b"H")
+    epochs = [coming(table, b"K").epoch]
+    table.frozen(table.everywhere(table.owned[2]))
+    epochs.append(coming(table, b"L", 5).epoch)
+    table.ready(table.recover().generation)
+    epochs.append(coming(table, b"M", 6).epoch)
+    assert epochs == [1, 1, 2], "before that some node may not have stopped for the next one yet"
+
+
 def test_a_loss_meanwhile_comes_first_and_the_share_afterwards():
     table = LossyTable("ps").commit()
     coming(table)

@@ -36,7 +36,7 @@ class SplitJob(Job):
         self.link = FaultyLink("a", "b", mtu=9000)
         self._far = far
         self._folder = folder
-        self.trains = False
+        self.trains, self.n_damaged = False, 0  # writes, between the last `train` and `finish`
         try:
             super().__init__(ranks=(1, 1), transport="tcp", partition_bytes=1 << 18,
                              **{"lease_s": LEASE_S, "heartbeat_s": 0.5, "timeout_s": PATIENCE_S} | values)
@@ -85,6 +85,8 @@ class SplitJob(Job):
         found = [outcome.value for outcome in self.outcomes(PATIENCE_S)]
         assert [each["wrong"] for each in found] == [[], []] and found[0]["steps"] == found[1]["steps"]
         self.trains = False
+        self.n_damaged = sum(each["after"][name] - each["before"][name] for rank, each in enumerate(found)
+                             for name in (f"wire_{1 - rank}_writes_damaged",))
         there, here = (each["after"][f"wire_{1 - rank}_replaced"] - each["before"][f"wire_{1 - rank}_replaced"]
                        for rank, each in enumerate(found))
         return there, here
@@ -221,18 +223,24 @@ def test_resets_that_meet_the_new_connections_too_add_nothing_twice(job):
     assert min(job.finish()) >= 1
 
 
-def test_who_changes_what_is_encrypted_costs_links_and_changes_no_sum(shared):
-    job = shared(encryption="on")
+protected = pytest.mark.parametrize("values", [{"encryption": "on"}, {"checksum": "on"}],
+                                    ids=["encrypted", "with checksums"])
+
+
+@protected
+def test_who_changes_what_is_protected_costs_links_and_changes_no_sum(shared, values):
+    job = shared(**values)
     before = job.link.carried.changed
     job.link.spare(PORT)
     job.link.change(6, 700_000)
     job.until(lambda: job.link.carried.changed == before + 6)
     found = job.finish()
-    assert min(found) >= 2 and max(found) <= 6
+    assert min(found) >= 2 and max(found) <= 6 and 1 <= job.n_damaged <= 6
 
 
-def test_who_changes_what_is_encrypted_from_the_first_byte_on_changes_no_sum(shared):
-    job = shared(encryption="on")
+@protected
+def test_who_changes_what_is_protected_from_the_first_byte_on_changes_no_sum(shared, values):
+    job = shared(**values)
     before = job.link.carried.changed
     job.link.spare(PORT)
     job.link.change(25, 1)  # handshakes, what is awaited, first headers: whatever is sent next
@@ -240,7 +248,7 @@ def test_who_changes_what_is_encrypted_from_the_first_byte_on_changes_no_sum(sha
     assert min(job.finish()) >= 1
 
 
-def test_who_changes_what_is_not_encrypted_changes_sums(tmp_path):
+def test_who_changes_what_is_not_protected_changes_sums(tmp_path):
     """What the two before could not show if the changes did not arrive."""
     job = SplitJob(tmp_path, encryption="off")
     try:

@@ -8,6 +8,7 @@ import pytest
 from bpsfast.node.recovery import Recovery
 from bpsfast.orchestration.errors import CapacityError, ProtocolError
 from bpsfast.orchestration.messages import Freeze, Frozen, PrepareFailed, Recover
+from bpsfast.transport import Epochs
 
 
 @pytest.fixture
@@ -24,9 +25,11 @@ def recovery(told):
                              ownable_nbytes=12345, room_nbytes=777)
     vertex = SimpleNamespace(connected=True, wiring=wiring, freeze=lambda purpose: None)
     node = SimpleNamespace(send=told.append, patiently=lambda work: work(), name="node 0")
-    plans = SimpleNamespace(forget=lambda: None, drop_early=lambda: told.append("planned early: dropped"))
+    plans = SimpleNamespace(forget=lambda: None, make=lambda work: work(),
+                            drop_early=lambda: told.append("planned early: dropped"))
     vertex.exclude = lambda index: told.append(f"excluded {index}")
-    return Recovery(node, vertex, plans, lambda index: told.append(f"parted with {index}"), lambda index: None)
+    return Recovery(node, vertex, plans, lambda index: told.append(f"parted with {index}"), lambda index: None,
+                    Epochs(1))
 
 
 def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.pyx.pages import Segment, Shadow, Window, huge_page_nbytes
+from bpsfast.pyx.pages import Segment, Shadow, Window, huge_page_nbytes, pool_nbytes
 
 PAGE = mmap.PAGESIZE
 
@@ -248,3 +248,33 @@ def test_a_shadow_of_a_memfd_is_its_memory_until_it_is_shut():
         shadow.close()
         with pytest.raises(ValueError, match="closed"):
             shadow.shut()
+
+
+def test_a_window_on_the_pool_of_huge_pages_is_refused_in_words():
+    """mmap would round its last page up to 2 MiB, over whatever is mapped behind it."""
+    try:
+        fd = os.memfd_create("pool", os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    except OSError as exc:
+        pytest.skip(f"this kernel has no huge pages of 2 MiB: {exc}")
+    try:
+        os.ftruncate(fd, 4 << 20)
+        words = r"extent 1 .* lies in the pool of huge pages, of 2097152 bytes each: .* pool=False"
+        with Segment(PAGE) as segment, pytest.raises(ValueError, match=words):
+            Window([(segment.fileno(), 0, PAGE), (fd, 0, PAGE)])
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.root
+def test_what_a_segment_takes_of_the_pool_is_known_before():
+    assert pool_nbytes(1 << 50) == pool_nbytes(PAGE) == 0
+    with pool_of_huge_pages(16):
+        free = huge_page_nbytes()
+        if free < 16 << 20:
+            pytest.skip(f"the kernel gave {free} bytes of huge pages, 16 MiB were asked for")
+        assert pool_nbytes(6 << 20) == pool_nbytes((6 << 20) - 1) == 6 << 20
+        assert pool_nbytes(6 << 20, free - (8 << 20)) == 6 << 20 and pool_nbytes(6 << 20, free - (7 << 20)) == 0
+        with Segment(6 << 20, falls_back=False) as segment:
+            assert segment.page_nbytes == 2 << 20 and huge_page_nbytes() == free - (6 << 20)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            Segment(1 << 40, falls_back=False)

@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.settings import Settings
-from bpsfast.transport import Peering, tcp
+from bpsfast.transport import Epochs, Peering, tcp
 from bpsfast.transport.rdma import NoRdmaError
 
 
@@ -33,7 +33,7 @@ class Refusing:
 def peering(request):
     """Node 0, to which node 1 belongs from the start; node 2 is to come."""
     nodes = [node(0, (0,)), node(1, (1,))]
-    made = Peering(Settings(transport=request.param, start_timeout_s=5.0), bytes(16), 1, nodes[0], nodes,
+    made = Peering(Settings(transport=request.param, start_timeout_s=5.0), bytes(16), Epochs(1), nodes[0], nodes,
                    tcp.listen("127.0.0.1"), None, Refusing(), lambda: None)
     made.expect(node(2))
     yield made
@@ -49,7 +49,7 @@ def test_that_rdma_does_not_reach_who_comes_late_is_no_error_here(peering, index
         ours, _ = listener.accept()
     with theirs:
         theirs.shutdown(socket.SHUT_WR)
-        peering._accept_rdma(ours, index)
+        peering._accept_rdma(ours, index, 1)
     assert peering._rails.asked == [opens] and ours.fileno() == -1
     is_wanted = peering._settings.transport == "rdma"
     assert (peering.error is not None) == (is_wanted and index == 1)

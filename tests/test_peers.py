@@ -12,6 +12,7 @@ from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
 from bpsfast.orchestration.errors import CapacityError, PeerLostError
 from bpsfast.orchestration.messages import NodeInfo, NotComing, Welcome
+from bpsfast.transport import Epochs
 
 #: Source ids, and what is behind them.
 HELPER, RANK = 3, 4
@@ -50,7 +51,7 @@ class Side:
         self.loop = EventLoop(self._raised)
         values = settings.load({"lease_s": lease_s, "heartbeat_s": lease_s / 4}, {})
         self.peers = Peers(self.control, self.loop, values, b"", None, None,
-                           SimpleNamespace(ranks=[object()] * n_ranks))
+                           SimpleNamespace(ranks=[object()] * n_ranks), Epochs(1))
         nodes = [NodeInfo(index=index, host="here", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)
                  for index, ranks in enumerate((tuple(range(n_ranks)), ()))]
         self.peers._welcome = Welcome(index=0, epoch=1, nodes=tuple(nodes))

@@ -4,11 +4,15 @@ And what a link that was fenced says is to come.
 """
 from __future__ import annotations
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from bpsfast.transport.rdma.link import RdmaLink, Way
+import pytest
+
+from bpsfast.orchestration.errors import CapacityError
+from bpsfast.transport.rdma.link import LaneFullError, RdmaLink, Way
 
 
 class Pair:
@@ -54,3 +58,22 @@ def test_what_is_bound_after_the_end_is_awaited_from_its_first_round_on():
     assert link.awaited() == {4: 7, 5: 1}
     link.unbind(4)
     assert link.awaited() == {5: 1}
+
+
+def refusing(code):
+    """A link whose queue pair takes no slot more, for the reason *code*."""
+    def bind(*_):
+        raise OSError(code, "4096 slots are bound, the queue pair was made for 4096")
+
+    rail = SimpleNamespace(name="mlx5_0/1", port={"max_msg_sz": 1 << 30}, attributes={"max_qp_wr": 1, "max_cqe": 2})
+    return RdmaLink(3, n_nodes=2, ways=[SimpleNamespace(rail=rail, lane=SimpleNamespace(bind=bind))], channel=None)
+
+
+def test_a_full_queue_pair_says_whose_it_is_and_what_to_set():
+    with pytest.raises(LaneFullError, match=r"partition 7 is one too many .* node 3: 4096 slots are bound.*"
+                                            "Raise BPSFAST_RDMA_QUEUE_PAIRS") as caught:
+        refusing(errno.ENOSPC).bind(7, 64, 128, 64)
+    assert caught.value.index == 3
+    with pytest.raises(CapacityError) as other:
+        refusing(errno.ENOMEM).bind(7, 64, 128, 64)
+    assert not isinstance(other.value, LaneFullError), "tcp would not help"

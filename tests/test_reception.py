@@ -20,7 +20,7 @@ from bpsfast.orchestration.handshakes import MOST_STRANGERS
 from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
-from bpsfast.transport import shm
+from bpsfast.transport import Epochs, shm
 from tests.hung_up import is_over
 
 KEY = bytes(range(16))
@@ -49,7 +49,7 @@ def early(no_leaks):
 @pytest.fixture
 def reception(early, doorstep):
     """Node 0's."""
-    early[0].know(0, 1, doorstep)
+    early[0].know(0, Epochs(1), doorstep)
     return early
 
 
@@ -165,7 +165,7 @@ def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, doorstep
         link.send(hello_of(1))
         until(loop, lambda: door._waiting)
         assert len(door._waiting) == 1
-        door.know(0, 1, doorstep)
+        door.know(0, Epochs(1), doorstep)
         answer, fds = turn(loop, link)
         assert isinstance(answer, shm.PeerWelcome)
         for fd in fds:

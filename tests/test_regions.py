@@ -7,8 +7,10 @@ import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from bpsfast.node import headroom, regions as regions_module
 from bpsfast.node.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
 from bpsfast.orchestration.errors import CapacityError
+from bpsfast.pyx import pages
 from bpsfast.pyx.pages import Segment, Window
 
 
@@ -163,3 +165,36 @@ def test_memory_that_a_lost_peer_has_left_is_registered_and_closed_with_ours(no_
         regions.adopt(more)
     regions.close()
     assert left.closed
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """A machine with nothing to spare but what a pool of huge pages holds."""
+    pool = {"nbytes": 0}
+    monkeypatch.setattr(headroom, "limits", lambda *_: [headroom.Limit("the machine", 1 << 36, 0)])
+    monkeypatch.setattr(regions_module, "pool_nbytes",
+                        lambda nbytes, taken=0: nbytes if pool["nbytes"] >= nbytes + taken else 0)
+    return pool
+
+
+def test_the_pool_of_huge_pages_counts_where_segments_come_from_it(scarce):
+    regions = Regions(huge_pages=True)
+    scarce["nbytes"] = 4 * MIN_SEGMENT_NBYTES
+    regions.require(((regions.slots, 2 * MIN_SEGMENT_NBYTES), (regions.partials, 2 * MIN_SEGMENT_NBYTES)), "both")
+    with pytest.raises(CapacityError, match=rf"all needs {MIN_SEGMENT_NBYTES} bytes"):
+        regions.require(((regions.slots, 2 * MIN_SEGMENT_NBYTES), (regions.partials, 2 * MIN_SEGMENT_NBYTES),
+                         (regions.frames, MIN_SEGMENT_NBYTES)), "all")
+    with pytest.raises(CapacityError, match="results needs"):
+        regions.require(((regions.results, MIN_SEGMENT_NBYTES),), "results")  # never of the pool
+    with pytest.raises(CapacityError, match="needs"):
+        Regions().require(((regions.slots, MIN_SEGMENT_NBYTES),), "without huge pages")
+
+
+def test_what_the_pool_does_not_give_after_all_is_looked_for_and_refused_as_any(scarce):
+    regions = Regions(huge_pages=True)
+    scarce["nbytes"] = 1 << 30  # says the kernel, and somebody else takes it: this machine's own pool is not so large
+    if pages.huge_page_nbytes() >= 1 << 29:
+        pytest.skip("this machine has such a pool")
+    with pytest.raises(CapacityError, match="a segment for slots needs"):
+        regions.slots.allocate(1 << 29)
+    assert regions.n_segments == 0

@@ -12,7 +12,7 @@ import pytest
 from bpsfast.orchestration.errors import BpsError, MismatchError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import reunion, tcp
+from bpsfast.transport import Epochs, reunion, tcp
 from bpsfast.transport.data_port import DataPort
 from bpsfast.transport.reunion import KNOCK, Reunions
 from bpsfast.transport.seals import Encryption, Seals, seals_of
@@ -29,6 +29,7 @@ class Side:
         self.index = index
         self.lease_s = lease_s
         self.encryption = Encryption.ALL if encrypted else Encryption.NONE
+        self.epochs = Epochs(1)
         self.links: queue.Queue[tcp.TcpLink] = queue.Queue()
         self.news: queue.Queue[None] = queue.Queue()
         self.dropped: list[int] = []
@@ -39,13 +40,13 @@ class Side:
     def begin(self, other: Side) -> None:
         infos = {side.index: NodeInfo(index=side.index, host="here", pid=1, address=side.address, shm_name="",
                                       ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
-        self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, 1, N_STREAMS, self.lease_s,
-                                 WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None),
+        self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, self.epochs, N_STREAMS,
+                                 self.lease_s, WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None),
                                  self.encryption)
         self.listen(self.listener)
 
     def listen(self, listener: socket.socket) -> None:
-        self.port = DataPort(listener, KEY, self.index, 1, self.reunions.came, 8, self.encryption)
+        self.port = DataPort(listener, KEY, self.index, self.epochs, self.reunions.came, 8, self.encryption)
         self.port.start()
 
     def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:
@@ -98,7 +99,7 @@ def proven(side: Side, stream: int, link: int) -> tuple[socket.socket, Seals]:
     hello = StreamHello(peer=1 - side.index, stream=stream, epoch=1, link=link, encrypted=True)
     host, _, port = side.address.rpartition(":")
     sock = socket.create_connection((host, int(port)), WAIT_S)
-    return sock, seals_of(tcp.prove_to(sock, KEY, hello, side.index, WAIT_S), dialled=True)
+    return sock, seals_of(tcp.prove_to(sock, KEY, hello, side.index, WAIT_S, 1), dialled=True)
 
 
 def are_one(*links: tcp.TcpLink) -> bool:

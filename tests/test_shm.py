@@ -17,7 +17,7 @@ from bpsfast.channel import Channel
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
-from bpsfast.transport import shm
+from bpsfast.transport import Epochs, shm
 
 KEY = bytes(range(16))
 PAGE_NBYTES = 65536
@@ -68,7 +68,7 @@ def test_the_connector_closes_each_descriptor_once(doorstep, broken_doorstep):
         sock, _ = listener.accept()
         with Channel(sock, shm.decode) as link:
             hello, _ = link.recv(20)
-            shm.welcome(KEY, hello, link, 0, 1, broken_doorstep).close()
+            shm.welcome(KEY, hello, link, 0, Epochs(1), broken_doorstep).close()
             for fd in link.recv(20)[1]:
                 os.close(fd)
 

@@ -69,7 +69,7 @@ def test_many_posts_leave_in_order_and_are_all_acknowledged(engine, sockets):
     rounds = [event[3] for event in events(engine, 3000)]
     assert rounds == list(range(3000))
     assert sender.counters() == {"bytes_sent": 3000 * 1032, "bytes_received": 0, "writes_sent": 3000,
-                                 "writes_received": 0, "writes_pending": 0}
+                                 "writes_received": 0, "writes_damaged": 0, "writes_pending": 0}
     sender.close()
 
 
@@ -124,9 +124,10 @@ def test_an_empty_contribution_has_no_payload(engine, sockets):
 
 @pytest.mark.parametrize("bad", [
     header(magic=1), header(slot=2), header(slot=64), header(epoch=EPOCH + 1), header(nbytes=NBYTES + 1),
-    header(nbytes=NBYTES - 1), header(immediate=0), header(flags=1), b"GET / HTTP/1.1\r\n" + b" " * 16,
+    header(nbytes=NBYTES - 1), header(immediate=0), header(flags=1), header(round=0), header(round=2),
+    header(round=17), b"GET / HTTP/1.1\r\n" + b" " * 16,
 ], ids=["magic", "unbound slot", "slot out of range", "epoch", "too long", "too short", "immediate",
-        "empty with payload", "another protocol"])
+        "empty with payload", "the round before", "the next round", "the same round, modulo 16", "another protocol"])
 def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written(engine, sockets, bad):
     left, right = sockets
     receiver = stream(engine, right)
@@ -139,6 +140,36 @@ def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written
         left.close()
         assert not any(bytes(memoryview(slots)))
         receiver.close()
+
+
+@pytest.mark.parametrize("again", [1, 2], ids=["the last but one", "the last one"])
+def test_a_round_that_has_arrived_does_not_arrive_again(engine, sockets, again):
+    """It would be summed as another one, and what a link awaits that takes this one's place would be wrong."""
+    left, right = sockets
+    receiver = stream(engine, right)
+    with Segment(2 * NBYTES) as slots:
+        receiver.bind(1, slots.address, slots.address + NBYTES, NBYTES, next_round=1)
+        receiver.start()
+        left.sendall(b"".join(header(round=round) + bytes([round]) * NBYTES for round in (1, 2)))
+        left.sendall(header(round=again) + bytes([9]) * NBYTES)
+        assert events(engine, 1)[0][4] == errno.EPROTO
+        receiver.close()
+        assert receiver.next_round(1) == 3 and receiver.counters()["writes_received"] == 2
+        assert bytes(memoryview(slots)[:NBYTES]) == bytes([2]) * NBYTES
+        assert bytes(memoryview(slots)[NBYTES:]) == bytes([1]) * NBYTES
+
+
+def test_rounds_go_on_where_they_wrap(engine, sockets):
+    left, right = sockets
+    receiver = stream(engine, right)
+    with Segment(2 * NBYTES) as slots:
+        receiver.bind(1, slots.address, slots.address + NBYTES, NBYTES, next_round=(1 << 32) - 1)
+        receiver.start()
+        left.sendall(b"".join(header(round=round) + bytes(NBYTES) for round in ((1 << 32) - 1, 0, 1)))
+        left.sendall(header(round=1))
+        assert events(engine, 1)[0][4] == errno.EPROTO
+        receiver.close()
+        assert receiver.next_round(1) == 2 and receiver.counters()["writes_received"] == 3
 
 
 def framed(nbytes, said=None):

@@ -19,7 +19,7 @@ from bpsfast.orchestration.order.credit_queue import rank_parts
 from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.pyx.port import Port
 from bpsfast.settings import Settings
-from bpsfast.transport import Peering, tcp
+from bpsfast.transport import Epochs, Peering, tcp
 
 KEY = bytes(range(16))
 
@@ -59,9 +59,9 @@ class End:
     def begin(self, nodes: list[NodeInfo]) -> None:
         """Start connecting to the other end."""
         self.nodes = nodes
-        self.peering = Peering(self.settings, self.key, 1, self.info, nodes, self.listener, self.vertex.doorstep,
-                               self.vertex.rails, lambda: self.loop.call_soon(lambda: None))
-        self.reception.know(self.index, 1, self.vertex.doorstep)
+        self.peering = Peering(self.settings, self.key, Epochs(1), self.info, nodes, self.listener,
+                               self.vertex.doorstep, self.vertex.rails, lambda: self.loop.call_soon(lambda: None))
+        self.reception.know(self.index, Epochs(1), self.vertex.doorstep)
         self.peering.start()
 
     def finish(self) -> None:

@@ -33,7 +33,7 @@ from ..orchestration.membership import Membership
 from ..orchestration.succession.ledger import Ledger
 from ..settings import Settings, fingerprint, parse_address
 from ..trainer.attachment import error_of
-from ..transport import tcp
+from ..transport import Epochs, tcp
 from . import metrics, reception, strength
 from .counters import told
 from .event_loop import EventLoop
@@ -101,16 +101,18 @@ class Node:
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
         self._seats = Seats(settings, address, host)  # before there are threads
+        self._epochs = Epochs()
         self._vertex = Vertex(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._seats,
                               self.patiently)
         self._plans = Plans(self, self._loop, self._vertex, self._home, settings.start_timeout_s)
         self._strength = strength.of(settings, address)
         self._membership: Membership | None = None
-        self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home)
+        self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._home,
+                            self._epochs)
         self._ledger = Ledger(__version__, self._fingerprint)
         self._interregnum = Interregnum(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
         self._recovery = Recovery(self, self._vertex, self._plans, self._peers.part_with,
-                                  self._peers.take_in)
+                                  self._peers.take_in, self._epochs)
         self._peers.on_connected = self._recovery.connected
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
@@ -297,6 +299,10 @@ class Node:
                 self._breathe()
         return future.result()
 
+    def leave_rdma(self, index: int, reason: str) -> bool:
+        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; whether that can be."""
+        return self._peers.leave_rdma(index, reason)
+
     def _breathe(self) -> None:
         self._ran_at = time.monotonic()
         if self._membership is not None and self._exit_code is None:
@@ -443,8 +449,9 @@ class Node:
         self._interregnum.welcomed(message)
         logs.know(self._role(message), message.job)
         self._home.admitted(message.nodes[message.index])
+        self._epochs.begin(message.epoch)
         self._peers.welcomed(message)
-        self._reception.know(message.index, message.epoch, self._vertex.doorstep)
+        self._reception.know(message.index, self._epochs, self._vertex.doorstep)
         if self._exporter is not None:
             me = message.nodes[message.index]
             self._exporter.welcomed(message.index, sum(node.host == me.host for node in message.nodes[:message.index]))

@@ -12,7 +12,8 @@ def told(vertex: Vertex, n_control: int) -> dict[str, int]:
     """Return all counters of a node.
 
     ``engine_*``, ``dispatch_*``, ``wire_N_*`` (per peer over tcp or rdma), ``rank_N_*`` are what those count;
-    ``wire_N_replaced`` how often another link has taken the place of one that ended;
+    ``wire_N_replaced`` how often another link has taken the place of one that ended; ``wire_N_writes_damaged`` how many
+    writes did not come as they were sent, where that is seen (settings checksum and encryption);
     ``control_messages`` are the messages to and from scheduler, ranks and peers, heartbeats apart; ``registrations``
     the segments ever made; ``rdma_*``, where any peer is reached by it: what its rails count; ``memory_*`` bytes:
     segments by kind, resident memory outside of segments; ``transport_N`` 1 = shm, 2 = tcp, 3 = rdma.

@@ -351,8 +351,9 @@ class Dispatcher:
         if detour.source not in self._destinations:
             detour.taken.set()  # it is lost meanwhile: nothing is to be written
             return
-        self._keep_up()  # what was posted of parts that are retired is not to be written again
-        self.handle(self._engine.events(0.0))  # what the old link had still to say: it is closed, so that is all
+        batch = self._engine.events(0.0)  # what the old link had still to say: it is closed, so that is all
+        self._keep_up()  # after `events`, which takes wake-ups; parts that are retired are not to be written again
+        self.handle(batch)
         destination = self._destinations[detour.source]
         destination.link = detour.link
         detour.link.start(self._engine, detour.source)

@@ -23,7 +23,7 @@ from ..orchestration.errors import PeerLostError, ProtocolError
 from ..orchestration.placement import forecast, rates
 from ..pyx.engine import NOBODY
 from ..settings import Settings
-from ..transport import Link, Peering, TalkingLink, nic_probe, shm, talking
+from ..transport import Epochs, Link, Peering, TalkingLink, nic_probe, shm, talking
 from .detours import Detours
 from .event_loop import EventLoop
 from .household import Household
@@ -50,7 +50,7 @@ class Peers:
     """
 
     def __init__(self, node: Node, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,
-                 plans: Plans, home: Household) -> None:
+                 plans: Plans, home: Household, epochs: Epochs) -> None:
         self._node = node
         self._loop = loop
         self._settings = settings
@@ -58,6 +58,7 @@ class Peers:
         self._listener = listener
         self._plans = plans
         self._home = home
+        self._epochs = epochs
         self._peering: Peering | None = None
         self._detours: Detours | None = None
         self._welcome: messages.Welcome | None = None
@@ -73,7 +74,7 @@ class Peers:
         self._welcome = message
         self._nodes = {node.index: node for node in message.nodes}
         vertex = self._node.vertex
-        self._peering = Peering(self._settings, self._key, message.epoch, message.nodes[message.index], message.nodes,
+        self._peering = Peering(self._settings, self._key, self._epochs, message.nodes[message.index], message.nodes,
                                 self._listener, vertex.doorstep, vertex.rails,
                                 lambda: self._loop.call_soon(self._changed), (*message.lost, *message.joining),
                                 message.is_late)
@@ -96,6 +97,7 @@ class Peers:
         assert self._peering is not None
         self._late.add(message.node.index)
         self._nodes[message.node.index] = message.node
+        self._epochs.expect(message.node.index)
         self._peering.expect(message.node)
         self._node.send(messages.Meets(node=message.node.index))
 
@@ -148,6 +150,10 @@ class Peers:
             self._loop.forget(link.pidfd)
         if self._detours is not None:
             self._detours.forget(index)
+
+    def leave_rdma(self, index: int, reason: str) -> bool:
+        """Part with the RDMA link to node *index* because of *reason*, for one by tcp; whether that can be."""
+        return self._detours is not None and self._detours.begin(index, reason)
 
     def take_leave(self) -> None:
         """Tell all peers that the ranks of this node have left, for there is no scheduler to tell them."""

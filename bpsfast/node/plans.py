@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
 from ..transport import TalkingLink
+from ..transport.rdma import LaneFullError
 from .event_loop import EventLoop
 from .generation import Generation
 from .household import Household
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .control import Node
 
 log = logging.getLogger("bpsfast.node")
+
+T = TypeVar("T")
 
 #: How soon it is looked again whether what is on its way has arrived.
 _LOOK_S = 0.001
@@ -49,7 +53,7 @@ class Plans:
             self._early.append(plan)
             return
         try:
-            self._generation = self._node.patiently(lambda: self._vertex.wiring.prepare(plan))
+            self._generation = self.make(lambda: self._vertex.wiring.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
             self._node.send(messages.PrepareFailed(
@@ -57,6 +61,18 @@ class Plans:
             return
         self._check_after(self._timeout_s, plan)
         self._announce()
+
+    def make(self, work: Callable[[], T]) -> T:
+        """Return what *work* returns, which prepares, while the node goes on beating.
+
+        Pairs whose queue pairs hold no more partitions go over to tcp for that, if they may (transport=auto).
+        """
+        while True:
+            try:
+                return self._node.patiently(work)
+            except LaneFullError as exc:
+                if not self._node.leave_rdma(exc.index, str(exc)):
+                    raise
 
     def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Act on a message of a peer: it may be the last that Ready waited for."""

@@ -86,6 +86,8 @@ WIRE = (
     Row("bpsfast_sent_bytes", "bytes sent to a peer", "bytes_sent"),
     Row("bpsfast_received_bytes", "bytes received from a peer", "bytes_received"),
     Row("bpsfast_links_replaced", "connections to a peer that ended and were made anew", "replaced"),
+    Row("bpsfast_damaged_writes", "writes of a peer that came otherwise than it had sent them, and were sent again",
+        "writes_damaged"),
 )
 RANK = (
     Row("bpsfast_pushed_bytes", "inputs of a rank", "pushed_bytes"),

@@ -22,7 +22,7 @@ from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, Stall
 from ..orchestration.handshakes import BREATH_S, HandshakeLimiter
 from ..pyx.pages import Segment
 from ..refusals import Refusals
-from ..transport import shm
+from ..transport import Epochs, shm
 from .event_loop import EventLoop
 from .local_rank import check_proof, check_user
 
@@ -78,13 +78,13 @@ class Reception:
         self._waiting: list[tuple[Channel, shm.PeerHello]] = []
         self._proofs: set[bytes] = set()
         self._half: dict[Channel, tuple[int, Segment]] = {}
-        self._me: tuple[int, int, shm.Doorstep] | None = None
+        self._me: tuple[int, Epochs, shm.Doorstep] | None = None
         self._closed = self._hears = self._is_deaf = self._was_deaf = self._sweeps = self._makes_room = False
         self._listen()
 
-    def know(self, index: int, epoch: int, doorstep: shm.Doorstep) -> None:
+    def know(self, index: int, epochs: Epochs, doorstep: shm.Doorstep) -> None:
         """Say which node this is: from now on other nodes of this host are answered."""
-        self._me = index, epoch, doorstep
+        self._me = index, epochs, doorstep
         waiting, self._waiting = self._waiting, []
         for link, hello in waiting:
             self._guard(link, self._welcome, link, hello)
@@ -232,8 +232,8 @@ class Reception:
 
     def _welcome(self, link: Channel, hello: shm.PeerHello) -> None:
         assert self._me is not None
-        index, epoch, doorstep = self._me
-        lane = shm.welcome(self._job_key, hello, link, index, epoch, doorstep)
+        index, epochs, doorstep = self._me
+        lane = shm.welcome(self._job_key, hello, link, index, epochs, doorstep)
         self._half[link] = hello.source, lane
         if link not in self._strangers:
             self._let_in(link)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
+from ..transport import Epochs
 from .generation import Generation
 from .plans import Plans
 from .succession import Succession
@@ -38,16 +39,19 @@ class Recovery:
         Called with the index of each lost node before its connection is closed: watch and expect it no more.
     take_in
         Called with the index of each node that has come: let it be a peer, unless it is already.
+    epochs
+        Those that this node knows: each change begins one, and its commit ends those before.
     """
 
     def __init__(self, node: Node, vertex: Vertex, plans: Plans, part_with: Callable[[int], None],
-                 take_in: Callable[[int], None]) -> None:
+                 take_in: Callable[[int], None], epochs: Epochs) -> None:
         self._node = node
         self._vertex = vertex
         self._plans = plans
         self._part_with = part_with
         self._take_in = take_in
         self._early: messages.Freeze | None = None
+        self._epochs = epochs
         self._frozen: messages.Freeze | None = None
         self._since = 0.0
         self._prepared: tuple[Generation, Succession] | None = None
@@ -67,6 +71,7 @@ class Recovery:
         if self._frozen is None:
             self._since = time.monotonic()
         self._frozen = message
+        self._epochs.freeze(message.epoch, message.joined)
         self._plans.forget()
         if self._prepared is not None:
             self._vertex.wiring.drop(self._prepared[0])
@@ -92,7 +97,7 @@ class Recovery:
         if self._frozen is None or self._frozen.epoch != message.epoch:
             raise ProtocolError(f"the scheduler recovers in epoch {message.epoch}, for which this node is not frozen")
         try:
-            self._prepared = self._node.patiently(lambda: self._vertex.wiring.prepare_succession(message))
+            self._prepared = self._plans.make(lambda: self._vertex.wiring.prepare_succession(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
                 generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes,
@@ -108,6 +113,7 @@ class Recovery:
         assert self._frozen is not None
         generation, succession = self._prepared
         frozen, self._frozen, self._prepared = self._frozen, None, None
+        self._epochs.commit()
         self._plans.forget()
         self._vertex.succeed(generation, succession, message.order)
         self._plans.say_room()

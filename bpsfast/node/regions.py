@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from ..holes import Holes
 from ..orchestration.errors import CapacityError
-from ..pyx.pages import Segment, Shadow
+from ..pyx.pages import Segment, Shadow, pool_nbytes
 from ..seating.homes import Homes
 from . import headroom
 
@@ -78,7 +78,7 @@ class Arena:
         self.home = home  # the NUMA node that segments to come are on
         self.chunks: list[Chunk] = []
         self._regions = regions
-        self._pool = pool
+        self.pool = pool  # its huge pages may be those of the pool
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +111,7 @@ class Arena:
             place = _take(chunk, rounded)
             if place is not None:
                 return place, None
-        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self._pool,
+        chunk = self._regions.grow(self.kind, max(rounded, page_round(coming_nbytes), MIN_SEGMENT_NBYTES), self.pool,
                                    self.home)
         self.chunks.append(chunk)
         place = _take(chunk, rounded)
@@ -257,21 +257,24 @@ class Regions:
         CapacityError
             With what is needed and what there is; nothing was allocated.
         """
-        needed = 0
+        needed = ordinary = pooled = 0
         for arena, nbytes in wanted:
             # Free bytes are no promise for a list of pieces: `grow` looks again, should they not fit.
             free = arena.free_nbytes
             if nbytes > free:
-                needed += max(nbytes - free, MIN_SEGMENT_NBYTES)
+                segment = max(nbytes - free, MIN_SEGMENT_NBYTES)
+                needed += segment
+                found = self._of_pool(segment, arena.pool, pooled)
+                pooled += found
+                ordinary += 0 if found else segment
         if needed:
-            self._require(needed, purpose)
+            self._require(needed, ordinary, purpose)
 
     def grow(self, kind: str, nbytes: int, pool: bool, home: int | None = None) -> Chunk:
         """Make a segment of at least *nbytes*, faulted in; raises `CapacityError` before it touches a page."""
-        self._require(nbytes, f"a segment for {kind}s")
         self._require_number()
         try:
-            segment = self._homes.segment(home, nbytes, name=f"bpsfast-{kind}", huge=self._huge_pages, pool=pool)
+            segment = self._segment(kind, nbytes, pool, home)
         except OSError as exc:  # somebody else took the memory since we looked
             free = min(limit.free_nbytes for limit in headroom.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
@@ -305,13 +308,30 @@ class Regions:
             raise CapacityError(f"a node can have {MAX_SEGMENTS} segments, this one has {len(self._chunks)}: "
                                 "declare fewer, larger tensors (or groups)")
 
-    def _require(self, nbytes: int, purpose: str) -> None:
+    def _of_pool(self, nbytes: int, pool: bool, taken_nbytes: int = 0) -> int:
+        """Return what a segment of *nbytes* takes of the pool of huge pages, where *taken_nbytes* are spoken for."""
+        return pool_nbytes(nbytes, taken_nbytes) if self._huge_pages and pool else 0
+
+    def _segment(self, kind: str, nbytes: int, pool: bool, home: int | None) -> Segment:
+        purpose, name = f"a segment for {kind}s", f"bpsfast-{kind}"
+        if self._of_pool(nbytes, pool):
+            self._require(nbytes, 0, purpose)
+            with contextlib.suppress(OSError):  # somebody else took it since we looked, or a cgroup bounds it
+                return self._homes.segment(home, nbytes, name=name, falls_back=False)
+        self._require(nbytes, nbytes, purpose)
+        return self._homes.segment(home, nbytes, name=name, huge=self._huge_pages, pool=False)
+
+    def _require(self, nbytes: int, ordinary_nbytes: int, purpose: str) -> None:
+        """Refuse *nbytes* more that cannot be had, of which *ordinary_nbytes* do not come from the pool of huge pages:
+        memory that the kernel has set aside for that does not count as available.
+        """
         if self._max_nbytes and self.nbytes + nbytes > self._max_nbytes:
             raise CapacityError(
                 f"{purpose} needs {nbytes} more bytes, but BPSFAST_MAX_BYTES={self._max_nbytes} leaves "
                 f"{max(0, self._max_nbytes - self.nbytes)} (segments hold {self.nbytes}): raise it, or push less"
             )
-        headroom.require(nbytes, purpose)
+        if ordinary_nbytes:
+            headroom.require(ordinary_nbytes, purpose)
         if self._registrar is not None:
             self._registrar.require(nbytes, purpose)
 

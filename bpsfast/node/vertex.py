@@ -41,7 +41,7 @@ _BLINK_S = 0.05
 #: A process that was killed ends at once, unless the kernel is in its way.
 _END_TIMEOUT_S = 5.0
 #: Counters of a wire that go on when another link takes its place.
-_ADDED_UP = ("bytes_sent", "bytes_received", "writes_sent", "writes_received")
+_ADDED_UP = ("bytes_sent", "bytes_received", "writes_sent", "writes_received", "writes_damaged")
 
 
 class Vertex:
@@ -224,7 +224,10 @@ class Vertex:
     def why_lost(self, index: int, code: int) -> str:
         """Return in words why the wire to node *index* was lost; *code* is that of EVENT_LOST."""
         link = wire(self.links.get(index))
-        return link.why(code) if link is not None else os.strerror(code)
+        if link is None:
+            return os.strerror(code)
+        n_damaged = self._moved.get(index, {}).get("writes_damaged", 0) + link.counters()["writes_damaged"]
+        return link.why(code) + (f"; damaged writes of this pair by now: {n_damaged}" if n_damaged else "")
 
     def fds_for(self, rank: LocalRank) -> tuple[int, int, int, int]:
         """Return what a rank gets when it is attached: lane, board, doorbell, the node's pidfd."""

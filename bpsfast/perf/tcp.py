@@ -122,7 +122,7 @@ class TcpEnd:
         landing = self._memory.address + self._stride
         for stream in self._streams:
             for slot in range(self._n_slots):
-                stream.bind(slot, landing, landing, nbytes)
+                stream.bind(slot, landing, landing, nbytes, next_round=0)
             if not self._started:
                 stream.start()
         self._started = True

@@ -10,9 +10,11 @@ another.
 """
 from __future__ import annotations
 
+from .epochs import Epochs
 from .links import Lane, Link, TalkingLink, WireLink, talking, wire
 from .peering import Peering, check, peers_of, shm_objection
 
 __all__ = [
-    "Lane", "Link", "Peering", "TalkingLink", "WireLink", "check", "peers_of", "shm_objection", "talking", "wire",
+    "Epochs", "Lane", "Link", "Peering", "TalkingLink", "WireLink", "check", "peers_of", "shm_objection", "talking",
+    "wire",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ..orchestration.handshakes import Door
 from ..orchestration.security import Greeted
 from . import tcp
+from .epochs import Epochs
 from .seals import Encryption
 
 log = logging.getLogger("bpsfast.node")
@@ -22,8 +23,8 @@ class DataPort:
 
     Parameters
     ----------
-    mine, epoch
-        This node's index, and the epoch that a dialler must know.
+    mine, epochs
+        This node's index, and the epochs of which a dialler must know the latest.
     came
         Called with (socket, greeted), in a thread of its own, once a connection has proven itself; the socket goes with
         it.
@@ -33,11 +34,11 @@ class DataPort:
         Which of this job's connections are encrypted.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, mine: int, epoch: int,
+    def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,
                  came: Callable[[socket.socket, Greeted], None], n_expected: int,
                  encryption: Encryption = Encryption.NONE) -> None:
         self._door = Door(
-            listener, lambda sock: tcp.accept(sock, key, mine=mine, epoch=epoch, encryption=encryption), came,
+            listener, lambda sock: tcp.accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), came,
             self._refused, lambda words: log.warning("data port: %s", words), n_expected,
             "bpsfast-data-port")
         self._lock = threading.Lock()

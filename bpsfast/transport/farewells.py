@@ -11,6 +11,7 @@ from ..orchestration.errors import BpsError
 from ..orchestration.messages import NodeInfo
 from ..orchestration.security import StreamHello
 from . import tcp
+from .epochs import Epochs
 from .reunion import FAREWELL
 from .seals import Encryption
 
@@ -30,13 +31,13 @@ class Farewells:
         Called when `said` or `are_taken` may have changed.
     """
 
-    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epoch: int, lease_s: float,
+    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, lease_s: float,
                  encryption: Encryption, begin: Callable[[Callable[[], None]], None],
                  notify: Callable[[], None]) -> None:
         self._me = me
         self._peers = peers
         self._key = key
-        self._epoch = epoch
+        self._epochs = epochs
         self._lease_s = lease_s
         self._encryption = encryption
         self._begin = begin
@@ -79,8 +80,8 @@ class Farewells:
     def _say(self, peer: NodeInfo) -> None:
         try:
             tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=FAREWELL,
-                        epoch=self._epoch, deadline=time.monotonic() + self._lease_s, pid=self._me.pid,
-                        encryption=self._encryption).close()
+                        epochs=self._epochs, deadline=time.monotonic() + self._lease_s, pid=self._me.pid,
+                        encryption=self._encryption)[0].close()
         except (BpsError, OSError) as exc:
             log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
         with self._lock:

@@ -20,6 +20,7 @@ from ..settings import Settings
 from ..trace.records import limits
 from . import pace, rdma, shm, tcp
 from .data_port import DataPort
+from .epochs import Epochs
 from .farewells import Farewells
 from .links import Link
 from .rdma import rendezvous
@@ -69,6 +70,8 @@ class Peering:
 
     Parameters
     ----------
+    epochs
+        Those that this node knows: they go on changing.
     me, nodes, lost
         This node, all of them in node order, and the indices of those who are not there.
     listener
@@ -80,7 +83,7 @@ class Peering:
     """
 
     def __init__(
-        self, settings: Settings, key: bytes, epoch: int, me: NodeInfo, nodes: Sequence[NodeInfo],
+        self, settings: Settings, key: bytes, epochs: Epochs, me: NodeInfo, nodes: Sequence[NodeInfo],
         listener: socket.socket, doorstep: shm.Doorstep, rails: rdma.Rails, notify: Callable[[], None],
         lost: Collection[int] = (), is_late: bool = False,
     ) -> None:
@@ -90,7 +93,8 @@ class Peering:
         self._settings = settings
         self._encryption = Encryption.of(settings)
         self._key = key
-        self._epoch = epoch
+        self._checks = settings.checksum == "on"
+        self._epochs = epochs
         self._me = me
         self._peers = {node.index: node for node in peers_of(me, nodes, lost)}
         self._first = frozenset(self._peers)  # those of the start
@@ -109,12 +113,14 @@ class Peering:
         self._closed = False
         self._taken: set[int] = set()
         self._threads: list[threading.Thread] = []
-        self._port = DataPort(listener, key, me.index, epoch, self._came, len(self._peers) * settings.n_connections,
+        self._port = DataPort(listener, key, me.index, epochs, self._came, len(self._peers) * settings.n_connections,
                               self._encryption)
-        self._reunions = Reunions(me, self._peers, key, epoch, settings.n_connections, settings.lease_s,
-                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption)
+        self._reunions = Reunions(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
+                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
+                                  self._checks)
         #: Who has said that all its ranks have left.
-        self.farewells = Farewells(me, self._peers, key, epoch, settings.lease_s, self._encryption, self._begin, notify)
+        self.farewells = Farewells(me, self._peers, key, epochs, settings.lease_s, self._encryption, self._begin,
+                                   notify)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
@@ -129,8 +135,14 @@ class Peering:
 
     def describe(self) -> dict[str, str]:
         """Return "node N" -> "transport: reason"."""
-        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{'; encrypted' if link.is_encrypted else ''}"
+        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{self._guard_of(link)}"
                 for index, link in sorted(self.links.items())}
+
+    def _guard_of(self, link: Link) -> str:
+        """Say what protects the bytes of *link*; "" if nothing does."""
+        if link.is_encrypted:
+            return "; encrypted"
+        return "; with checksums" if link.kind == "tcp" and self._checks else ""
 
     def expect(self, peer: NodeInfo) -> None:
         """Let *peer*, which comes late, connect from now on: `links` has it then."""
@@ -195,9 +207,10 @@ class Peering:
         patience_s = self._settings.lease_s / 4
         try:
             sock = tcp.reach_once(peer.address, patience_s)
-            hello = StreamHello(peer=self._me.index, stream=VISIT, epoch=self._epoch,
+            hello = StreamHello(peer=self._me.index, stream=VISIT, epoch=self._epochs.known,
                                 encrypted=self._encryption.covers(sock))
-            tcp.greet(sock, self._key, hello, peer.index, patience_s).close()
+            with sock:
+                tcp.prove_to(sock, self._key, hello, peer.index, patience_s, 0)  # alive in whatever epoch
         except ConnectionRefusedError:
             return "refused"
         except (BpsError, OSError) as exc:
@@ -284,7 +297,7 @@ class Peering:
         if not reason:
             try:
                 name = b"\0" + peer.shm_name.encode()
-                link = shm.connect(self._key, name, self._me.index, peer.index, self._epoch, self._doorstep,
+                link = shm.connect(self._key, name, self._me.index, peer.index, self._epochs.known, self._doorstep,
                                    self._left())
                 self.offer(link, "a memfd exchange over its local socket worked")
                 return
@@ -305,22 +318,23 @@ class Peering:
 
     def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
         link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
-                        n_streams=self._settings.n_connections, epoch=self._epoch, deadline=self._deadline,
+                        n_streams=self._settings.n_connections, epochs=self._epochs, deadline=self._deadline,
                         encryption=self._encryption)
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
         self._rails_towards(peer)  # without a device here nobody is bothered
-        sock = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=rendezvous.STREAM,
-                           epoch=self._epoch, deadline=self._deadline, encryption=self._encryption)
-        self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")
+        sock, epoch = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index,
+                                  number=rendezvous.STREAM, epochs=self._epochs, deadline=self._deadline,
+                                  encryption=self._encryption)
+        self.offer(self._meet(sock, peer, epoch), f"a first write passed both ways; {reason}")
 
-    def _meet(self, sock: socket.socket, peer: NodeInfo) -> rdma.RdmaLink:
+    def _meet(self, sock: socket.socket, peer: NodeInfo, epoch: int) -> rdma.RdmaLink:
         settings = self._settings
         tcp.end_when_silent(sock, settings.lease_s)
         return rendezvous.meet(
             sock, peer.index, lambda: self._rails_towards(peer), n_pairs=self._rails.n_pairs,
-            n_nodes=self._n_nodes_with(peer.index), epoch=self._epoch, n_slots=MAX_PARTS, limits=limits(settings),
+            n_nodes=self._n_nodes_with(peer.index), epoch=epoch, n_slots=MAX_PARTS, limits=limits(settings),
             deadline=self._deadline)
 
     def _rails_towards(self, peer: NodeInfo) -> list[rdma.rails.Rail]:
@@ -337,7 +351,7 @@ class Peering:
 
     def _equip(self, link: tcp.TcpLink) -> tcp.TcpLink:
         settings = self._settings
-        link.n_nodes, link.epoch = self._n_nodes_with(link.index), self._epoch
+        link.n_nodes, link.checks = self._n_nodes_with(link.index), self._checks
         link.send_buffer_nbytes = settings.tcp_sndbuf_bytes
         link.n_streams = settings.tcp_streams
         link.limits = limits(settings)
@@ -397,12 +411,12 @@ class Peering:
             self._reunions.came(sock, greeted)
             return
         if hello.stream == rendezvous.STREAM:
-            self._accept_rdma(sock, hello.peer)
+            self._accept_rdma(sock, hello.peer, hello.epoch)
             return
         with self._lock:
-            half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer))
+            half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer, epoch=hello.epoch))
             if (self._closed or hello.peer not in self._peers or hello.stream in half.sockets
-                    or hello.peer in self.links):
+                    or hello.epoch != half.epoch or hello.peer in self.links):
                 log.log(self._refusal_level, "refused stream %d of node %d: not expected", hello.stream, hello.peer)
                 sock.close()
                 return
@@ -422,8 +436,8 @@ class Peering:
         """Of log lines: a node that ends may be met by others that do not know it yet."""
         return logging.INFO if self._closed else logging.WARNING
 
-    def _accept_rdma(self, sock: socket.socket, index: int) -> None:
-        """Meet a node that wants RDMA. If that cannot be, it comes again by tcp."""
+    def _accept_rdma(self, sock: socket.socket, index: int, epoch: int) -> None:
+        """Meet a node that wants RDMA, in the epoch that it has said. If that cannot be, it comes again by tcp."""
         peer = self._peers.get(index)
         if self._closed or peer is None or index in self.links:
             log.log(self._refusal_level, "refused a connection for RDMA of node %d: not expected", index)
@@ -432,7 +446,7 @@ class Peering:
         self._meetings[index] = threading.current_thread()
         reason = shm_objection(self._settings) or "it found no shared memory with this node"
         try:
-            self.offer(self._meet(sock, peer), f"a first write passed both ways; {reason}")
+            self.offer(self._meet(sock, peer, epoch), f"a first write passed both ways; {reason}")
         except (BpsError, OSError) as exc:
             try:
                 self._objections[index] = self._without_rdma(peer, reason, exc)

@@ -7,10 +7,11 @@
     tell     first the node that was dialled, then the other: what each of them awaits, part by part
 
 Both have parted before either says what it awaits, so that is all there is to write again. A connection of a link with
-a lower number than the newest is refused: an attempt that is late harms nobody. A peer that does not answer is tried
-again for `lease_s`. So is one that refuses: the end of its process looks like a firewall whose rules are changing. But
-that it does is said at once (`refused`), for the scheduler may know more: if it does not hear that node either, both
-signs together are the end.
+a lower number than the newest is refused: an attempt that is late harms nobody. So is one of an epoch that is over
+here: a peer that belongs to the job knows the next one already, or soon, and tries again (`epochs`). A peer that does
+not answer is tried again for `lease_s`. So is one that refuses: the end of its process looks like a firewall whose
+rules are changing. But that it does is said at once (`refused`), for the scheduler may know more: if it does not hear
+that node either, both signs together are the end.
 """
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from ..orchestration.messages import NodeInfo
 from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
 from ..pyx.seal import RECORD_NBYTES, TAG_NBYTES
+from ..pyx.tcp import crc32c
 from . import tcp
+from .epochs import Epochs
 from .seals import Encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
@@ -69,6 +72,7 @@ class _Pair:
     over: int = -1
     newest: int = 0
     half: dict[int, tuple[socket.socket, bytes]] = field(default_factory=dict)
+    epoch: int = 0  # of `half`
     called: bool = False
     gone: str = ""
     heard: float = 0.0
@@ -80,7 +84,7 @@ class Reunions:
 
     Parameters
     ----------
-    me, peers, key, epoch
+    me, peers, key, epochs
         As of `Peering`.
     n_streams
         Of each link.
@@ -91,17 +95,17 @@ class Reunions:
         order, one at a time.
     notify
         Called from any thread when `called`, `refused` or `gone` has changed.
-    encryption
-        Which links are encrypted.
+    encryption, checks
+        Which links are encrypted, and whether what travels over the others has checksums.
     """
 
-    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epoch: int, n_streams: int,
+    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, n_streams: int,
                  lease_s: float, patience_s: float, offer: Callable[[tcp.TcpLink], None], drop: Callable[[int], None],
-                 notify: Callable[[], None], encryption: Encryption = Encryption.NONE) -> None:
+                 notify: Callable[[], None], encryption: Encryption = Encryption.NONE, checks: bool = False) -> None:
         self._me = me
         self._peers = peers
         self._key = key
-        self._epoch = epoch
+        self._epochs = epochs
         self._n_streams = n_streams
         self._lease_s = lease_s
         self._patience_s = patience_s
@@ -109,6 +113,7 @@ class Reunions:
         self._drop = drop
         self._notify = notify
         self._encryption = encryption
+        self._checks = checks
         self._pairs = {index: _Pair() for index in peers}
         self._refused: set[int] = set()
         self._changed = threading.Condition()
@@ -190,7 +195,7 @@ class Reunions:
                 if index < self._me.index:
                     self._dial(peer, pair, awaited)
                 else:
-                    self._connect(peer, pair, KNOCK, pair.over)[0].close()
+                    self._connect(peer, pair, KNOCK, pair.over, self._epochs.known)[0].close()
                 refused_at = float("inf")
             except (BpsError, OSError) as exc:
                 why, now = str(exc), time.monotonic()
@@ -220,14 +225,16 @@ class Reunions:
             pair.gone = why
         self._notify()
 
-    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int) -> tuple[socket.socket, bytes]:
+    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int,
+                 epoch: int) -> tuple[socket.socket, bytes]:
         left_s = self._lease_s - (time.monotonic() - pair.heard)
         sock = tcp.reach_once(peer.address, min(_CONNECT_S, max(_PAUSE_S, left_s)))
-        hello = StreamHello(peer=self._me.index, stream=stream, epoch=self._epoch, link=number,
+        hello = StreamHello(peer=self._me.index, stream=stream, epoch=epoch, link=number,
                             encrypted=self._encryption.covers(sock))
         try:
             with self._at_work(sock):
-                secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s))
+                secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s),
+                                      self._epochs.least_of(peer.index))
         except BaseException:
             sock.close()
             raise
@@ -238,11 +245,11 @@ class Reunions:
         with self._changed:
             pair.newest += 1
             number = pair.newest
-        link = tcp.TcpLink(peer.index, number=number)
+        link = tcp.TcpLink(peer.index, number=number, epoch=self._epochs.known, checks=self._checks)
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             for stream in range(self._n_streams):
-                sock, secret = self._connect(peer, pair, stream, number)
+                sock, secret = self._connect(peer, pair, stream, number, link.epoch)
                 link.take(stream, sock, seals_of(secret, dialled=True) if self._encryption.covers(sock) else None)
             try:
                 link.awaited_there = self._told(link)
@@ -284,14 +291,15 @@ class Reunions:
                 self._close_half(pair)
                 self._changed.notify_all()  # an answer to the dial before it is not worth waiting for
             if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
-                    or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams):
+                    or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams
+                    or (pair.half and hello.epoch != pair.epoch)):
                 log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
                 sock.close()
                 return
-            pair.half[hello.stream] = sock, greeted.secret
+            pair.half[hello.stream], pair.epoch = (sock, greeted.secret), hello.epoch
             if len(pair.half) < self._n_streams:
                 return
-            link = tcp.TcpLink(hello.peer, number=hello.link)
+            link = tcp.TcpLink(hello.peer, number=hello.link, epoch=hello.epoch, checks=self._checks)
             for stream, (each, secret) in pair.half.items():
                 link.take(stream, each, seals_of(secret, dialled=False) if self._encryption.covers(each) else None)
             pair.half = {}
@@ -370,7 +378,7 @@ def _said(link: tcp.TcpLink, data: bytes) -> bytes:
     """Return *data* as it travels over the first stream of *link*, before that is handed over."""
     seals = link.seals.get(0)
     if seals is None:
-        return data
+        return data + crc32c(data).to_bytes(4, "little") if link.checks else data
     pieces = range(0, len(data), RECORD_NBYTES)
     return b"".join(seals.out.close(data[begin:begin + RECORD_NBYTES]) for begin in pieces)
 
@@ -379,7 +387,10 @@ def _heard(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
     """Return what the other side has `_said`, of *nbytes*; raises `ProtocolError` if somebody else has."""
     seals = link.seals.get(0)
     if seals is None:
-        return _receive(sock, nbytes)
+        data = _receive(sock, nbytes)
+        if link.checks and crc32c(data) != int.from_bytes(_receive(sock, 4), "little"):
+            raise ProtocolError(f"what node {link.index} has said was changed on its way: its checksum is another one")
+        return data
     try:
         return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
                         for begin in range(0, nbytes, RECORD_NBYTES))

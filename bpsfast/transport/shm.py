@@ -30,6 +30,7 @@ from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 from ..orchestration.unreadable import UNREADABLE
 from ..pyx import ring
 from ..pyx.pages import Segment
+from .epochs import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
@@ -222,18 +223,20 @@ def check(job_key: bytes, hello: PeerHello, link: Channel) -> None:
         raise ProtocolError(f"process {link.peer[0]} has another job key")
 
 
-def welcome(job_key: bytes, hello: PeerHello, link: Channel, mine: int, epoch: int, doorstep: Doorstep) -> Segment:
+def welcome(job_key: bytes, hello: PeerHello, link: Channel, mine: int, epochs: Epochs, doorstep: Doorstep) -> Segment:
     """Answer *hello* on *link* with a new lane and return that lane; raises `BpsError` if it is not for us.
 
     The connector's `PeerLane` completes the pair: pass it to `complete`.
     """
     check(job_key, hello, link)
-    if (hello.version, hello.target, hello.epoch) != (messages.VERSION, mine, epoch):
-        raise ProtocolError(f"this is node {mine} (version {messages.VERSION}, epoch {epoch}), not node "
+    least = epochs.least_of(hello.source)
+    if (hello.version, hello.target) != (messages.VERSION, mine) or hello.epoch < least:
+        raise ProtocolError(f"this is node {mine} (version {messages.VERSION}, epoch {least} or later), not node "
                             f"{hello.target} (version {hello.version}, epoch {hello.epoch})")
     lane = doorstep.lane()
     pid = os.getpid()
-    answer = PeerWelcome(pid=pid, proof=security.prove(job_key, *_answer(mine, hello.source, epoch, pid, hello.pid)))
+    answer = PeerWelcome(pid=pid, proof=security.prove(job_key, *_answer(mine, hello.source, hello.epoch, pid,
+                                                                    hello.pid)))
     link.post(answer, doorstep.fds(lane))
     return lane
 

@@ -21,6 +21,7 @@ from ..pyx.engine import Engine
 from ..pyx.ring import MAX_PARTS
 from ..pyx.tcp import Stream
 from ..trace.records import Limits
+from .epochs import Epochs
 from .pace import Paces
 from .seals import Encryption, Seals, seals_of
 
@@ -31,6 +32,8 @@ CHALLENGE_TIMEOUT_S = 5.0
 #: machines they also have to cover the round trip.
 _NEAR_BUFFER_NBYTES = 128 << 10
 _FAR_BUFFER_NBYTES = 512 << 10
+#: Linux probes no less often (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
+_MOST_KEEPALIVE_S = 32_767
 
 
 def listen(host: str) -> socket.socket:
@@ -64,7 +67,8 @@ class TcpLink:
     *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *bound*: what is expected
     from the peer, as in `RdmaLink`. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
     *number*: which of the pair's links it is, *awaited_there*: what the peer has not got over those before. *seals*: of
-    the connections that are encrypted.
+    the connections that are encrypted. *checks*: writes over the others have checksums. *epoch*: the one that its
+    dialler has said.
     """
 
     index: int
@@ -77,6 +81,7 @@ class TcpLink:
     send_buffer_nbytes: int = 0
     limits: Limits = _UNTRACED
     paces: Paces | None = None
+    checks: bool = False
     n_streams: int = 0
     bound: dict[int, tuple[int, int, int, int, bool]] = field(default_factory=dict)
     number: int = 0
@@ -111,7 +116,7 @@ class TcpLink:
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
                             n_slots=self.n_slots, send_buffer_nbytes=nbytes,
                             **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
-                            seal_out=seal_out, seal_in=seal_in, keep=(engine, self.paces, seals))
+                            seal_out=seal_out, seal_in=seal_in, checks=self.checks, keep=(engine, self.paces, seals))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
         for part, bound in self.bound.items():
@@ -176,7 +181,8 @@ class TcpLink:
     def why(self, code: int) -> str:
         """Return in words why a stream was lost; *code* is the event's."""
         if code == errno.EBADMSG:
-            return "what came over it was not what the peer has sent: the network, or somebody in it, has changed it"
+            return ("what came over it was not what the peer has sent: its memory, its card, the network or somebody "
+                    "there has changed it")
         return os.strerror(code) if code else "closed"
 
     def lane_of(self, part: int) -> Stream:
@@ -212,22 +218,25 @@ class TcpLink:
             stream.close()
 
 
-def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoch: int, deadline: float,
+def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epochs: Epochs, deadline: float,
          encryption: Encryption = Encryption.NONE) -> TcpLink:
     """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
+
+    *epochs*: those that this node knows.
 
     Raises
     ------
     BpsError
         `StallError` when it could not be reached until *deadline* (monotonic seconds); `MismatchError` for
-        another job key or epoch.
+        another job key, or an epoch that is over.
     """
+    epoch = epochs.known
     link = TcpLink(peer, epoch=epoch)
     try:
         for number in range(n_streams):
             sock = _reach(address, peer, deadline)
-            hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, encrypted=encryption.covers(sock))
-            secret = prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()))
+            hello = security.StreamHello(peer=mine, stream=number, epoch=link.epoch, encrypted=encryption.covers(sock))
+            secret = prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))
             link.take(number, sock, seals_of(secret, dialled=True) if hello.encrypted else None)
     except BaseException:
         link.close()
@@ -235,53 +244,62 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
     return link
 
 
-def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoch: int, deadline: float,
-            pid: int = 0, encryption: Encryption = Encryption.NONE) -> socket.socket:
-    """Open one authenticated connection, the stream *number*; same errors as `dial`. *pid*: as in `StreamHello`.
+def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epochs: Epochs, deadline: float,
+            pid: int = 0, encryption: Encryption = Encryption.NONE) -> tuple[socket.socket, int]:
+    """Open one authenticated connection, the stream *number*; return it, and the epoch that it was opened in.
+
+    Same errors as `dial`. *pid*: as in `StreamHello`.
 
     *encryption*: of this job, on which both ends must agree. Nothing is sent over this connection that needs it.
     """
     sock = _reach(address, peer, deadline)
-    hello = security.StreamHello(peer=mine, stream=number, epoch=epoch, pid=pid, encrypted=encryption.covers(sock))
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epochs.known, pid=pid,
+                                 encrypted=encryption.covers(sock))
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
-    return greet(sock, key, hello, peer, max(0.1, deadline - time.monotonic()))
+    prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))
+    return sock, hello.epoch
 
 
 def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
-    """As `prove_to`; return *sock*."""
-    prove_to(sock, key, hello, peer, timeout_s)
+    """As `prove_to`, where that one is in this epoch, or a later one; return *sock*."""
+    prove_to(sock, key, hello, peer, timeout_s, hello.epoch)
     return sock
 
 
-def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> bytes:
+def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float,
+             least_epoch: int) -> bytes:
     """Prove to node *peer* at the other end of *sock* who we are, and have it do the same; return the secret of both.
+
+    That one has to know *least_epoch*, or a later one.
 
     Raises
     ------
     BpsError
-        `MismatchError` for another job key, node, epoch or `encrypted`; `StallError` after *timeout_s*. *sock* is
-        closed then.
+        `MismatchError` for another job key, node or `encrypted`, or an epoch that is over; `StallError` after
+        *timeout_s*. *sock* is closed then.
     """
     try:
         answer, secret = security.greet_acceptor(sock, key, CONTEXT, hello, timeout_s)
-        if (answer.peer, answer.epoch) != (peer, hello.epoch):
+        if answer.peer != peer or answer.epoch < least_epoch:
             host, port = sock.getpeername()[:2]
             raise MismatchError(f"{host}:{port} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
-                                f"epoch {hello.epoch}")
+                                f"epoch {least_epoch} or later")
     except BaseException:
         sock.close()
         raise
     return secret
 
 
-def accept(sock: socket.socket, key: bytes, *, mine: int, epoch: int,
+def accept(sock: socket.socket, key: bytes, *, mine: int, epochs: Epochs,
            encryption: Encryption = Encryption.NONE) -> security.Greeted:
     """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
     sock.setblocking(True)
-    greeted = security.greet_dialler(sock, key, CONTEXT, peer=mine, epoch=epoch, timeout_s=CHALLENGE_TIMEOUT_S,
+    greeted = security.greet_dialler(sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
                                      encrypted=encryption.covers(sock))
-    if greeted.hello.epoch != epoch:
-        raise MismatchError(f"node {greeted.hello.peer} dialled for epoch {greeted.hello.epoch}, this is epoch {epoch}")
+    hello, least = greeted.hello, epochs.least_of(greeted.hello.peer)
+    if hello.epoch < least:
+        raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, the job goes on in epoch {least}: it "
+                            "was left behind, or tries again once it knows")
     prepare(sock)
     return greeted
 
@@ -300,8 +318,8 @@ def end_when_silent(sock: socket.socket, lease_s: float) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(lease_s / 4)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(lease_s / 8)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(max(1, round(lease_s / 4)), _MOST_KEEPALIVE_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(max(1, round(lease_s / 8)), _MOST_KEEPALIVE_S))
 
 
 def reach_once(address: str, timeout_s: float) -> socket.socket:

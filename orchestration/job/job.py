@@ -361,7 +361,8 @@ class Job:
         return out
 
     def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
-        welcome = self._joinings.meets(sender, message, self.name, self._measuring.rates, self._generations.units)
+        welcome = self._joinings.meets(sender, message, self.name, self._losses.committed_epoch, self._measuring.rates,
+                                       self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
         return welcome + tuned + self._take_in(now)
 
@@ -431,7 +432,7 @@ class Job:
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
             fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round, is_short=is_short)
         self._losses = Losses(roster, self._generations, settings.start_timeout_s)
-        self._joinings = Joinings(roster, self._admission, FIRST_EPOCH, settings)
+        self._joinings = Joinings(roster, self._admission, settings)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster

@@ -41,16 +41,15 @@ class _Coming:
 
 
 class Joinings:
-    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing; *epoch*: that of connections.
+    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing.
 
     *settings* give how long each may take to be connected (`start_timeout_s`), how many helpers there may be
     (`most_helpers`), and for how long a dead one may count among them (`helper_lease_s`).
     """
 
-    def __init__(self, roster: Roster, admission: Admission, epoch: int, settings: JobSettings) -> None:
+    def __init__(self, roster: Roster, admission: Admission, settings: JobSettings) -> None:
         self._roster = roster
         self._admission = admission
-        self._epoch = epoch
         self._settings = settings
         self._timeout_s = settings.start_timeout_s
         self._coming: dict[int, _Coming] = {}
@@ -123,11 +122,11 @@ class Joinings:
         """Whether node *index* is a newcomer that is not taken in."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.Meets, job: str, rates: Sequence[float],
+    def meets(self, sender: bytes, message: m.Meets, job: str, epoch: int, rates: Sequence[float],
               units: Sequence[m.UnitPlan]) -> Outgoing:
         """Take the word of a node that it expects a newcomer, or is connected to it.
 
-        *job*: its name; *rates*: of NICs, by node; *units*: what is summed.
+        *job*: its name; *epoch*: the last one that was committed; *rates*: of NICs, by node; *units*: what is summed.
         """
         coming = self._coming.get(message.node)
         if coming is None:
@@ -140,7 +139,7 @@ class Joinings:
         nodes = tuple(msgspec.structs.replace(node, nic_rate_bytes=rates[node.index], probes=False)
                       for node in self._roster.nodes)
         return [(self._roster.senders[message.node], m.Welcome(
-            index=message.node, epoch=self._epoch, nodes=nodes, is_late=True, job=job,
+            index=message.node, epoch=epoch, nodes=nodes, is_late=True, job=job,
             lost=tuple(sorted(self._roster.lost)), joining=tuple(sorted(self._roster.joining - {message.node})),
             kinds=tuple(sorted({(unit.dtype, unit.op) for unit in units})),
             share_nbytes=self._share_nbytes(nodes[message.node], nodes, units)))]

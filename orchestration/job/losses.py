@@ -33,6 +33,8 @@ class Losses:
         self._generations = generations
         self._timeout_s = timeout_s
         self._epoch = FIRST_EPOCH
+        #: The last epoch that was committed: what connections of nodes that come late begin with.
+        self.committed_epoch = FIRST_EPOCH
         self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a change began
         #: By a node with ranks, and a helper that has called it lost: when, and why.
         self._doubts: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
@@ -76,7 +78,7 @@ class Losses:
     def resume(self, now: float, past: Past) -> Outgoing:
         """Go on where another scheduler has left off: with a recovery, if one was under way or somebody is lost by now.
         """
-        self._epoch = past.epoch
+        self._epoch = self.committed_epoch = past.epoch  # if it was not committed, a next one comes before any newcomer
         if not past.absent and not past.frozen:
             return []
         names = ", ".join(map(self._roster.describe_node, sorted(self._roster.lost)))
@@ -161,7 +163,7 @@ class Losses:
         recovery = self.recovery
         if recovery is None or not recovery.ready(node, generation):
             return []
-        self.recovery = None
+        self.recovery, self.committed_epoch = None, recovery.epoch
         self._owed -= recovery.joined
         return self._to_all(self._generations.succeeded(recovery.units, recovery.successions))
 

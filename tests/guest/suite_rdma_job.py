@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bpsfast.transport.rdma import budget
 from tests import lossy_training
 from tests.editions import editions
 from tests.guest import spare_device
@@ -23,6 +24,7 @@ from tests.guest.training import (
     N_STEPS,
     SHAPES,
     push_in_other_ways,
+    push_many_partitions,
     push_until_it_fails,
     push_until_it_goes_by_tcp,
     train,
@@ -282,6 +284,23 @@ def test_the_job_goes_on_by_rdma_when_a_helper_is_lost_and_every_sum_is_right(tm
         assert [outcome.text or outcome.value for outcome in job.outcomes(400)] == [[], []]
         assert [recoveries for recoveries, _ in job.run(lossy_training.counts, timeout_s=100)] == [1, 1]
         job.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["auto", "rdma"])
+def test_more_partitions_than_a_queue_pair_holds_go_by_tcp_or_are_refused_in_words(transport, tmp_path):
+    said, n = tmp_path / "said", budget.RECEIVES + 10
+    with errors_into(said), running(ranks=(1, 1), transport=transport, partition_bytes=4096, fusion_bytes=0) as job:
+        job.begin(push_many_partitions, n, 4096)
+        for index, outcome in enumerate(job.outcomes(timeout_s=400)):
+            if transport == "rdma":
+                assert outcome.error == "CapacityError" and "Raise BPSFAST_RDMA_QUEUE_PAIRS" in outcome.text, outcome
+            else:
+                assert not outcome.error, outcome
+                assert [after[f"transport_{1 - index}"] for after in outcome.value] == [3, 2, 2]
+        job.close()
+    reached = said.read_text().count("is reached by tcp from now on, not by rdma: ")
+    assert reached == (2 if transport == "auto" else 0), said.read_text()
 
 
 def packets(device: str) -> int:

@@ -53,6 +53,20 @@ def push_in_other_ways() -> list[bytes]:
     return found
 
 
+def push_many_partitions(n: int, partition_nbytes: int) -> list[dict[str, Any]]:
+    """Run on a rank: push a little, then *n* partitions at once, and check the sums; return the counters after each."""
+    rank, found = bpsfast.rank(), []
+    for name, n_partitions in (("few", 2), ("many", n), ("few", 2)):
+        pattern = np.arange(n_partitions * partition_nbytes // 4, dtype="f4") % 1000
+        for step in range(2):
+            total = bpsfast.push_pull(pattern * (step + rank), name=name, average=False)
+            assert (total == pattern * (2 * step + 1)).all(), (name, step)
+        bpsfast.barrier()
+        found.append(bpsfast.counters())
+        bpsfast.barrier()
+    return found
+
+
 def push_until_it_fails(n: int) -> str:
     """Run on a rank: push_pull until the job is broken; return the error."""
     array = np.ones(1 << 20, "f4")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from . import budget, failure, link, offer, rails, rendezvous
 from .failure import NoDeviceError, NoRdmaError
-from .link import RdmaLink
+from .link import LaneFullError, RdmaLink
 from .offer import PeerSlots
 from .rails import Rails
 
 __all__ = [
-    "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link", "offer",
-    "rails", "rendezvous",
+    "LaneFullError", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link",
+    "offer", "rails", "rendezvous",
 ]

@@ -28,6 +28,14 @@ from .rails import Rail
 log = logging.getLogger("bpsfast.node")
 
 
+class LaneFullError(CapacityError):
+    """The queue pair of a partition to node `index` holds no more; over tcp there is no such limit."""
+
+    def __init__(self, index: int, text: str) -> None:
+        super().__init__(text)
+        self.index = index
+
+
 @dataclass
 class Way:
     """One queue pair over one rail, and its native lane. The link's own."""
@@ -110,7 +118,7 @@ class RdmaLink:
         Raises
         ------
         CapacityError
-            If no queue holds one more slot, or the device no message of this size.
+            If the device sends no message of this size; `LaneFullError` if the queue pair holds no more slots.
         """
         if self.fenced:
             self._anew[part] = first_round
@@ -127,8 +135,8 @@ class RdmaLink:
                 raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
                                     f"{way.rail.name}: {exc.strerror}") from exc
             limits = way.rail.attributes
-            raise CapacityError(
-                f"partition {part} is one too many for its queue pair to node {self.index}: {exc.strerror} "
+            raise LaneFullError(
+                self.index, f"partition {part} is one too many for its queue pair to node {self.index}: {exc.strerror} "
                 f"({way.rail.name} has max_qp_wr={limits['max_qp_wr']}, and max_cqe={limits['max_cqe']} for all peers; "
                 f"there are {len(self._ways)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
                 "BPSFAST_PARTITION_BYTES or BPSFAST_FUSION_BYTES so that there are fewer partitions") from exc
@@ -206,8 +214,11 @@ class RdmaLink:
         return {part: self.next_round(part) for part in tuple(self.bound)}
 
     def counters(self) -> dict[str, int]:
-        """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways."""
-        total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways)}
+        """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways.
+
+        No write is damaged: cards check what they receive, and ask for it again.
+        """
+        total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways), "writes_damaged": 0}
         for way in self._ways:
             for name, value in way.lane.counters().items():
                 total[name] = total.get(name, 0) + value
