@@ -266,7 +266,7 @@ def test_a_name_that_is_not_found_is_looked_up_again_and_named_in_the_end(resolv
     while resolver.asked < 3:
         assert time.monotonic() < until
         named.tick(time.monotonic() % 50.0)
-    with pytest.raises(StallError, match="the name 'scheduler.example' was not resolved"):
+    with pytest.raises(StallError, match=r"the name 'scheduler\.example' was not resolved"):
         named.tick(60.0)
 
 
