@@ -263,8 +263,8 @@ def on_machines(folder: Path, vias: list[list[str]], master_addr: str, **setting
     """
     folder.mkdir()
     started = [subprocess.Popen([*via, sys.executable, "-c", _PRINTS_PLACE, str(folder), str(rank), str(len(vias)),
-                                 master_addr, json.dumps(settings if rank == 0 else {})], stdout=subprocess.PIPE,
-                                text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+                                 master_addr, json.dumps({"job_key": KEY} | (settings if rank == 0 else {}))],
+                                stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
                for rank, via in enumerate(vias)]
     try:
         return [json.loads(each.communicate(timeout=60)[0]) for each in started]
