@@ -34,7 +34,7 @@ WORDS = {
     USAGE: "an option or a setting is wrong: the last line names it",
     ENVIRONMENT: "the machine lacks what the command needs: a device, a library, a permission, memory",
     TIMEOUT: "something did not answer in time",
-    LEFT_BEHIND: "of a helper: it was lost to its job, which goes on without it",
+    LEFT_BEHIND: "of a helper: its job has lost or refused it, and goes on without it",
     ABORTED: "of a node or scheduler: another process failed first and ended the job; the last line names it",
 }
 #: What `bpsfast run` ends with where it is not a process's own code; beside 128 + N, see `words_of`.

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.exit_codes import LEFT_BEHIND
 from tests.lossy_training import changes, joined, received, train, until_step
 
 #: Ranks of each machine, as the job has them.
@@ -85,7 +86,7 @@ def test_a_helper_of_another_setting_is_refused_and_the_job_goes_on(job):
     machines = SHAPES[1, 1]
     started = job((1, 1), helpers=1, max_helpers=2, transport="tcp", placement="ps", partition_bytes=65536)
     started.add("helper 1", BPSFAST_TRANSPORT="auto")
-    assert started.daemons.pop("helper 1").wait(60) == 1
+    assert started.daemons.pop("helper 1").wait(60) == LEFT_BEHIND
     assert started.run(train, machines, 0, 5) == [[]] * 2
 
 
@@ -96,7 +97,7 @@ def test_a_helper_that_was_not_asked_for_is_refused_and_the_job_goes_on(job, tmp
     started.begin(train, machines, 0, 40, str(path))
     until_step(path, 5)
     started.add("helper 1")
-    assert started.daemons.pop("helper 1").wait(60) == 1
+    assert started.daemons.pop("helper 1").wait(60) == LEFT_BEHIND
     assert all_right(started) and started.run(joined) == [0, 0]
     started.lose("helper 0")
     started.add("helper 0")

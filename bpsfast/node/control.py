@@ -462,7 +462,9 @@ class Node:
             self._plans.commit(message)
 
     def _on_refuse(self, message: messages.Refuse) -> None:
-        self.fail(error_of(message.error, message.reason), tell=False)
+        # A refused helper is no loss to the job, which goes on without it; with a node with ranks it cannot begin.
+        is_helper = not self._home.ranks and self._settings.local_size <= 0
+        self.fail(error_of(message.error, message.reason), tell=False, code=LEFT_BEHIND if is_helper else None)
 
     def _on_abort(self, message: messages.Abort) -> None:
         error = error_of(message.error, message.reason)

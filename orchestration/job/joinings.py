@@ -105,7 +105,8 @@ class Joinings:
         helpers = self._helpers()
         have = f"has {len(helpers)} of them ({', '.join(map(self._roster.describe_node, helpers))})" if helpers else \
             "has none"
-        return ConfigError(f"the job expects at most {self._settings.most_helpers} helpers and {have}: the node on "
+        most = self._settings.most_helpers
+        return ConfigError(f"the job expects at most {most} helper{'s' * (most != 1)} and {have}: the node on "
                            f"host {join.host} (pid {join.pid}) is one too many. To let helpers come later, start the "
                            "job with BPSFAST_MAX_HELPERS set to the most there may be")
 
