@@ -69,7 +69,7 @@ def test_pasted_lines(line: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("RD22", "did you mean RD2"), ("RETRY_EXCEEDED", "did you mean IBV_WC_RETRY_EXC_ERR?"),
+    ("RD29", "did you mean RD2"), ("RETRY_EXCEEDED", "did you mean IBV_WC_RETRY_EXC_ERR?"),
     ("ETIMEOUT", "did you mean ETIMEDOUT?"), ("CapacityErr", "did you mean CapacityError?"),
     ("nonsense", "it takes RD01 to RD22"), ("999999", "it takes RD01"),
 ])
