@@ -113,6 +113,23 @@ def test_who_has_proved_the_key_may_say_much(server, member):
     assert server.keeper.n_cut == 0
 
 
+def test_a_member_is_no_stranger_because_its_first_message_was_not_read_yet(server, member):
+    """As when all nodes of a job come back at once, each with an account of some MB."""
+    member.send(b"first")
+    member.send(bytes(8 << 20))
+    poller = zmq.Poller()
+    poller.register(server.socket, zmq.POLLIN)
+    assert poller.poll(1000 * LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while not any(map(server.keeper._says_too_much, server.keeper._limiter)):  # before anything is read
+        assert time.monotonic() < deadline
+        server.keeper.look()
+    server.keeper.look()
+    assert server.keeper.n_cut == 0 and server.keeper.n_strangers == 1
+    server.until(lambda: len(server.received) == 2)
+    assert server.keeper.n_cut == 0 and server.keeper.n_known == 1
+
+
 def test_of_too_many_strangers_the_oldest_go_and_a_member_comes_in(server, member):
     with contextlib.ExitStack() as stack:
         strangers = []
