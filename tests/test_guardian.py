@@ -13,7 +13,8 @@ import pytest
 from bpsfast.launch import owner
 
 _LAUNCHER = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever runs the tests (nohup) may ignore it
 from bpsfast.launch.child import Command, Kind
 from bpsfast.launch.supervisor import Limits, Supervisor
 print("launcher", os.getpid(), flush=True)
