@@ -26,7 +26,7 @@ _SEVERAL = [name for name in recorded_environment.names() if len(recorded_enviro
 _as_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 #: Trains until the file exists that is its argument, and prints whether all sums were right.
-_TRAINS = """
+TRAINS = """
 import os, sys, numpy as np, bpsfast
 bpsfast.init()
 size, right = bpsfast.size(), True
@@ -40,7 +40,7 @@ while True:
 print("right" if right else "wrong", flush=True)
 bpsfast.shutdown()
 """
-_TRAINS_BY_STORE = """
+_BY_STORE = """
 import os, sys, torch, torch.distributed as dist
 import bpsfast.torch.backend
 dist.init_process_group("bpsfast")
@@ -56,7 +56,7 @@ print("right" if right else "wrong", flush=True)
 dist.destroy_process_group()
 """
 #: Tries every key that it can derive at the scheduler's address until each connection is ended by the other side.
-_STRANGER = """
+STRANGER = """
 import json, os, sys, time
 from bpsfast.launch import roles
 from bpsfast.launch.machine_secret import machine_secret
@@ -157,10 +157,10 @@ def test_a_stranger_with_all_variables_but_the_key_is_refused(name, tmp_path):
                 environ = environ | {"HOSTNAME": next(full for full, each in recorded.machines.items()
                                                       if each == rank.machine)}
             job.start(rank.machine, ["sh", "-c", f"mount --bind {hosts} /etc/hosts && exec \"$@\"", "sh",
-                                     sys.executable, "-c", _TRAINS, str(tmp_path / "stop")], environ)
+                                     sys.executable, "-c", TRAINS, str(tmp_path / "stop")], environ)
             if rank is recorded.ranks[0]:
                 address = _scheduler(environ, cluster, numbers)
-        assert job.outlives([sys.executable, "-c", _STRANGER, address], {}) == "refused 2\n"
+        assert job.outlives([sys.executable, "-c", STRANGER, address], {}) == "refused 2\n"
 
 
 @pytest.mark.slow
@@ -178,11 +178,11 @@ def test_a_stranger_beside_byteps_style_roles_is_refused(tmp_path):
         for each in others:
             stack.callback(lambda each=each: each.poll() is None and each.kill())
         for number in range(2):
-            job.start(number, [sys.executable, "-c", _TRAINS, str(tmp_path / "stop")],
+            job.start(number, [sys.executable, "-c", TRAINS, str(tmp_path / "stop")],
                       common | {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(number), "BYTEPS_LOCAL_RANK": "0",
                                 "BYTEPS_LOCAL_SIZE": "1"})
         address = f"{cluster['m0'].address}:9000"
-        assert job.outlives([sys.executable, "-c", _STRANGER, address], {}) == "refused 2\n"
+        assert job.outlives([sys.executable, "-c", STRANGER, address], {}) == "refused 2\n"
         for each in others:
             assert each.wait(_TIMEOUT_S) == 0, each.stderr.read()
 
@@ -210,7 +210,7 @@ def test_a_stranger_who_reads_the_store_of_a_process_group_is_refused(tmp_path):
         common = {"MASTER_ADDR": cluster["m0"].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2",
                   "BPSFAST_JOB_KEY": recorded_environment.KEY}
         for rank in range(2):
-            job.start(rank, [sys.executable, "-c", _TRAINS_BY_STORE, str(tmp_path / "stop")],
+            job.start(rank, [sys.executable, "-c", _BY_STORE, str(tmp_path / "stop")],
                       common | {"RANK": str(rank)})
         reads = [sys.executable, "-c", _READS_STORE, cluster["m0"].address, "29500"]
         script = f"""
@@ -220,7 +220,7 @@ address = re.search(r'"scheduler":"([^"]+)"', text)[1]
 words = sorted(set(re.findall(r'"((?:[0-9a-f][0-9a-f])+)"', text)))
 assert {recorded_environment.KEY!r} not in text and words
 print(len(words), flush=True)
-sys.exit(subprocess.run([sys.executable, "-c", {_STRANGER!r}, address, *[w for w in words if len(w) >= 32]]).returncode)
+sys.exit(subprocess.run([sys.executable, "-c", {STRANGER!r}, address, *[w for w in words if len(w) >= 32]]).returncode)
 """
         assert re.search(r"refused \d+", job.outlives([sys.executable, "-c", script], {}))
 
@@ -232,7 +232,7 @@ def test_a_process_group_over_two_machines_without_a_key_ends_in_words(tmp_path)
     pytest.importorskip("torch")
     with Cluster(2) as cluster, contextlib.ExitStack() as stack:
         job = Job(cluster, stack, tmp_path, "m1")
-        ranks = [job.start(rank, [sys.executable, "-c", _TRAINS_BY_STORE, str(tmp_path / "stop")],
+        ranks = [job.start(rank, [sys.executable, "-c", _BY_STORE, str(tmp_path / "stop")],
                            {"MASTER_ADDR": cluster["m0"].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2",
                             "RANK": str(rank)}) for rank in range(2)]
         for each in ranks:

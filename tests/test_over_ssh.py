@@ -18,6 +18,7 @@ from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError
 from tests import ssh_jobs
 from tests.ssh_jobs import DIGEST, OVER_SSHD, WAIT, digests, is_empty
+from tests.test_keyless import STRANGER, TRAINS
 
 shared_hosts, hosts, trainer = ssh_jobs.shared_hosts, ssh_jobs.hosts, ssh_jobs.trainer
 
@@ -122,6 +123,23 @@ class TestJobs:
             assert not [argv for argv in in_environment if argv.startswith(b"ssh ") or b"bpsfast agent" in argv]
             launcher.send_signal(signal.SIGTERM)
             launcher.communicate(timeout=30)
+        assert is_empty(hosts)
+
+    def test_a_stranger_on_a_third_host_is_refused(self, hosts, trainer, tmp_path):
+        """The launcher has drawn a key; the stranger knows where the scheduler listens, and all that follows."""
+        stop = tmp_path / "stop"
+        program = trainer("import os; print('at', os.environ['BPSFAST_SCHEDULER'], flush=True)\n" + TRAINS)
+        with hosts.launch("run", "-H", "gpu1,gpu2", *program, str(stop)) as launcher:
+            said = iter(launcher.stdout.readline, "")
+            address = next(line.split()[-1] for line in said if " at " in line)
+            assert any("step" in line for line in said)
+            with hosts.cluster["cpu1"].popen([sys.executable, "-c", STRANGER, address], stdout=subprocess.PIPE,
+                                             stderr=subprocess.PIPE, text=True) as stranger:
+                out, err = stranger.communicate(timeout=90)
+            assert out == "refused 2\n", out + err
+            stop.touch()
+            out, err = launcher.communicate(timeout=90)
+            assert launcher.returncode == 0 and out.count("right") == 2, out + err
         assert is_empty(hosts)
 
     def test_this_machine_needs_no_ssh(self, trainer):
