@@ -119,9 +119,9 @@ cdef class Segment:
 
     Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if *pool* is
     set and it holds enough, which `page_nbytes` tells; else, if it *falls_back*, those that the kernel can make (Linux
-    6.1; where shmem_enabled in /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in now.
-    Pages are those of NUMA node *node* (-1: the one that touches them first) as long as that has some and mbind is not
-    refused, see `bind_errno`. The memory is zero. Any thread; the object owns descriptor and mapping.
+    6.1; where shmem_enabled in /sys/kernel/mm/transparent_hugepage is ``deny``, none). *populate* faults every page in
+    now. Pages are those of NUMA node *node* (-1: the one that touches them first) as long as that has some and mbind is
+    not refused, see `bind_errno`. The memory is zero. Any thread; the object owns descriptor and mapping.
 
     Raises
     ------
