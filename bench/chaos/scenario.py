@@ -44,6 +44,8 @@ LEASE_S = 3.0
 HELPER_LEASE_S = 1.0
 #: A firewall refuses for so long at most: more than a second, and less than the lease.
 MOST_REFUSED_S = 0.6 * LEASE_S
+#: And at least for so long: more than a heartbeat, so that something is there to be refused.
+LEAST_REFUSED_S = 0.25 * LEASE_S
 #: The job trains for so many steps after the one of the last fault.
 N_STEPS_AFTER = 10
 #: The role of what is no process, and of a helper of another version.
@@ -176,7 +178,8 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
         case "reset connections":
             return [Fault(step, delay_s, LINK, n_resets=chance.randint(1, 8))]
         case "refused data" | "refused control":
-            return [Fault(step, delay_s, LINK, chance.random() * MOST_REFUSED_S, refused=scenario.kind.split()[1])]
+            duration_s = chance.uniform(LEAST_REFUSED_S, MOST_REFUSED_S)
+            return [Fault(step, delay_s, LINK, duration_s, refused=scenario.kind.split()[1])]
         case "lost host":
             return [Fault(step, delay_s, LINK, for_good=True)]
         case "foreign helper":
