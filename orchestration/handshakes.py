@@ -223,6 +223,9 @@ class Door(Generic[Proof]):
     def _let_in(self, sock: socket.socket) -> None:
         thread = threading.Thread(target=self._receive, args=(sock,), name=f"{self._name}-handshake", daemon=True)
         with self._lock:
+            if self.is_closed:
+                sock.close()
+                return
             self._strangers.add(sock, source_of(sock), time.monotonic())
             self._threads = {each for each in self._threads if each.is_alive()} | {thread}
         try:
@@ -243,7 +246,9 @@ class Door(Generic[Proof]):
         self._rest(_RESPITE_S)
 
     def _rest(self, duration_s: float) -> None:
-        select.select([self._wake], [], [], duration_s)
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.poll(1000 * duration_s)
 
     # -- a thread for each connection ---------------------------------------------------------------------
 
@@ -261,6 +266,9 @@ class Door(Generic[Proof]):
             sock.close()
             return
         self._forget(sock)
+        if self.is_closed:
+            sock.close()
+            return
         self._came(sock, proof)
 
     def _forget(self, sock: socket.socket) -> None:

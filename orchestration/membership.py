@@ -61,6 +61,7 @@ class Membership:
         self._was_heard = False
         self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and what became of it
         self._last_known = host if is_address(host) else ""  # the scheduler's address
+        self._connected_to = ""
         self._lookup: Lookup | None = None
         self._look_at = now
         self._context = zmq.Context()
@@ -110,7 +111,9 @@ class Membership:
         if lookup is None:
             return
         try:
-            self._last_known = lookup.address(timeout_s)
+            first = lookup.address(timeout_s)
+            if self._connected_to not in lookup.addresses:  # a resolver may give several, in any order
+                self._last_known = first
         except OSError:
             if not lookup.done:
                 return

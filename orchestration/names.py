@@ -12,7 +12,7 @@ class Lookup:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._address = ""
+        self.addresses: list[str] = []  # those of IPv4 first; once it is `done`
         self._error: OSError | None = None
         self._done = threading.Event()
         threading.Thread(target=self._run, name="bpsfast-lookup", daemon=True).start()
@@ -34,13 +34,13 @@ class Lookup:
             raise TimeoutError(f"the resolver has not answered within {timeout_s:.3g} s")
         if self._error is not None:
             raise self._error
-        return self._address
+        return self.addresses[0]
 
     def _run(self) -> None:
         try:
             found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
             found.sort(key=lambda each: each[0] != socket.AF_INET)
-            self._address = str(found[0][4][0])
+            self.addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         except OSError as exc:
             self._error = exc
         except UnicodeError as exc:  # no name at all: a label that is empty, or too long

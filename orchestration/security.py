@@ -170,7 +170,7 @@ def _check_encrypted(peer: str, *, theirs: StreamHello, ours: StreamHello) -> No
         words = {True: "encrypted", False: "in the clear"}
         raise MismatchError(f"{peer} (number {theirs.peer}) wants a data connection {words[theirs.encrypted]}, this "
                             f"side (number {ours.peer}) {words[ours.encrypted]}: set BPSFAST_ENCRYPTION to the same on "
-                            "all machines")
+                            "all machines (to on or off if a proxy or tunnel is between, whose loopback one side sees)")
 
 
 def _counted(data: bytes) -> bytes:

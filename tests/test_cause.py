@@ -83,6 +83,23 @@ def test_whatever_the_others_do_about_it(how, others, wrapper, tmp_path):
     assert run(tmp_path, how, others, wrapper) == (_CODES[how], "rank 1")
 
 
+def test_a_second_job_of_a_process_is_reported_anew():
+    reports = end_reports.Reports()
+    environ = reports.environ(3)
+    words = ["joined", "told", "leaves", "left", "left", "joined", "leaves"]
+    for word in words:
+        end_reports.report(word, environ)
+    assert [each.word for each in reports.read()] == ["joined", "told", "leaves", "left", "joined", "leaves"]
+    reports.close()
+
+
+def test_nothing_is_reported_into_another_file(tmp_path):
+    """The number of a launcher in another PID namespace may be another process's here."""
+    with (tmp_path / "checkpoint").open("wb") as file:
+        end_reports.report("joined", {end_reports.VARIABLE: f"/proc/{os.getpid()}/fd/{file.fileno()}:1"})
+    assert not (tmp_path / "checkpoint").read_bytes()
+
+
 # -- without a job -----------------------------------------------------------------------------------------------------
 
 class Ended:

@@ -117,6 +117,8 @@ class Far:
         self.lost, self.processes = "", []
         self._after_s = after_s
 
+    is_silent = False
+
     def open(self, selector) -> None:
         pass
 

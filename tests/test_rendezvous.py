@@ -89,7 +89,7 @@ def test_a_given_key_is_not_in_the_store_and_each_job_has_its_own(tmp_path):
 
 
 def test_beyond_this_machine_a_key_is_needed_that_is_not_in_the_store(tmp_path):
-    there = {"scheduler": "10.1.1.1:7700"}
+    there = {"scheduler": "10.1.1.1:7700", "max_helpers": 1}
     for each in places(tmp_path, [there] * 2):
         assert isinstance(each, ConfigError) and "reads the ranks' store could join the job" in str(each), each
         assert "BPSFAST_JOB_KEY" in str(each)
@@ -109,11 +109,11 @@ def test_on_one_machine_no_secret_is_in_the_store(tmp_path):
 
 def test_a_key_in_the_store_is_taken_only_by_who_was_asked_to(tmp_path):
     """An attacker may write into a store, too."""
-    there = {"scheduler": "10.1.1.1:7700", "insecure": True}
+    there = {"scheduler": "10.1.1.1:7700", "insecure": True, "max_helpers": 1}
     found = places(tmp_path, [there] * 2)
     assert [type(each) for each in found] == [Place] * 2, found
     assert found[0].job_key == found[1].job_key
-    other = places(tmp_path, [there, {}])[1]
+    other = places(tmp_path, [there, {"max_helpers": 1}])[1]
     assert isinstance(other, MismatchError) and "BPSFAST_INSECURE=1 on all ranks or on none" in str(other)
 
 
@@ -122,6 +122,28 @@ def test_with_helpers_the_scheduler_is_where_the_user_says_and_the_key_is_theirs
     assert {(each.scheduler, each.job_key, each.num_helpers) for each in found} == {
         (("127.0.0.1", 7700), bytes.fromhex(KEY), 2)}
     assert found[0].starts_scheduler and found[0].reserved is None
+
+
+def test_a_given_key_is_never_replaced_by_one_of_the_store(tmp_path):
+    """Whoever writes into the store would be the scheduler of a member that unpickles."""
+    store = DirectoryStore(tmp_path)
+    store.set("bpsfast/1/table", json.dumps({"nodes": [[0, 1]], "scheduler": "6.6.6.6:1", "job_key": "41" * 32}))
+    with pytest.raises(MismatchError, match="in the ranks' store"):
+        place(store, 1, 2, settings={"job_key": KEY, "insecure": True})
+
+
+def test_without_key_and_secret_there_is_no_key_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_own_secret", lambda: b"")
+    store = DirectoryStore(tmp_path)
+    store.set("bpsfast/1/table", json.dumps({"nodes": [[0, 1]], "scheduler": "127.0.0.1:1", "nonce": "00" * 8}))
+    with pytest.raises(ConfigError, match="no job key, and no secret"):
+        place(store, 1, 2)
+
+
+def test_on_one_machine_its_own_address_needs_no_key(tmp_path):
+    found = places(tmp_path, [{"scheduler": "10.1.1.1:7700"}] * 2)
+    assert [type(each) for each in found] == [Place] * 2 and found[0].job_key == found[1].job_key, found
+    release(found)
 
 
 def test_helpers_that_come_later_derive_the_same_key(tmp_path):

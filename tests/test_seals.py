@@ -78,10 +78,12 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import seal
 from bpsfast.settings import Settings
 seal._LIBRARIES = (b"libnobodyhas.so.7",)
-transport.check(Settings(num_nodes=1))
-transport.check(Settings(num_nodes=2, encryption="off"))
-transport.check(Settings(num_nodes=2, insecure=True))
-for settings in (Settings(num_nodes=2), Settings(num_nodes=1, num_helpers=1), Settings(num_nodes=2, encryption="on")):
+here, there = "127.0.0.1:7700", "10.0.0.1:7700"
+transport.check(Settings(scheduler=here))
+transport.check(Settings(scheduler=there, encryption="off"))
+transport.check(Settings(scheduler=there, insecure=True))
+for settings in (Settings(scheduler=there), Settings(scheduler=there, num_nodes=1, num_helpers=1),
+                 Settings(scheduler=here, encryption="on")):
     try:
         transport.check(settings)
     except ConfigError as exc:

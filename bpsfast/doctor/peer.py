@@ -109,9 +109,15 @@ class Listener:
         self.port = listener.getsockname()[1]
         self._secret, self._examine, self._verbs, self._timeout_s = secret, examine, verbs, timeout_s
         self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # who has come; in words: who was refused
-        self._door = Door(listener, self._greet, lambda sock, hello: self._visits.put(sock), lambda exc: None,
+        self._door = Door(listener, self._greet, self._came, lambda exc: None,
                           self._visits.put, name="bpsfast-doctor")
         self._door.start()
+
+    def _came(self, sock: socket.socket, hello: security.StreamHello) -> None:
+        if self._visits.qsize() >= _MOST_UNTOLD:  # under a key that everybody knows there is no end of them
+            sock.close()
+            return
+        self._visits.put(sock)
 
     def _greet(self, sock: socket.socket) -> security.StreamHello:
         host = "somebody"

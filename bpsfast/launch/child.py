@@ -82,11 +82,16 @@ class Place(Protocol):
     """Where processes run. What happens there are events of the launcher's selector, whose data are functions: each
     handles its event and returns the processes whose end it has seen.
 
-    `lost`: why nothing more can be started or heard there, "" if it can.
+    `lost`: why nothing more can be started or heard there, "" if it can. `is_silent`: whether less is heard of it than
+    there should be, so that it may be lost.
     """
 
     @property
     def lost(self) -> str:
+        """See the class."""
+
+    @property
+    def is_silent(self) -> bool:
         """See the class."""
 
     def open(self, selector: selectors.BaseSelector) -> None:
@@ -208,6 +213,7 @@ class Children:
     """
 
     lost = ""
+    is_silent = False
 
     def __init__(self) -> None:
         self._selector: selectors.BaseSelector | None = None

@@ -25,6 +25,7 @@ from typing import NamedTuple
 VARIABLE = "_BPSFAST_END_REPORTS"
 WORDS = ("joined", "told", "leaves", "left")
 _LONGEST_NBYTES = 64
+_FILE = "bpsfast-end-reports"
 _said: set[str] = set()
 
 
@@ -40,12 +41,16 @@ def report(word: str, environ: Mapping[str, str] = os.environ) -> None:
     """Append *word* with the time, if a launcher wants to know, once until the next "joined". Never raises; any thread.
     """
     path, _, number = environ.get(VARIABLE, "").rpartition(":")
-    if not path or word in _said:
+    if not path:
         return
     if word == "joined":
         _said.clear()
+    elif word in _said:
+        return
     _said.add(word)
     with contextlib.suppress(OSError):
+        if not os.readlink(path).startswith(f"/memfd:{_FILE}"):
+            return  # in another PID namespace the number may be another process's
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(fd, f"{number} {word} {time.monotonic_ns()}\n".encode())
@@ -57,7 +62,7 @@ class Reports:
     """The launcher's file, and what is in it. One thread; `close` gives the file back."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("bpsfast-end-reports", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(_FILE, os.MFD_CLOEXEC)
         self._n_read = 0
 
     def environ(self, number: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ see. A file that only this user can read is such a channel.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -19,6 +20,8 @@ from ..orchestration.errors import ConfigError
 #: count, since not all processes of a job need have the same.
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 _FILE = "machine.key"
+#: What is over soon, and says nothing of the folder.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EINTR)
 _NBYTES = 32
 
 
@@ -38,6 +41,9 @@ def machine_secret(places: Sequence[str | Path] = _PLACES) -> bytes:
         try:
             return _read_or_draw(folder)
         except OSError as exc:
+            if exc.errno in _PASSING:  # another process may have better luck, and would go elsewhere
+                raise ConfigError(f"this user's secret in {folder} cannot be read: {exc}; try again, or set "
+                                  "BPSFAST_JOB_KEY to the same random hex for all processes of the job") from exc
             objections.append(f"{folder}: {exc.strerror or exc}")
     raise ConfigError(f"there is no job key, and no place to keep this user's secret ({'; '.join(objections)}): make "
                       "one of these folders this user's, with mode 0700, or set BPSFAST_JOB_KEY to the same random hex "
@@ -64,6 +70,7 @@ def _read(within: int) -> bytes:
     try:
         _check_owner(fd)
         data = os.read(fd, _NBYTES + 1)
+        os.utime(fd)  # who cleans up by age leaves it to jobs that still run
     finally:
         os.close(fd)
     if len(data) != _NBYTES:

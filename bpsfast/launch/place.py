@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from .machine_secret import machine_secret
 
 _log = logging.getLogger("bpsfast.roles")
 _ANY_NODE = Settings().node_id
+#: Names that mean the loopback on every machine (RFC 6761, Debian's and Red Hat's hosts files).
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "localhost6")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +134,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() in _LOOPBACK_NAMES
 
 
 def job(settings: Settings, scheduler: str) -> dict[str, Any]:
@@ -143,14 +146,14 @@ def job(settings: Settings, scheduler: str) -> dict[str, Any]:
     }
 
 
-def local_job(settings: Settings, common: str) -> dict[str, Any]:
+def local_job(settings: Settings, common: str, size: int) -> dict[str, Any]:
     """Return the same for a job on one machine: only who starts the scheduler must know its port.
 
-    *common*: as in `local_key`.
+    *common*: as in `local_key`. *size*: ranks in the job; one alone needs nothing in common with others.
     """
+    key = local_key(settings, common) if size > 1 or given_key(settings) else secrets.token_bytes(32)
     return {
-        "scheduler": ("127.0.0.1", 0), "job_key": local_key(settings, common), "node_id": settings.node_id,
-        "node_index": 0, "num_nodes": 1,
+        "scheduler": ("127.0.0.1", 0), "job_key": key, "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
     }
 
 

@@ -22,6 +22,7 @@ from .daemons import describe_exit, tethered
 from .hosts import Host
 from .line import Line
 from .output import Output, Sink
+from .remote import PULSE_S
 from .ssh import Ssh
 
 #: Silence after which a host counts as lost.
@@ -88,6 +89,11 @@ class RemoteHost:
         self._sending = threading.Lock()
         self._heard_s = time.monotonic()
         self._hung_up_s: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the agent, which shows its life every `PULSE_S`, has not for much longer."""
+        return not self.lost and time.monotonic() - self._heard_s > 2 * PULSE_S
 
     # -- before the job --------------------------------------------------------------------------------------------
 

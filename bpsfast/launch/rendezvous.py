@@ -139,7 +139,7 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     table = line.table()
     if table.error:
         raise _error(table)
-    if table.job_key and not settings.insecure:
+    if table.job_key and (key or not settings.insecure):
         raise MismatchError("the job's key is in the ranks' store, where every machine can read and change it, and "
                             f"this rank ({rank}) is not to accept that: set BPSFAST_INSECURE=1 on all ranks or on "
                             "none, or BPSFAST_JOB_KEY")
@@ -281,8 +281,11 @@ def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler
         job = bytes.fromhex(table.job_key)
     elif table.expects_helpers:  # they have no nonce
         job = local_key(settings, table.scheduler)
-    else:
+    elif key:
         job = security.prove(key, "store", table.nonce)
+    else:
+        raise ConfigError(f"rank {line.rank} has no job key, and no secret of this user on its machine, though rank 0 "
+                          "has one: set BPSFAST_JOB_KEY to the same random hex on all ranks (openssl rand -hex 32)")
     return Place(launcher="store", role="rank", rank=line.rank, size=line.size, local_rank=ranks.index(line.rank),
                  local_size=len(ranks), node_id=f"{settings.node_id}-{table.nonce}", node_index=index,
                  num_nodes=len(table.nodes), num_helpers=table.num_helpers, scheduler=scheduler,
@@ -379,7 +382,7 @@ def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[s
     With helpers, it is the one that they derive, too.
     """
     proofs = {entry.secret_proof for entry in entries}
-    is_local = is_loopback(scheduler[0])
+    is_local = is_loopback(scheduler[0]) or (len(_machines(entries)) == 1 and not settings.expects_helpers)
     if is_local and len(proofs) == 1 and proofs != {""}:
         return b""
     check_insecure(settings, "or reads the ranks' store could join the job" + (

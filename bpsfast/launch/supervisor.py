@@ -34,12 +34,14 @@ _DELIVERY_S = 0.5
 class Limits(msgspec.Struct, frozen=True):
     """How long the supervisor waits, in seconds. `job_s` None: for ever (the job's own deadlines hold).
 
-    `for_cause_s`: after a failure, for the end of whatever caused it, if all that have ended were told of another's.
+    `for_cause_s`: after a failure, for the end of whatever caused it, if all that have ended were told of another's;
+    `for_host_s`: so much longer while a host is silent, which may be lost.
     """
 
     job_s: float | None = None
     after_failure_s: float = 3.0
     for_cause_s: float = 10.0
+    for_host_s: float = 25.0
     after_ranks_s: float = 5.0
     after_sigterm_s: float = 1.5
 
@@ -209,11 +211,13 @@ class Supervisor:
                 self._missed.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
-            elif process.code != 0 and self._phase in ("run", "failed", "leaving"):
+            elif process.code != 0 and (self._phase in ("run", "failed", "leaving")
+                                        or (process.is_lost and self._stopped is None)):
+                # that a host is lost may be known only when the others, who have missed it, are ended already
                 if not self._failures:
                     self._failed_s = time.monotonic()
                 self._failures.add(process)
-                if self._phase != "failed":
+                if self._phase in ("run", "leaving"):
                     self._enter("failed")
             if self._phase == "run" and self._has_trained():
                 self._enter("leaving")
@@ -289,7 +293,7 @@ class Supervisor:
             self._enter(self._phase)
         elif self._phase == "failed" and self._awaits_cause():
             self._deadline = min(time.monotonic() + self._limits.after_failure_s,
-                                 self._failed_s + self._limits.for_cause_s)
+                                 self._failed_s + self._limits.for_cause_s + self._limits.for_host_s)
         elif self._phase in ("failed", "leaving"):
             if self._phase == "leaving" and running:
                 self._output.say(f"still running {self._limits.after_ranks_s:g} s after the last rank ended: {names}; "
@@ -310,8 +314,10 @@ class Supervisor:
         for place in self._places:
             self._failures.take(place.reports())
         is_known = self._failures.first()[1]
+        is_silent = any(self._started_as[process][0].is_silent for process in self._running)
+        patience_s = self._limits.for_cause_s + (self._limits.for_host_s if is_silent else 0.0)
         return not is_known and any(process.command.kind is Kind.RANK for process in self._running) and (
-            time.monotonic() < self._failed_s + self._limits.for_cause_s)
+            time.monotonic() < self._failed_s + patience_s)
 
     def _kill(self) -> None:
         if self._phase != "kill":  # else its time runs

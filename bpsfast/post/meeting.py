@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,11 +26,11 @@ from .. import channel
 from ..boot import network_id
 from ..orchestration import security
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
-from ..orchestration.handshakes import BREATH_S, HandshakeLimiter, source_of
+from ..orchestration.handshakes import BREATH_S, MOST_STRANGERS, HandshakeLimiter, source_of
 from ..orchestration.job.losses import FIRST_EPOCH
 from ..orchestration.unreadable import UNREADABLE
 from ..refusals import Refusals
-from ..transport.seals import Encryption, check_library, seals_of
+from ..transport.seals import Encryption, check_library, is_loopback, seals_of
 from .sealed_socket import SealedSocket
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class Meeting:
         self._refusals = Refusals(log)
         self._threads: set[threading.Thread] = set()
         self._unproven: set[socket.socket] = set()
-        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(n_members=session.size)
+        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(
+            MOST_STRANGERS + session.size, session.size)
         self._makes_room = False
         self._deaf_until = 0.0  # by the monotonic clock; 0: it hears
         self._was_deaf = False
@@ -112,9 +113,10 @@ class Meeting:
         self._local.listen(128)
         host, port = "", 0
         if session.n_nodes > 1:
-            if self._encryption is not Encryption.NONE:
-                check_library()
             host = session.host
+            may_leave = self._encryption is Encryption.BETWEEN_MACHINES and not is_loopback(host)
+            if may_leave or self._encryption is Encryption.ALL:
+                check_library()
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self.listeners.append(listener)
             try:
@@ -172,7 +174,7 @@ class Meeting:
                 if self._closed or self._strangers.has_room:
                     self._makes_room = False
                     break
-                if select.select(self.listeners, [], [], 0)[0]:
+                if _is_waited_at(self.listeners):
                     going = self._strangers.one_to_go(time.monotonic())
                     if going is not None:
                         self._strangers.remove(going)
@@ -362,6 +364,14 @@ class Meeting:
     @property
     def _patience_s(self) -> float:
         return min(self._session.settings.timeout_s, self._session.settings.start_timeout_s)
+
+
+def _is_waited_at(listeners: Sequence[socket.socket]) -> bool:
+    """Whether somebody has connected to one of *listeners*, and was not let in yet."""
+    poller = select.poll()
+    for listener in listeners:
+        poller.register(listener, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _key_of(rank: int) -> str:

@@ -16,7 +16,7 @@ from ..orchestration.errors import BpsError, ConfigError, StallError
 from ..orchestration.messages import NodeInfo, Outcome
 from ..orchestration.security import Greeted, StreamHello
 from ..pyx.ring import MAX_PARTS
-from ..settings import Settings
+from ..settings import Settings, parse_address
 from ..trace.records import limits
 from . import pace, rdma, shm, tcp
 from .data_port import DataPort
@@ -25,7 +25,7 @@ from .farewells import Farewells
 from .links import Link
 from .rdma import rendezvous
 from .reunion import FAREWELL, KNOCK, VISIT, Reunions
-from .seals import Encryption, check as check_encryption, seals_of
+from .seals import Encryption, check as check_encryption, is_loopback, seals_of
 
 log = logging.getLogger("bpsfast.node")
 
@@ -37,7 +37,8 @@ _HELPERS_WAIT = 0.5
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if the setting asks for what cannot be."""
-    if settings.num_nodes != 1 or settings.expects_helpers:
+    is_local = not settings.scheduler or is_loopback(parse_address(settings.scheduler)[0])
+    if settings.encryption == "on" or not is_local:
         check_encryption(settings)
     if settings.transport == "rdma":
         rails = rdma.Rails(settings, 0)

@@ -149,8 +149,10 @@ class Reunions:
     def give_up(self, index: int, why: str) -> None:
         """Refuse node *index* from now on: it is lost, whatever it says."""
         with self._changed:
-            self._pairs[index].gone = self._pairs[index].gone or why
-            self._pairs[index].called = False
+            pair = self._pairs.get(index)
+            if pair is None:  # neither of the two has ranks
+                return
+            pair.gone, pair.called = pair.gone or why, False
             self._changed.notify_all()
 
     def called(self) -> list[int]:

@@ -34,7 +34,17 @@ class Encryption(Enum):
         """Return whether *sock*, which is connected, is encrypted. Local sockets never are; OSError if it has ended."""
         if self is Encryption.NONE or sock.family == socket.AF_UNIX:
             return False
-        return self is Encryption.ALL or not ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+        return self is Encryption.ALL or not is_loopback(sock.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether *host* is an address that only this machine reaches; names are not."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
 
 
 @dataclass(frozen=True)

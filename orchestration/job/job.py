@@ -212,7 +212,7 @@ class Job:
 
     def closed(self, now: float, sender: bytes) -> Outgoing:
         """Decide what follows from *sender*'s connection having closed: maybe it comes back over another one."""
-        if self.over or sender not in self._silence:
+        if self.over or (self._admitted and self._joinings.leave_queue(sender)) or sender not in self._silence:
             return []
         if self._admitted:
             self._signs.closed(now, self._roster.index_of(sender))
@@ -299,7 +299,8 @@ class Job:
                 continue
             out += self._signs.ask(now, index, seen, lambda sender=sender: [
                 (self._roster.index_of(other), other) for other in self._roster.alive_senders
-                if other != sender and now - self._silence.seen.get(other, 0.0) < self.settings.lease_s / 4])
+                if other != sender and (self._losses.is_worker(other) or self._losses.is_worker(sender))
+                and now - self._silence.seen.get(other, 0.0) < self.settings.lease_s / 4])
         return out
 
     def quiet(self, now: float) -> list[bytes]:

@@ -93,6 +93,10 @@ class Joinings:
                 until = since
         self._queue[sender] = join, until
 
+    def leave_queue(self, sender: bytes) -> bool:
+        """Forget *sender*, whose connection has closed; return whether it waited for room."""
+        return self._queue.pop(sender, None) is not None
+
     def next_in_queue(self, now: float) -> tuple[bytes, m.Join, ConfigError | None] | None:
         """Take out who is admitted now, or has to be refused, and why; None: nobody is."""
         for sender, (join, until) in self._queue.items():

@@ -74,6 +74,8 @@ class Tenure:
 
     def unreachable(self, now: float, sender: bytes) -> Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
+        if self.over:
+            return []
         if self._rebuilding is not None:
             self._rebuilding.unreachable(sender)
             is_over = not self._rebuilding.speakers and not self.job.admitted

@@ -54,7 +54,7 @@ def _place(settings: Settings, environ: Environ) -> Place:
                           "is the pod's number: start the ranks by torchrun, for which PyTorchJob has set PET_*")
     scheduler = settings.scheduler or _scheduler(rank, size, environ)
     is_alone = size == 1 and not settings.scheduler and not settings.expects_helpers
-    fields = local_job(settings, scheduler) if is_alone else job(settings, scheduler)
+    fields = local_job(settings, scheduler, size) if is_alone else job(settings, scheduler)
     # pods with the host's network see each other's local sockets
     fields["node_id"] = own_node_id(settings, f"pod-{rank} of {scheduler}")
     return Place(launcher="kubernetes", role="rank", rank=rank, size=size, local_rank=0, local_size=1,

@@ -58,7 +58,7 @@ def _place(launcher: str, names: _Names, settings: Settings, environ: Environ) -
             f"free port, {names.how} (MASTER_ADDR, and MASTER_PORT, will do as well)")
     else:
         starter = _starter(names.rank, launcher)
-        fields = local_job(settings, f"{launcher}|{starter}")
+        fields = local_job(settings, f"{launcher}|{starter}", size)
         fields["node_id"] = own_node_id(settings, f"{launcher} {starter}")
     return Place(launcher=launcher, role="rank", rank=rank, size=size, local_rank=local_rank, local_size=local_size,
                  **fields, starts_node=local_rank == 0, starts_scheduler=rank == 0)

@@ -71,7 +71,7 @@ def _place(settings: Settings, environ: Environ) -> Place:
                           "(sbatch within srun?)")
     number_of_job, step = _first(_JOB_ID, environ), _first(_STEP_ID, environ)
     if len(nodes) == 1 and not settings.scheduler and not settings.expects_helpers:
-        fields = local_job(settings, f"slurm|{number_of_job}|{step}|{nodes[0]}")
+        fields = local_job(settings, f"slurm|{number_of_job}|{step}|{nodes[0]}", size)
     else:
         fields = job(settings, settings.scheduler or format_address(nodes[0], _port(number_of_job, step)))
     fields["node_id"] = own_node_id(settings, f"slurm-{number_of_job}.{step}-{index}")

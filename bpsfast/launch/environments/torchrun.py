@@ -22,7 +22,7 @@ def _place(settings: Settings, environ: Environ) -> Place:
     n_groups = integer("GROUP_WORLD_SIZE", environ) if environ.get("GROUP_WORLD_SIZE") else (
         -(-number["WORLD_SIZE"] // number["LOCAL_WORLD_SIZE"]))
     if number["LOCAL_WORLD_SIZE"] == number["WORLD_SIZE"] and not settings.scheduler and not settings.expects_helpers:
-        fields = local_job(settings, f"torchrun|{store}")
+        fields = local_job(settings, f"torchrun|{store}", number["WORLD_SIZE"])
     else:  # two agents of one host are two machines
         fields = job(settings, settings.scheduler or format_address(
             environ["MASTER_ADDR"], scheduler_port(integer("MASTER_PORT", environ))))
