@@ -337,3 +337,12 @@ def test_who_waits_hears_of_the_end():
     table.say(b"A", m.RankLeft(rank=0), m.RankLeft(rank=1))
     table.say(b"B", m.RankLeft(rank=2))
     assert table.got(NEW, m.Finish)
+
+
+def test_who_dies_while_it_waits_for_room_takes_no_place_of_one_that_lives():
+    table = unasked(LossyTable(max_helpers=0).commit())
+    table.post(table.job.closed(0.1, NEW))
+    assert NEW not in table.job.coming
+    for second in range(4):
+        table.everybody_beats(second)
+    assert not table.got(NEW, m.Refuse) and not any(table.got(sender, m.Joined) for sender in NODES)

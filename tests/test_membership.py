@@ -207,7 +207,7 @@ def test_the_first_word_over_another_connection_is_a_short_one(puppet, membershi
 
 
 class Resolver:
-    """The system's resolver: `says` an address, an error, or, while it is None, nothing."""
+    """The system's resolver: `says` an address, several, an error, or, while it is None, nothing."""
 
     def __init__(self):
         self.says = None
@@ -226,7 +226,9 @@ class Resolver:
             assert self.changed.wait_for(lambda: self.says is not None, LIMIT_MS / 1000)
             if isinstance(self.says, OSError):
                 raise self.says
-            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (self.says, 0))]
+            said = self.says if isinstance(self.says, list) else [self.says]
+            said.append(said.pop(0))  # in another order each time, as resolvers do
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in said]
 
 
 @pytest.fixture
@@ -294,6 +296,16 @@ def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(puppet, re
         assert time.monotonic() < until
     named.send(m.RankLeft(rank=7))
     assert isinstance(puppet.hear(), m.Heartbeat) and puppet.hear() == m.RankLeft(rank=7)
+
+
+def test_a_name_with_several_addresses_is_not_dialled_anew_for_their_order(resolver, named):
+    resolver.answer(["127.0.0.2", "127.0.0.3"])
+    until, now = time.monotonic() + LIMIT_MS / 1000, 0.2
+    while not named._connected_to:
+        assert not named.tick(now) and time.monotonic() < until
+    while resolver.asked < 6:  # it looks again and again, since nobody answers
+        now += 0.5
+        assert not named.tick(min(now, 50.0)) and time.monotonic() < until
 
 
 def test_a_message_that_is_longer_than_the_scheduler_reads_is_refused_where_it_is_made(membership):

@@ -108,6 +108,16 @@ def are_one(*links: tcp.TcpLink) -> bool:
     return [sock.getsockname() for sock in left] == [sock.getpeername() for sock in right]
 
 
+def test_a_node_that_is_no_peer_can_be_given_up():
+    """Helpers exchange nothing with helpers, and hear of their losses."""
+    me = NodeInfo(index=1, host="h", address="127.0.0.1:1", shm_name="", ranks=(), pid=1,
+                  nic_rate_bytes=0.0)
+    reunions = Reunions(me, {}, KEY, Epochs(1), 1, 1.0, 1.0, lambda link: None, lambda index: None, lambda: None)
+    reunions.give_up(2, "lost")
+    assert not reunions.gone() and not reunions.called()
+    reunions.close()
+
+
 @either_way
 @pytest.mark.parametrize("first", [0, 1])
 def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides, first):

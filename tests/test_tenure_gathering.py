@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.succession.tenure import Tenure
 from tests.court import NODES, RANKS, SETTINGS, Court, court as court
 from tests.job_table import join, spec
@@ -138,3 +139,12 @@ def test_who_dials_anew_before_it_has_read_its_welcome_keeps_its_seat(names):
     assert court.read(*NODES)["A"] and not court.tenure.over
     court.tick(5.0, NODES)
     assert [name for name in NODES if court.got(name, m.Commit)] == list(NODES)
+
+
+def test_a_scheduler_that_has_ended_while_it_rebuilt_stays_ended(court):
+    """Its last word to a node whose connection is gone fails, which is told to it, too."""
+    court.lose_scheduler("A")
+    court.post(court.tenure.abort(PeerLostError("the scheduler got SIGTERM")))
+    assert court.tenure.over
+    court.post(court.tenure.unreachable(court.now, court.over["A"]))
+    assert court.tenure.over and "SIGTERM" in court.tenure.aborted.reason
