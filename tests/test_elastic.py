@@ -175,8 +175,9 @@ def test_fewer_than_min_ranks_is_an_error_on_each_of_them(elastic):
     text = "no quorum: 2 ranks have come within 3 s, min_ranks is 3 (rank 1 (worker 1) was killed by SIGKILL)"
     assert f"no further job: {text}" in ran.err
     for member in (0, 2):
-        assert any(f"worker {member}" in line and line.rstrip().endswith(f"StallError: {text}")
-                   for line in ran.err.splitlines()), ran.err
+        assert any(f"[worker {member}]" in line and (line.rstrip().endswith(f"StallError: {text}") or (
+            " the traceback of worker " in line and line.rstrip().endswith("StallError")))
+            for line in ran.err.splitlines()), ran.err
 
 
 @pytest.mark.timeout(200)

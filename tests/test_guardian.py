@@ -98,7 +98,8 @@ def test_a_guardian_that_is_killed_is_replaced(pidfd_of):
 def test_what_a_good_job_leaves_in_a_session_of_its_own_stays(pidfd_of):
     """It is a daemon of the user's: one that goes on to send what the job has logged, for example."""
     with started(sys.executable, "-c", _LAUNCHER, "bash", "-c",
-                 "setsid sleep 600 >/dev/null 2>&1 & echo rank $! $$; sleep 600 & echo rank $! $$") as launcher:
+                 "read daemon < <(setsid sh -c 'echo $$; exec sleep 600 >/dev/null 2>&1'); "  # once it has left
+                 "echo rank $daemon $$; sleep 600 & echo rank $! $$") as launcher:
         (daemon, _), (left, _) = rank_of(launcher), rank_of(launcher)
         assert launcher.wait(_WITHIN_S) == 0
         try:

@@ -27,6 +27,7 @@ def test_the_nearest_common_ancestor(proc, one, other, common):
     assert pull.common_ancestor(one, other, proc) == common
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX, if it is installed, warns of forks
 def test_of_real_processes():
     child = os.fork()
     if child == 0:
