@@ -15,7 +15,7 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
 from ..torch.local_momentum import has_momentum
-from ..torch.wrapped import Wrapped, check_passes, members_of, trained, wrap
+from ..torch.wrapped import Wrapped, check_passes, evaluated, members_of, owned, parameters_of, wrap
 from . import runtime
 from .compression import Compression
 from .exchange import DenseExchange
@@ -29,7 +29,6 @@ class _DistributedOptimizer(Wrapped):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _exchange: DenseExchange | NegotiatedExchange | None
-    _synchronized: bool
     op: ReduceOp
     process_set: ProcessSet
 
@@ -38,46 +37,43 @@ class _DistributedOptimizer(Wrapped):
 
         With a *closure*, the gradients of each of its evaluations are reduced.
         """
-        if self._skips or self._exchange is None:
-            self._synchronized = False
+        exchange = self._exchange
+        if self._skips or exchange is None:
             return self._base.step(self) if closure is None else self._base.step(self, closure)
         if closure is None:
-            if self._synchronized:
+            if exchange.averaged:
                 warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
                               "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
                               "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
                               "code.", stacklevel=2)
             else:
                 self.synchronize()
-            self._synchronized = False
-            return self._base.step(self)
-
-        def reduced() -> Any:
-            loss = closure()
-            self.synchronize()
-            return loss
-
-        result = self._base.step(self, reduced)
-        self._synchronized = False
-        return result
+        try:
+            return self._base.step(self) if closure is None else self._base.step(self, evaluated(closure, self))
+        finally:
+            exchange.synchronized = False
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced over all ranks and in place; before clipping them, for example.
 
-        A parameter without a gradient contributes zeros. Use `skip_synchronize` around the next `step`.
+        A parameter without a gradient contributes zeros; if it has one on no rank, it gets none. Use `skip_synchronize`
+        around the next `step`. Where other optimizers' losses have filled gradients of this one, which it shall not
+        use (GANs), this and `zero_grad` discard them.
 
         Raises
         ------
+        UnsupportedError
+            On all ranks, if some parameter has a gradient that did not require one, or was not the optimizer's, when it
+            was wrapped.
         HorovodInternalError, StallError, PeerLostError
             What became of it.
         """
         if self._exchange is not None:
             self._exchange.synchronize()
-        self._synchronized = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own; backward passes are counted from the start."""
-        self._skips = self._synchronized = False
+        self._skips = False
         if self._exchange is not None:
             self._exchange.forget_passes()
         self._base.load_state_dict(self, state_dict)
@@ -95,7 +91,9 @@ def DistributedOptimizer(
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the original
     must not be used any more. All ranks of *process_set* wrap the same parameters; where a program has several such
-    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own until `shutdown`.
+    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own, which is given
+    back in the first step of another one that is made after it is gone on all ranks. Parameters may be wrapped again,
+    as by `bpsfast.torch.DistributedOptimizer`; what that says of frozen, thawed and added ones holds here, too.
 
     Parameters
     ----------
@@ -142,7 +140,7 @@ def DistributedOptimizer(
         raise UnsupportedError("codecs with momentum are for bpsfast.torch.DistributedOptimizer: use momentum=0 in the "
                                "codec, and the optimizer's own")
     wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
-    wrapped._synchronized, wrapped.op, wrapped.process_set = False, reduction, process_set
+    wrapped.op, wrapped.process_set = reduction, process_set
     if runtime.current().size == 1 or not named or not process_set.included():
         return wrapped
     if travels_densely:
@@ -153,12 +151,13 @@ def DistributedOptimizer(
         wrapped._exchange = NegotiatedExchange(
             named, compression, backward_passes_per_step, reduction, gradient_predivide_factor,
             _groups(groups, named, process_set), sparse_as_dense, process_set)
+    wrapped._exchange.presence.members = parameters_of(wrapped)
     return wrapped
 
 
 def _named(optimizer: torch.optim.Optimizer,
            named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of every trained parameter of *optimizer*, in the order given."""
+    """Return (name, parameter) of every parameter of *optimizer*, in the order given."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         named = [(f"allreduce.noname.{i}.{j}", p) for i, group in enumerate(optimizer.param_groups)
@@ -175,7 +174,7 @@ def _named(optimizer: torch.optim.Optimizer,
     if wanted - known:
         raise ConfigError("named_parameters was specified, but one or more model parameters were not named. Python "
                           "object ids: " + ", ".join(map(str, sorted(wanted - known))))
-    return trained(optimizer, named)
+    return owned(optimizer, named)
 
 
 def _check_groups(groups: Any) -> None:
@@ -199,7 +198,7 @@ def _groups(groups: Any, named: list[tuple[str, torch.Tensor]], process_set: Pro
     """Return the names of each group; those of the set's first rank where they are counted. No group: none."""
     if groups is None:
         return []
-    name_of = {id(p): name for name, p in named}
+    name_of = {id(p): name for name, p in named if p.requires_grad}
     if isinstance(groups, list):
         return [[name_of[id(p)] for p in group if id(p) in name_of] for group in groups]
     assert process_set.ranks is not None, "it counts"

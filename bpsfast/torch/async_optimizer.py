@@ -14,7 +14,7 @@ from ..orchestration.errors import MismatchError, UnsupportedError
 from ..orchestration.store import Worker
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .wrapped import all_trained, derive, members_of
+from .wrapped import all_trained, derive, members_of, refuse_strangers
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
@@ -29,9 +29,12 @@ class _AsyncOptimizer(torch.optim.Optimizer):
 
         Raises
         ------
+        UnsupportedError
+            If a parameter has a gradient that did not require one, or was not there, when this was made.
         StallError, PeerLostError
             As `AsyncWeights.pull`.
         """
+        refuse_strangers(self, self._named.values())
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
         result = self._base.step(self) if closure is None else self._base.step(self, closure)
         with torch.no_grad():

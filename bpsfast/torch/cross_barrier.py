@@ -124,8 +124,9 @@ class CrossBarrierExchange(Exchange):
         self._name_of = {id(parameter): name for name, parameter in named}
         self._n_left = n_steps
         self._is_able = False
+        self._is_checked = False  # what was told with the last step that was deferred
         self._pending: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}  # name -> its group's options
-        self._sent: dict[str, torch.Tensor] = {}  # name -> the gradient's own memory
+        self._sent: dict[str, torch.Tensor | None] = {}  # name -> the gradient's own memory; None: there is none
 
     # -- on the way out --------------------------------------------------------------------------------------------
 
@@ -144,9 +145,8 @@ class CrossBarrierExchange(Exchange):
         self._hide(name, gradient)
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
-        mine = self._sent.pop(name, None)
-        if mine is not None:
-            parameter.grad = mine
+        if name in self._sent:
+            parameter.grad = self._sent.pop(name)
         super()._receive(name, parameter)
 
     def _hide(self, name: str, gradient: torch.Tensor) -> None:
@@ -162,13 +162,18 @@ class CrossBarrierExchange(Exchange):
 
     def defer(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step: updates follow, with the options that the groups of *optimizer* have now."""
-        for name in self.gradients.missing():
+        self.hear()
+        for name in [name for name in self.gradients.missing() if name in self.parameters]:
             self.settle((name,))  # which nobody used in this step
             if self.parameters[name].grad is not None:
                 self._send(name)
-        for name in self._zero_missing():
-            self._hide(name, torch.empty_like(self.parameters[name], requires_grad=False))
-        self.gradients.step(wait=False)
+        self.tell()
+        self._zero_missing()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:  # an average comes if another rank has one
+                self._hide(name, torch.empty_like(parameter, requires_grad=False))
+                self._sent[name] = None
+        self.end_step(wait=False)
         self.forget_passes()
         for group in optimizer.param_groups:
             options = _options(group)
@@ -179,6 +184,7 @@ class CrossBarrierExchange(Exchange):
                     _due[id(parameter)] = self, ours
                     if type(parameter) is torch.nn.Parameter:
                         parameter.__class__ = DueParameter
+        self._is_checked = False
         self._n_left -= 1
         if not self._n_left:
             self.settle_all()
@@ -191,14 +197,34 @@ class CrossBarrierExchange(Exchange):
                 with _outside():
                     self._settle(name, self.parameters[name])
 
+    def hear(self) -> None:
+        """As `Exchange.hear`; if an update that is due is refused, all of that step are, and none is due any more.
+
+        Raises `UnsupportedError` as `Exchange.receive` does.
+        """
+        super().hear()
+        pending = list(self._pending)
+        if not pending or self._is_checked:
+            return
+        self._is_checked = True
+        try:
+            self.presence.require_known()
+        except UnsupportedError:
+            for name in pending:
+                self.gradients.finish(name)
+            self._forget_due()
+            raise
+
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
+        self.hear()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
         if its_class is DueParameter:
             parameter.__class__ = torch.nn.Parameter
         try:
             self._receive(name, parameter)
             self.gradients.finish(name)
-            self._update(parameter, *self._pending[name])
+            if parameter.grad is not None:
+                self._update(parameter, *self._pending[name])
         except BaseException:  # as it was, for whoever tries again
             self._sent[name], parameter.grad, parameter.__class__ = mine, shown, its_class
             raise
@@ -212,15 +238,20 @@ class CrossBarrierExchange(Exchange):
 
     def abandon(self) -> None:
         """Forget all gradients and the updates that are due: their sums will not come any more."""
+        self._forget_due()
+        super().abandon()
+
+    def _forget_due(self) -> None:
         for name in self._pending:
             parameter = self.parameters[name]
             del _due[id(parameter)]
             its_class = type(parameter)
             if its_class is DueParameter:
                 parameter.__class__ = torch.nn.Parameter
+            if isinstance(parameter.grad, _UnderWay):
+                parameter.grad = self._sent[name]
         self._pending.clear()
         self._sent.clear()
-        super().abandon()
 
     @contextmanager
     def whole_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -258,8 +289,13 @@ class CrossBarrierExchange(Exchange):
         for name, parameter in self.parameters.items():
             if set_to_none:
                 parameter.grad = None
-            elif isinstance(parameter.grad, _UnderWay):
-                parameter.grad = torch.zeros_like(self._sent[name])
+                continue
+            mine = self._sent.get(name)
+            if isinstance(parameter.grad, _UnderWay) and mine is None:
+                self.settle((name,))  # there may be none to clear
+            if isinstance(parameter.grad, _UnderWay):
+                assert mine is not None, "else the average has come"
+                parameter.grad = torch.zeros_like(mine)
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
 

@@ -8,21 +8,25 @@ What the next forward pass needs first travels first. The first backward pass sh
 the forward pass backwards, and the last gradient of a parameter to come is that of its first use. So gradients of the
 first step are kept, and declared and sent by `synchronize`; those of later steps are sent by the hooks, at once. Rank
 0's order counts for all.
+
+A parameter that has a gradient on no rank gets none (`presence`): the optimizer leaves it alone, as in one process.
 """
 from __future__ import annotations
 
 import ctypes
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compression.choice import chosen_among
-from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
+from ..orchestration.errors import BpsError, BusyError, MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
 from ..trainer.tensor_input import TensorInput
@@ -31,23 +35,28 @@ from .kept import KEY, TUNED, Kept, tuned_point, tuned_state
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
 from .ops import REACHED, far_memory, wire_dtype_name
+from .presence import Presence
 
 
 class Exchange:
     """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
-    time. Codecs are chosen by the names as they are given here.
+    time. Codecs are chosen by the names as they are given here. All ranks make such exchanges in one order.
+
+    Those of *named* that do not require gradients now are not expected to have any: see `receive`.
     """
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
         compression, self._choice = parted(compression)
-        self.parameters = dict(named)
+        give_back()
+        self.presence = Presence(named)
+        self.parameters = self.presence.trained
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._compression = compression
         self._wire: dict[str, torch.dtype] = {}
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
         self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
-        for name, p in named:
+        for name, p in self.parameters.items():
             cast = cast_dtype(compression, p.dtype)
             if cast is None:
                 sample, self._contexts[name] = self._compress(name, _zeros(p))
@@ -63,9 +72,14 @@ class Exchange:
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
         self._afar: dict[str, torch.Tensor] = {}  # on a device: what travels of a gradient, and becomes the average
         self._order = list(self.parameters)
-        self.prefix = "Gradient."  # of the names, which are the job's
+        self.has_parameters = bool(named)  # frozen ones, too
+        edition = process.current().tensors.edition(name for name, _ in named)
+        self.prefix = f"Gradient{edition or ''}."  # of the names, which are the job's; BytePS has one edition
+        self._told_in: Gradients | None = None  # with which gradients that travels
+        self._has_told = False  # and not heard yet
+        self.homes: Homes = []  # in the segment, of gradients that live there
         self.synchronized = False
-        self._hooks = watch(self, named)
+        self._hooks = watch(self, list(self.parameters.items()))
 
     @property
     def gradients(self) -> Gradients:
@@ -77,9 +91,25 @@ class Exchange:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
             self._order = self.order()
-            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order, compression=self._choice,
-                                        tuned=self.kept.tuned, afar=self._device())
+            self._gradients = self._declared(self._order)
         return self._gradients
+
+    def _declared(self, order: list[str]) -> Gradients:
+        """Tell the job of the gradients in *order*, and of what tells who has any."""
+        device, travelling = self._device(), set(order)
+        kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
+        told = {self.presence.title: self.presence.kind}
+        if device is not None:  # the host waits for nothing that comes from there, but for what ranks tell each other
+            self._told_in = Gradients(told, prefix=self.prefix)
+            weakref.finalize(self, give_up, self._told_in, []).atexit = False
+            told = {}
+        found = Gradients({**told, **kinds}, prefix=self.prefix, order=[*told, *order],
+                          compression={name: self.codecs.get(name) for name in (*told, *kinds)},
+                          tuned=self.kept.tuned, afar=device)
+        if self._told_in is None:
+            self._told_in = found
+        weakref.finalize(self, give_up, found, self.homes).atexit = False
+        return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the learning rates for error feedback from the groups of *optimizer*, as they are at each backward."""
@@ -104,6 +134,13 @@ class Exchange:
     def order(self) -> list[str]:
         """Return the names as the next forward pass uses them, as far as the last backward pass has shown it."""
         return self._order if _is_compiled() else forward_order(self.parameters, self._seen)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the gradients are averages already: `synchronize` has made them, no backward pass has come since, and
+        they were not all discarded.
+        """
+        return self.synchronized and any(p.grad is not None for p in self.parameters.values())
 
     @property
     def busy(self) -> bool:
@@ -193,32 +230,68 @@ class Exchange:
     def send_rest(self) -> None:
         """Send what no backward pass has sent, zeros where there is no gradient."""
         self.begin()
+        self.tell()
         for name in self.gradients.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
         self._zero_missing()
 
-    def _zero_missing(self) -> list[str]:
-        """Let every gradient that was not sent contribute zeros; return their names."""
-        missing = self.gradients.missing()
-        for name in missing:
+    def tell(self) -> None:
+        """Tell the other ranks which parameters have gradients here, unless that was done in this step."""
+        if self._has_told:
+            return
+        assert self._told_in is not None, "declared before"
+        self._told_in[self.presence.title][:] = self.presence.words()
+        self._told_in.ready(self.presence.title)
+        self._has_told = True
+
+    def hear(self) -> None:
+        """Wait until it is known which parameters have gradients on any rank, if that was told."""
+        if self._has_told:
+            assert self._told_in is not None, "it was told with them"
+            self.presence.hear(self._told_in.wait(self.presence.title))
+            self._told_in.finish(self.presence.title)
+            self._has_told = False
+
+    def end_step(self, wait: bool = True) -> None:
+        """Let gradients be sent again; see `Gradients.step`."""
+        self.gradients.step(wait=wait)
+        if self._told_in is not None and self._told_in is not self.gradients:
+            self._told_in.step(wait=wait)
+
+    def _zero_missing(self) -> None:
+        """Let every gradient that was not sent contribute zeros."""
+        for name in self.gradients.missing():
             if name in self._contexts:
                 self._fill(name, _zeros(self.parameters[name]))
         self.gradients.zero_missing()
-        return missing
 
     def receive(self) -> None:
-        """Wait for everything, and write the averages into the gradients: the step is over."""
+        """Wait for everything, and write the averages into the gradients: the step is over.
+
+        A parameter that has a gradient on no rank gets none.
+
+        Raises
+        ------
+        UnsupportedError
+            On all ranks, if on any of them a parameter has a gradient that did not require one, or was not there, when
+            this was made.
+        """
+        self.hear()
         with torch.no_grad():
             for name in self._order:
                 self._receive(name, self.parameters[name])
-        self.gradients.step()
+        self.end_step()
         self.forget_passes()
+        self.presence.require_known()
         self.synchronized = True
+        give_back()
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:
+            if not self.presence.has(name):
+                return
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
         if name in self._afar or target.is_cuda:
@@ -271,7 +344,8 @@ class Exchange:
         return small, context
 
     def forget_passes(self) -> None:
-        """Count the backward passes from the start."""
+        """Count the backward passes from the start. What gradients there are, are no averages any more."""
+        self.synchronized = False
         self._copies.clear()
         self._afar.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
@@ -300,9 +374,32 @@ class Exchange:
                 continue
             if gradient.dtype != self._wire[name] or not gradient.is_contiguous() or gradient.is_cuda:
                 continue
-            place = self._place(name)
-            if gradient.data_ptr() != place.data_ptr():
-                parameter.grad = place.zero_()
+            region = self.gradients.region(name)
+            if gradient.data_ptr() != region.address:
+                home = region.array.view()
+                self.homes.append(weakref.ref(home))
+                parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
+
+
+Homes = list[weakref.ref[np.ndarray[Any, Any]]]
+#: Gradients that nobody averages any more, until they are retired.
+_given_up: deque[tuple[Gradients, Homes]] = deque()
+
+
+def give_up(gradients: Gradients, homes: Homes) -> None:
+    """Let `give_back` retire *gradients* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
+    _given_up.append((gradients, homes))
+
+
+def give_back() -> None:
+    """Give back the memory of what was given up, as far as nobody uses it. Not from a finalizer: it tells the node."""
+    for _ in range(len(_given_up)):
+        gradients, homes = _given_up.popleft()
+        try:
+            if any(home() is not None for home in homes) or not gradients.retire():
+                _given_up.append((gradients, homes))
+        except BpsError:
+            pass  # their job is over, or has refused them
 
 
 def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
@@ -342,13 +439,25 @@ class Watcher(Protocol):
 def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
     """Tell *watcher* of the gradients of *named* parameters, as long as it lives; return the hooks.
 
-    They outlive it: their hooks must not keep it alive, nor act after it.
+    Whoever was told of them before is told no more: of several optimizers for one parameter only the last would be
+    stepped after each backward pass, and the others would have gradients under way for ever. The parameters outlive
+    *watcher*: their hooks must not keep it alive, nor act after it.
     """
     me = weakref.ref(watcher)
-    hooks = [parameter.register_post_accumulate_grad_hook(_hook(me, name)) for name, parameter in named]
-    for hook in hooks:
-        weakref.finalize(watcher, hook.remove)
+    hooks = []
+    for name, parameter in named:
+        before = _last_hooks.get(parameter)
+        if before is not None:
+            before.remove()
+        hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
+        _last_hooks[parameter] = hook
+        weakref.finalize(watcher, hook.remove).atexit = False
+        hooks.append(hook)
     return hooks
+
+
+#: By parameter: the hook that `watch` has given it last.
+_last_hooks: Any = WeakIdKeyDictionary()
 
 
 def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:

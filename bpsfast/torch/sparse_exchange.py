@@ -38,9 +38,7 @@ class SparseExchange(Exchange):
             by_rows = [] if self._sparse_as_dense else self._sparse
             self._refuse_compressed(by_rows)
             self._order = [name for name in self.order() if name not in by_rows]
-            kinds = {name: kind for name, kind in self.kinds.items() if name not in by_rows}
-            self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice,
-                                        tuned=self.kept.tuned, afar=self._device())
+            self._gradients = self._declared(self._order)
             for name in by_rows:
                 shape, dtype = self.kinds[name]
                 self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)
@@ -49,6 +47,8 @@ class SparseExchange(Exchange):
     def _sparse_anywhere(self) -> list[str]:
         """Return the names of gradients that are sparse on some rank, in an order that is that of all."""
         names = sorted(self.parameters)
+        if not names:
+            return []
         gradients = [self.parameters[name].grad for name in names]
         mine = torch.tensor([gradient is not None and gradient.is_sparse for gradient in gradients], dtype=torch.int32)
         title = f"sparse of {self.prefix}{names[0]} to {names[-1]}, {len(names)} tensors"
@@ -73,6 +73,7 @@ class SparseExchange(Exchange):
     def send_rest(self) -> None:
         """Send what no backward pass has sent: zeros where there is no gradient, no rows where it would be sparse."""
         self.begin()
+        self.tell()
         for name, table in self._tables.items():
             if not table.busy:
                 self._push(name, self.parameters[name].grad)
@@ -108,7 +109,8 @@ class SparseExchange(Exchange):
         self._tables[name].push(gradient._indices()[0].cpu().numpy(), gradient._values().to(dtype).contiguous().cpu())
 
     def receive(self) -> None:
-        """Wait for everything, and write the averages into the gradients: the step is over."""
+        """As `Exchange.receive`."""
+        self.hear()
         with torch.no_grad():
             for name in self._tables:
                 self._receive_rows(name, self.parameters[name])
@@ -116,6 +118,8 @@ class SparseExchange(Exchange):
 
     def _receive_rows(self, name: str, parameter: torch.Tensor) -> None:
         indices, rows = self._tables[name].wait()
+        if parameter.grad is None and not self.presence.has(name):
+            return
         bits = rows.view(np.int16) if rows.dtype == TABLE["bfloat16"].numpy else rows  # which NumPy has not
         values = torch.from_numpy(bits).view(self._wire[name]).to(parameter.device, parameter.dtype)
         total = torch.sparse_coo_tensor(torch.from_numpy(indices)[None].to(parameter.device), values, parameter.shape,
@@ -125,6 +129,8 @@ class SparseExchange(Exchange):
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
+        if gradient is None and not self.presence.has(name):
+            return
         if not (name in self._sparse if gradient is None else gradient.is_sparse):
             super()._receive(name, parameter)
             return
