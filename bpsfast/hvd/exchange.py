@@ -21,12 +21,12 @@ import torch
 from ..orchestration.errors import BusyError
 from ..torch.compression import CompressionLike
 from ..torch.exchange import Exchange, give_back, give_up
+from ..torch.presence import thawed
 from ..trainer.gradients import Gradients
 from . import runtime
 from .allreduce_ops import allreduce_async, sparse_allreduce_async
 from .handle import Handle
 from .reduce_op import Average, Max, ReduceOp
-
 
 
 class TooManyPassesError(BusyError, AssertionError):
@@ -51,10 +51,16 @@ class StandIn:
         found.stand_ins.append(self)
         kinds, codecs = exchange.kinds, exchange.codecs
         self._title = f"DistributedOptimizer.{self.number}"
-        self._names = sorted(kinds)
+        self._names = sorted(exchange.parameters)
+        self._places = dict(exchange.presence.places)
+        self._frozen = set(exchange.presence.frozen)
         self._present = exchange.presence.title
         self._joined = f"bpsfast.hvd.joined {self.number}"  # the number's name among those of the gradients
-        self._kinds = {self._present: exchange.presence.kind, self._joined: ((1,), "float32"), **kinds}
+        self._kinds = {self._present: exchange.presence.kind, self._joined: ((1,), "float32"),
+                       **{name: kinds[name] for name in self._names}}
+        self._frozen_kinds = {name: kinds[name] for name in self._frozen}
+        #: Of what was frozen at first, by name.
+        self.admitted: dict[str, Gradients] = {}
         self._choice = {name: codecs.get(name) for name in self._kinds}
         self._average = average
         self._prefix = exchange.prefix
@@ -90,10 +96,19 @@ class StandIn:
                                        average=self._average, compression=self._choice)
         return self.gradients
 
+    def admit(self, names: list[str]) -> Gradients:
+        """Tell the job of gradients that were frozen at first; they are part of all steps from this one on."""
+        added = Gradients({name: self._frozen_kinds[name] for name in names}, prefix=self._prefix,
+                          average=self._average)
+        self._frozen.difference_update(names)
+        self.admitted.update(dict.fromkeys(names, added))
+        return added
+
     def retire(self) -> None:
         """Give back the memory: no rank has the optimizer any more."""
-        if self.gradients is not None:
-            give_up(self.gradients, self._homes)
+        for each in dict.fromkeys((self.gradients, *self.admitted.values())):
+            if each is not None:
+                give_up(each, self._homes)
 
     def count_step(self) -> None:
         """Count a step in which this rank took part with gradients of its own."""
@@ -141,7 +156,13 @@ class StandIn:
         gradients[self._joined][0] = 1
         gradients.ready(self._joined)
         gradients.zero_missing()
-        gradients.step()
+        for each in self.admitted.values():
+            each.zero_missing()
+        names = thawed(self._frozen, self._places, gradients.wait(self._present))
+        if names:
+            self.admit(names).zero_missing()
+        for each in dict.fromkeys((gradients, *self.admitted.values())):
+            each.step()
         n_joined = float(gradients.wait(self._joined)[0])
         return n_joined == (1.0 if self._average else float(runtime.current().size))
 
@@ -189,8 +210,8 @@ class DenseExchange(Exchange):
         """Send what no backward pass has sent: zeros where there is no gradient, nothing where it would be sparse."""
         self.begin()
         self.tell()
-        for name in [*self.gradients.missing(), *self._stand_in.sparse]:
-            if name in self.parameters and name not in self._sparse and self.parameters[name].grad is not None:
+        for name in [*self.missing(), *self._stand_in.sparse]:
+            if name not in self._sparse and self.parameters[name].grad is not None:
                 self._send(name)
         for name in self._stand_in.sparse - set(self._sparse):
             shape = self.parameters[name].shape
@@ -198,6 +219,16 @@ class DenseExchange(Exchange):
                                               dtype=self.parameters[name].dtype, check_invariants=False)
             self._begin_sparse(name, nothing)
         self._zero_missing()
+
+    def begin(self) -> None:
+        """As `Exchange.begin`; and know what was admitted while this rank had joined."""
+        super().begin()
+        for name, gradients in self._stand_in.admitted.items():
+            if name not in self._admitted:
+                self._adopt([name], gradients)
+
+    def _admitted_gradients(self, names: list[str]) -> Gradients:
+        return self._stand_in.admit(names)
 
     def _send(self, name: str) -> None:
         gradient = self.parameters[name].grad

@@ -85,6 +85,12 @@ class NegotiatedExchange:
         under_way, self._under_way = self._under_way, {}
         synchronize(told)
         self.presence.hear(words.numpy())
+        thawed = self.presence.thawed()
+        for name in thawed:
+            self.presence.admit(name)
+            self._begin((name,))
+            under_way[(name,)] = self._under_way.pop((name,))
+        watch(self, [(name, p) for name in thawed if (p := self.parameters[name]).requires_grad])
         with torch.no_grad():
             for reduction in under_way.values():
                 reduction.finish()

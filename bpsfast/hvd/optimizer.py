@@ -63,8 +63,7 @@ class _DistributedOptimizer(Wrapped):
         Raises
         ------
         UnsupportedError
-            On all ranks, if some parameter has a gradient that did not require one, or was not the optimizer's, when it
-            was wrapped.
+            On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
         HorovodInternalError, StallError, PeerLostError
             What became of it.
         """

@@ -163,7 +163,7 @@ class CrossBarrierExchange(Exchange):
     def defer(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step: updates follow, with the options that the groups of *optimizer* have now."""
         self.hear()
-        for name in [name for name in self.gradients.missing() if name in self.parameters]:
+        for name in self.missing():
             self.settle((name,))  # which nobody used in this step
             if self.parameters[name].grad is not None:
                 self._send(name)
@@ -208,12 +208,25 @@ class CrossBarrierExchange(Exchange):
             return
         self._is_checked = True
         try:
-            self.presence.require_known()
+            self._require_known()
         except UnsupportedError:
             for name in pending:
                 self.gradients.finish(name)
             self._forget_due()
             raise
+
+    def _admit(self, names: list[str]) -> None:
+        """Do nothing: what ranks agree on later they would have to wait for in a step."""
+
+    def _require_known(self) -> None:
+        thawed = self.presence.thawed()
+        if thawed:
+            raise UnsupportedError(
+                f"{', '.join(map(repr, thawed[:4]))} did not require gradients when the optimizer was wrapped, and "
+                "have gradients on some rank now, which cross_barrier does not average: the update of this step is "
+                "refused on all ranks. Let them require gradients before that (and freeze them after it), or do without "
+                "cross_barrier")
+        super()._require_known()
 
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
         self.hear()

@@ -42,7 +42,7 @@ class Exchange:
     """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
     time. Codecs are chosen by the names as they are given here. All ranks make such exchanges in one order.
 
-    Those of *named* that do not require gradients now are not expected to have any: see `receive`.
+    Those of *named* that do not require gradients now travel from the step on in which one has a gradient on any rank.
     """
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
@@ -56,18 +56,20 @@ class Exchange:
         self._wire: dict[str, torch.dtype] = {}
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
         self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
-        for name, p in self.parameters.items():
+        for name, p in named:
             cast = cast_dtype(compression, p.dtype)
             if cast is None:
                 sample, self._contexts[name] = self._compress(name, _zeros(p))
             self._wire[name] = sample.dtype if cast is None else cast
             self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
-        self.codecs = chosen_among(self._choice, self.kinds, process.current().settings.min_compress_bytes)
+        trained = {name: self.kinds[name] for name in self.parameters}
+        self.codecs = chosen_among(self._choice, trained, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
         self._momentum = LocalMomentum(self.momenta)
         self.kept = Kept(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
+        self._admitted: dict[str, Gradients] = {}  # of parameters that were frozen at first, by name
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
         self._afar: dict[str, torch.Tensor] = {}  # on a device: what travels of a gradient, and becomes the average
@@ -87,6 +89,18 @@ class Exchange:
         assert self._gradients is not None, "`begin` declares them; hooks keep copies before"
         return self._gradients
 
+    def of(self, name: str) -> Gradients:
+        """Return the gradients that have that of *name*."""
+        return self._admitted.get(name, self.gradients) if self._admitted else self.gradients
+
+    def _declared_all(self) -> list[Gradients]:
+        told = [self._told_in] if self._told_in is not None else []
+        return list(dict.fromkeys([self.gradients, *told, *self._admitted.values()]))
+
+    def missing(self) -> list[str]:
+        """Return the names of the gradients that were not sent in this step."""
+        return [name for each in self._declared_all() for name in each.missing() if name in self.parameters]
+
     def declare(self) -> Gradients:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
@@ -96,7 +110,7 @@ class Exchange:
 
     def _declared(self, order: list[str]) -> Gradients:
         """Tell the job of the gradients in *order*, and of what tells who has any."""
-        device, travelling = self._device(), set(order)
+        device, travelling = self._device(self.parameters.values()), set(order)
         kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
         told = {self.presence.title: self.presence.kind}
         if device is not None:  # the host waits for nothing that comes from there, but for what ranks tell each other
@@ -145,7 +159,7 @@ class Exchange:
     @property
     def busy(self) -> bool:
         """Whether gradients are under way: after backward, before the step."""
-        return bool(self._copies) or (self._gradients is not None and self._gradients.busy)
+        return bool(self._copies) or (self._gradients is not None and any(each.busy for each in self._declared_all()))
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
@@ -179,7 +193,7 @@ class Exchange:
         if self._rates is not None and name in self.codecs and self.codecs[name].error_feedback:
             rate = self._rates.of(self.parameters[name])
             if rate is not None:
-                self.gradients.learning_rate = {name: rate}
+                self.of(name).learning_rate = {name: rate}
         with torch.no_grad():
             if name in self._contexts:
                 gradient, self._contexts[name] = self._compress(name, gradient.detach())
@@ -187,17 +201,17 @@ class Exchange:
             if self._is_afar(sent):
                 sent = sent.to(self._wire[name])
                 memory = self._on_device(sent)
-                self.gradients.fill_from(name, memory, memory)
+                self.of(name).fill_from(name, memory, memory)
                 self._afar[name] = sent
             elif sent.dtype != self._wire[name]:
                 self._place(name).copy_(sent)
-                self.gradients.ready(name)
+                self.of(name).ready(name)
             else:
-                self.gradients.fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
+                self.of(name).fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
 
-    def _device(self) -> str | None:
-        """Return the device of the parameters, as `Gradients` calls it; None: the CPU, or several."""
-        places = [self._on_device(p.detach().contiguous()).place for p in self.parameters.values()]
+    def _device(self, parameters: Iterable[torch.Tensor]) -> str | None:
+        """Return the device of *parameters*, as `Gradients` calls it; None: the CPU, or several."""
+        places = [self._on_device(p.detach().contiguous()).place for p in parameters]
         names = {None if place is None else place.device.name for place in places}
         return names.pop() if len(names) == 1 else None
 
@@ -212,7 +226,7 @@ class Exchange:
 
     def _place(self, name: str) -> torch.Tensor:
         """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
-        raw = torch.from_numpy(self.gradients.region(name).array)
+        raw = torch.from_numpy(self.of(name).region(name).array)
         return raw.view(self._wire[name]).view(self.parameters[name].shape)
 
     def synchronize(self) -> None:
@@ -231,7 +245,7 @@ class Exchange:
         """Send what no backward pass has sent, zeros where there is no gradient."""
         self.begin()
         self.tell()
-        for name in self.gradients.missing():
+        for name in self.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
         self._zero_missing()
@@ -255,16 +269,42 @@ class Exchange:
 
     def end_step(self, wait: bool = True) -> None:
         """Let gradients be sent again; see `Gradients.step`."""
-        self.gradients.step(wait=wait)
-        if self._told_in is not None and self._told_in is not self.gradients:
-            self._told_in.step(wait=wait)
+        for each in self._declared_all():
+            each.step(wait=wait)
 
     def _zero_missing(self) -> None:
         """Let every gradient that was not sent contribute zeros."""
-        for name in self.gradients.missing():
+        for name in self.missing():
             if name in self._contexts:
                 self._fill(name, _zeros(self.parameters[name]))
-        self.gradients.zero_missing()
+        for each in self._declared_all():
+            each.zero_missing()
+
+    def _admit(self, names: list[str]) -> None:
+        """Average from this step on what was frozen at first: *names* have a gradient on some rank now."""
+        self._adopt(names, self._admitted_gradients(names))
+        for name in names:
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                self._fill(name, gradient.to_dense() if gradient.is_sparse else gradient)
+        self._zero_missing()
+
+    def _adopt(self, names: list[str], added: Gradients) -> None:
+        for name in names:
+            self.presence.admit(name)
+        self._admitted.update(dict.fromkeys(names, added))
+        self._order += names
+        self._hooks += watch(self, [(name, p) for name in names if (p := self.parameters[name]).requires_grad])
+
+    def _admitted_gradients(self, names: list[str]) -> Gradients:
+        kinds = {name: self.kinds[name] for name in names}
+        added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.presence.frozen[name] for name in names))
+        weakref.finalize(self, give_up, added, self.homes).atexit = False
+        return added
+
+    def _require_known(self) -> None:
+        """Raise `UnsupportedError` on all ranks if any of them has a gradient that is not averaged."""
+        self.presence.require_known()
 
     def receive(self) -> None:
         """Wait for everything, and write the averages into the gradients: the step is over.
@@ -274,16 +314,18 @@ class Exchange:
         Raises
         ------
         UnsupportedError
-            On all ranks, if on any of them a parameter has a gradient that did not require one, or was not there, when
-            this was made.
+            On all ranks, if on any of them a parameter has a gradient that was not there when this was made.
         """
         self.hear()
+        thawed = self.presence.thawed()
+        if thawed:
+            self._admit(thawed)
         with torch.no_grad():
             for name in self._order:
                 self._receive(name, self.parameters[name])
         self.end_step()
         self.forget_passes()
-        self.presence.require_known()
+        self._require_known()
         self.synchronized = True
         give_back()
 
@@ -297,17 +339,17 @@ class Exchange:
         if name in self._afar or target.is_cuda:
             self._receive_afar(name, target)
         elif name in self._contexts:
-            sums = tensor_over(self.gradients.wait(name), self._wire[name])
+            sums = tensor_over(self.of(name).wait(name), self._wire[name])
             target.copy_(self._decompress(name, sums.clone(), target))  # it may write into what it gets
         elif target.dtype == self._wire[name] and target.is_contiguous():
-            self.gradients.deliver(name, target.data_ptr(), target.numel() * target.element_size())
+            self.of(name).deliver(name, target.data_ptr(), target.numel() * target.element_size())
         elif target.dtype == self._wire[name]:
             dense = torch.empty(target.shape, dtype=target.dtype)
-            self.gradients.deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
+            self.of(name).deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
             target.copy_(dense)
         else:
-            target.copy_(tensor_over(self.gradients.wait(name), self._wire[name]))
-        if name in self.momenta and self.gradients.codec(name) is None:
+            target.copy_(tensor_over(self.of(name).wait(name), self._wire[name]))
+        if name in self.momenta and self.of(name).codec(name) is None:
             self._momentum.add(name, target)
 
     def _receive_afar(self, name: str, target: torch.Tensor) -> None:
@@ -315,7 +357,7 @@ class Exchange:
         sums = self._afar.get(name)
         if sums is None:  # nothing was sent: it has no gradient on this rank
             sums = torch.empty(self.kinds[name][0], dtype=self._wire[name], device=target.device)
-        self.gradients.deliver_to(name, self._on_device(sums))
+        self.of(name).deliver_to(name, self._on_device(sums))
         self._afar.pop(name, None)
         if name in self._contexts:
             target.copy_(self._decompress(name, sums, target))
@@ -374,7 +416,7 @@ class Exchange:
                 continue
             if gradient.dtype != self._wire[name] or not gradient.is_contiguous() or gradient.is_cuda:
                 continue
-            region = self.gradients.region(name)
+            region = self.of(name).region(name)
             if gradient.data_ptr() != region.address:
                 home = region.array.view()
                 self.homes.append(weakref.ref(home))

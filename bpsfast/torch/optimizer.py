@@ -51,8 +51,7 @@ class _DistributedOptimizer(Wrapped):
         Raises
         ------
         UnsupportedError
-            On all ranks, if some parameter has a gradient that did not require one, or was not the optimizer's, when it
-            was wrapped.
+            On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
         StallError, PeerLostError
             As `bpsfast.push_pull`.
         """
@@ -174,12 +173,12 @@ def DistributedOptimizer(
     the first backward pass shows; if torch has compiled anything, in that of *named_parameters*. With the setting
     async_training (BytePS's BYTEPS_ENABLE_ASYNC) it is an `AsyncOptimizer`: no gradients travel.
 
-    A parameter that has a gradient on no rank is left alone, as in one process: so parameters may be frozen while they
-    are trained, and ranks may use different parts of a model. One that was frozen when the optimizer was wrapped, or
-    was not the optimizer's, is refused on all ranks in the first step for which it has a gradient. Parameters may be
-    wrapped again, by an optimizer for others of them or with other arguments: the last one hears of their gradients
-    while backward goes on, an earlier one in its step. All ranks do so in one order. The memory of one that is gone on
-    all ranks is given back.
+    A parameter that has a gradient on no rank is left alone, as in one process: so parameters may be frozen and thawed
+    while others are trained, and ranks may use different parts of a model. One that was not the optimizer's when it was
+    wrapped is refused on all ranks in the first step for which it has a gradient. Parameters may be wrapped again, by
+    an optimizer for others of them or with other arguments: the last one hears of their gradients while backward goes
+    on, an earlier one in its step. All ranks do so in one order. The memory of one that is gone on all ranks is given
+    back.
 
     Parameters
     ----------
@@ -194,8 +193,9 @@ def DistributedOptimizer(
         Gradients travel after this many backward passes; the sum over passes is not divided.
     cross_barrier
         `step` returns at once, and whoever uses a parameter next waits for that one only: same values, less waiting
-        (see `cross_barrier`). Gradients cannot be used from backward on; `synchronize` makes them. Not for models that
-        are compiled or scripted: their code uses parameters behind Python's back.
+        (see `cross_barrier`). Parameters that are frozen when the optimizer is wrapped are refused on all ranks, not
+        trained, if they have gradients later. Gradients cannot be used from backward on; `synchronize` makes them. Not
+        for models that are compiled or scripted: their code uses parameters behind Python's back.
     num_steps
         After so many steps, a step waits for all again.
     sparse_as_dense

@@ -116,9 +116,8 @@ class DistributedDataParallel(torch.nn.Module):
     Parameters
     ----------
     module
-        On the CPU, or on this rank's GPU. Parameters that shall be trained require gradients now, and are all there:
-        gradients of others are refused on all ranks, by the backward pass. A parameter that has a gradient on no rank,
-        because it was frozen for example, gets none.
+        On the CPU, or on this rank's GPU. Its parameters are all there: gradients of others are refused on all ranks,
+        by the backward pass. They may be frozen and thawed: one that has a gradient on no rank gets none.
     device_ids
         BytePS's: at most one device, which changes nothing: the module is where it is.
     broadcast_buffers

@@ -8,7 +8,7 @@ pass needs first, which are the last ones to come, so that it is no round of its
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,19 +33,19 @@ class Presence:
         #: Returns the parameters that there are now.
         self.members: Callable[[], Iterable[torch.Tensor]] = tuple
         self._known = frozenset(id(p) for _, p in named)  # kept alive here
-        self._place = {name: place for place, name in enumerate(sorted(name for name, _ in named))}
+        self.places = {name: place for place, name in enumerate(sorted(name for name, _ in named))}
         self._heard: np.ndarray[Any, Any] = np.zeros(*self.kind)
 
     @property
     def kind(self) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of what travels."""
-        return (len(self._place) + 1,), "float32"
+        return (len(self.places) + 1,), "float32"
 
     def words(self) -> np.ndarray[Any, Any]:
         """Return what this rank has to tell: which parameters have a gradient, and whether unknown ones have."""
         words: np.ndarray[Any, Any] = np.zeros(*self.kind)
         for name, p in (*self.trained.items(), *self.frozen.items()):
-            words[self._place[name]] = p.grad is not None
+            words[self.places[name]] = p.grad is not None
         words[-1] = bool(self._strangers())
         return words
 
@@ -55,13 +55,18 @@ class Presence:
 
     def has(self, name: str) -> bool:
         """Whether *name* has a gradient on any rank."""
-        return bool(self._heard[self._place[name]])
+        return bool(self._heard[self.places[name]])
+
+    def thawed(self) -> list[str]:
+        """Return the names of the frozen ones that have a gradient on any rank: the same on all ranks."""
+        return thawed(self.frozen, self.places, self._heard)
+
+    def admit(self, name: str) -> None:
+        """Let the frozen *name* be a trained one."""
+        self.trained[name] = self.frozen.pop(name)
 
     def require_known(self) -> None:
-        """Raise `UnsupportedError` if any rank has a gradient that nobody averages: on all ranks, or on none."""
-        thawed = [name for name in sorted(self.frozen) if self.has(name)]
-        if thawed:
-            raise _thawed_error(thawed)
+        """Raise `UnsupportedError` if any rank has a gradient of an unknown parameter: on all ranks, or on none."""
         if self._heard[-1]:
             raise _strangers_error(self._strangers())
 
@@ -69,12 +74,9 @@ class Presence:
         return [p for p in self.members() if p.grad is not None and id(p) not in self._known]
 
 
-def _thawed_error(names: Sequence[str]) -> UnsupportedError:
-    """Return that parameters *names*, which were frozen when they were wrapped, have gradients on some rank."""
-    return UnsupportedError(
-        f"{_listed([repr(name) for name in names])} did not require gradients when all ranks agreed on what is "
-        "averaged, and have gradients now, which are averaged nowhere: the update of this step is refused on all "
-        "ranks. Let them require gradients before they are wrapped (and freeze them after that), or wrap again")
+def thawed(frozen: Iterable[str], places: Mapping[str, int], heard: np.ndarray[Any, Any]) -> list[str]:
+    """Return which of *frozen* have a gradient, as ranks have told: *heard*, in which *places* are those of names."""
+    return [name for name in sorted(frozen) if heard[places[name]]]
 
 
 def _strangers_error(strangers: Sequence[torch.Tensor]) -> UnsupportedError:
@@ -85,7 +87,7 @@ def _strangers_error(strangers: Sequence[torch.Tensor]) -> UnsupportedError:
     return UnsupportedError(
         f"{where} that were added, or have taken another's place, after all ranks agreed on what is averaged: the "
         "update of this step is refused on all ranks. Make the optimizer anew with the parameters as they are now, and "
-        "wrap again")
+        "wrap it again (DistributedDataParallel: the module)")
 
 
 def _listed(words: Sequence[str]) -> str:
