@@ -38,10 +38,8 @@ class TooManyPassesError(BusyError, AssertionError):
 
 
 class StandIn:
-    """What takes part in the steps of one optimizer on a rank that has joined. Outlives it: that of others may live.
-
-    *title* is the same on all ranks; *kinds* are shapes and dtypes by name, *codecs* how some of them are compressed
-    between nodes, *average*: of the sums.
+    """What takes part in the steps of one optimizer on a rank that has joined. Outlives it and its *exchange*: those of
+    other ranks may live. *average*: the sums are divided by the number of ranks.
     """
 
     def __init__(self, exchange: DenseExchange, average: bool) -> None:

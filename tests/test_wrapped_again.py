@@ -1,0 +1,175 @@
+"""Parameters that are wrapped again and again, by others and otherwise; and what becomes of the memory."""
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import bpsfast
+import bpsfast.hvd as hvd
+import bpsfast.torch as bps
+from bpsfast.torch.outer import OuterOptimizer
+from bpsfast.torch.parallel import DistributedDataParallel
+from bpsfast.trainer import current
+from tests.hvd_ranks import begun
+
+WAYS = {"bps": (bps, {}), "cross": (bps, {"cross_barrier": True}), "hvd": (hvd, {}), "ddp": (bps, {}),
+        "hvd max": (hvd, {"op": hvd.Max})}
+
+
+@pytest.fixture(scope="module")
+def pair(shared_job):
+    return begun(shared_job(ranks=(2,)))
+
+
+class Net(torch.nn.Module):
+    """Its numbers are so that halves hold them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 1)
+        for p in self.parameters():
+            torch.nn.init.constant_(p, 0.25)
+
+    def forward(self, x):
+        return self.head(self.body(x)).sum()
+
+
+def train(way, model, part, compression, kept):
+    """A step of an optimizer of *part* of *model*, whose gradients are of the loss of both ranks; return the gradients.
+    """
+    made, options = WAYS[way]
+    parameters = list(part.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    forward = model
+    if way == "ddp":
+        forward = DistributedDataParallel(model, compression=getattr(bps.Compression, compression))
+    else:
+        known = {id(p) for p in parameters}
+        named = [(name, p) for name, p in model.named_parameters() if id(p) in known]
+        optimizer = made.DistributedOptimizer(optimizer, named, compression=getattr(made.Compression, compression),
+                                              **options)
+    kept.append((optimizer, forward))
+    for _ in range(3):
+        optimizer.zero_grad()
+        forward(torch.full((1, 64), float(bps.rank()))).backward()
+        optimizer.step()
+        if way == "cross":
+            optimizer.synchronize()
+    return [p.grad.flatten()[0].item() for p in parameters]
+
+
+def again(way, keeps):
+    """Return the gradients, and what the job has after each round."""
+    torch.set_num_threads(1)
+    session = current.current()
+    model, found, sizes, kept = Net(), [], [], []
+    for _ in range(5):
+        for part, compression in ((model.head, "none"), (model, "none"), (model, "fp16"), (model.body, "none")):
+            found.append(train(way, model, part, compression, kept))
+            model.zero_grad()
+            if not keeps:
+                kept.clear()
+        gc.collect()
+        session.barrier()
+        mapped = sum(segment.nbytes for segment in session.memory.segments.values())
+        sizes.append((len(session.tensors.units()), mapped))
+    return found, sizes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_parts_of_a_model_and_all_of_it(pair, way, keeps):
+    factor = 2 if way == "hvd max" else 1
+    body, head, bias = 0.125 * factor, 8.0 * factor, 1.0
+    for found, sizes in pair.run(again, way, keeps):
+        assert found == [[head, bias], [body, head, bias], [body, head, bias], [body]] * 5
+        if not keeps:
+            assert sizes[4][0] <= sizes[1][0] and sizes[4][1] == sizes[2][1], sizes
+
+
+def kept_home():
+    """A gradient that lives in the memory of an optimizer that is gone is left alone."""
+    model = Net()
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters("home"))
+    for _ in range(3):
+        model(torch.ones(1, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(1, 64)).backward()
+    optimizer.step()
+    gradient = model.head.weight.grad
+    inside = current.current().memory.locate(gradient.data_ptr(), 4) is not None
+    del optimizer
+    gc.collect()
+    for seed in range(3):
+        other = Net()
+        made = bps.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.0),
+                                        other.named_parameters(f"other {seed}"))
+        other(torch.full((1, 64), 7.0)).backward()
+        made.step()
+    return inside, gradient[0, :3].tolist()
+
+
+def test_a_gradient_outlives_its_optimizer(pair):
+    assert pair.run(kept_home) == [(True, [16.0] * 3)] * 2
+
+
+def local_ways(kind):
+    """Optimizers that push parameters instead of gradients refuse what they do not know, before anything changes."""
+    model = Net()
+    model.body.requires_grad_(False)
+    optimizer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, 2)
+    model(torch.ones(1, 64)).backward()
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    if kind == "frozen":
+        model.head.requires_grad_(False)
+    else:
+        model.body.requires_grad_(True)
+        model(torch.ones(1, 64)).backward()
+    try:
+        optimizer.step()
+    except bpsfast.UnsupportedError as exc:
+        return str(exc), all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    return "", False
+
+
+@pytest.mark.parametrize(("kind", "words"), [("frozen", "outer momentum"), ("thawed", "would stay this rank's")])
+def test_outer_steps_of_other_parameters_are_refused(pair, kind, words):
+    for text, is_same in pair.run(local_ways, kind):
+        assert words in text and is_same
+
+
+def joins():
+    """Rank 1 has no data left when rank 0 thaws a layer; later both train it."""
+    model = Net()
+    model.body.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters("joins"))
+    found = []
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.full((1, 64), 1.0 + hvd.rank())).backward()
+        optimizer.step()
+        found.append([None if p.grad is None else p.grad.flatten()[0].item() for p in model.parameters()])
+
+    step()
+    if hvd.rank() == 0:
+        step()
+        model.body.requires_grad_(True)
+        step()
+        step()
+    hvd.join()
+    model.body.requires_grad_(False)
+    step()
+    model.body.requires_grad_(True)
+    step()
+    return found
+
+
+def test_a_layer_is_thawed_while_a_rank_has_joined(pair):
+    alone, both = [0.125, 8.0, 0.5], [0.375, 24.0, 1.0]
+    first = [[None, *both[1:]], [None, *alone[1:]], alone, alone, [None, *both[1:]], both]
+    assert pair.run(joins) == [first, [first[0], *first[4:]]]
