@@ -39,7 +39,7 @@ def branches():
         mean = sum(rank + step + 1.0 for rank in range(bps.size())) / bps.size()
         assert model.a.grad.tolist() == [mean] * 2
         assert model.b.grad.tolist() == [(last + step + 1.0) / bps.size()] * 2
-        assert (model.c.grad is None) if bps.size() == 1 else (model.c.grad.tolist() == [0.0] * 2)
+        assert model.c.grad is None  # on no rank
         assert model.frozen.grad is None
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..orchestration.store import Worker
+from ..trainer import current as process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
 from .wrapped import all_trained, derive, members_of, refuse_strangers
@@ -110,9 +111,11 @@ def AsyncOptimizer(
     """
     named = dict(all_trained(optimizer, named_parameters))
     wrapped = derive(optimizer, _MEMBERS)
+    edition = process.current().tensors.edition(f"AsyncParam.{name}" for name in named)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,
-                                    staleness=staleness, backups=backups, root_rank=root_rank)
+                                    staleness=staleness, backups=backups, root_rank=root_rank,
+                                    prefix=f"AsyncParam{edition or ''}.")
     _take(wrapped._weights, named)
     return wrapped  # type: ignore[no-any-return]
 

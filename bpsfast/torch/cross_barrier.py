@@ -224,8 +224,8 @@ class CrossBarrierExchange(Exchange):
             raise UnsupportedError(
                 f"{', '.join(map(repr, thawed[:4]))} did not require gradients when the optimizer was wrapped, and "
                 "have gradients on some rank now, which cross_barrier does not average: the update of this step is "
-                "refused on all ranks. Let them require gradients before that (and freeze them after it), or do without "
-                "cross_barrier")
+                "refused on all ranks. Let them require gradients before that (and freeze them after it), or do "
+                "without cross_barrier")
         super()._require_known()
 
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
