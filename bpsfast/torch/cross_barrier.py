@@ -121,7 +121,7 @@ class CrossBarrierExchange(Exchange):
                                    "its step depends on all parameters. Use it without cross_barrier")
         super().__init__(named, compression, n_passes)
         self._base = base
-        self._name_of = {id(parameter): name for name, parameter in named}
+        self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         self._n_left = n_steps
         self._is_able = False
         self._is_checked = False  # what was told with the last step that was deferred
