@@ -119,12 +119,15 @@ class CrossBarrierExchange(Exchange):
         if issubclass(base, _UNABLE):
             raise UnsupportedError(f"cross_barrier updates one parameter at a time, which {base.__name__} cannot do: "
                                    "its step depends on all parameters. Use it without cross_barrier")
+        for _, parameter in named:
+            if type(parameter) is DueParameter:  # another optimizer owes an update: only one can at a time
+                _make_current(parameter)
         super().__init__(named, compression, n_passes)
         self._base = base
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         self._n_left = n_steps
         self._is_able = False
-        self._is_checked = False  # what was told with the last step that was deferred
+        self._is_checked = True  # what was told with the last step that was deferred
         self._pending: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}  # name -> its group's options
         self._sent: dict[str, torch.Tensor | None] = {}  # name -> the gradient's own memory; None: there is none
 
@@ -203,14 +206,13 @@ class CrossBarrierExchange(Exchange):
         Raises `UnsupportedError` as `Exchange.receive` does.
         """
         super().hear()
-        pending = list(self._pending)
-        if not pending or self._is_checked:
+        if self._is_checked:
             return
         self._is_checked = True
         try:
             self._require_known()
         except UnsupportedError:
-            for name in pending:
+            for name in self._pending:
                 self.gradients.finish(name)
             self._forget_due()
             raise
@@ -247,6 +249,7 @@ class CrossBarrierExchange(Exchange):
 
     def settle_all(self) -> None:
         """Make all updates that are due. Raises as `settle`."""
+        self.hear()
         self.settle(tuple(self._pending))
 
     def abandon(self) -> None:
