@@ -115,7 +115,7 @@ class Side:
     def begin_anew(self):
         """What a program does when something was refused: an optimizer of all parameters."""
         self.model.zero_grad()
-        self.wrap("abcd", "sgd", 1, False)
+        self.wrap("abcd", "sgd", self.n_passes, False)
 
     # -- parts of them ---------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ def draw(seed, n_ranks):
         return "wrap", layers(1) if rng.random() < 0.5 else "abcd", rng.choice(("sgd", "adam")), rng.choice(
             (1, 1, 2, 3)), rng.random() < 0.3
 
-    operations, n_passes, is_risky, is_crossed = [], 1, False, False
+    operations, is_risky, is_grown = [], False, False
     if rng.random() < 0.4:
         operations.append(("freeze", layers(1)))
         is_risky = True
@@ -272,9 +272,9 @@ def draw(seed, n_ranks):
             operations.append(("discard", uses()))
         elif what in ("put", "replace"):
             operations.append((what, rng.choice(LAYERS), seed))
-        elif what == "add" and not is_crossed:
+        elif what == "add" and not is_grown:
             operations.append(("add", seed))
-            is_crossed, n_passes = True, 1
+            is_grown = True
         elif what in ("wrap", "unwrap"):
             if what == "unwrap":
                 operations.append(("unwrap", rng.random() < 0.3, uses()))
