@@ -33,7 +33,7 @@ class NegotiatedExchange:
         self.presence = Presence(named)
         self.parameters = self.presence.trained
         self.n_passes = n_passes
-        self.synchronized = False
+        self.synchronized = self.is_overtaken = False
         self._compression = compression
         self._fields = {"op": op, "process_set": process_set}
         if op is Average:
@@ -59,6 +59,10 @@ class NegotiatedExchange:
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one of its whole group, the group goes out."""
+        if self.is_overtaken:
+            self.synchronized = False
+            self.presence.is_stale |= self._group_of.get(name, (name,)) in self._under_way
+            return
         if self._left[name] == 0:
             raise TooManyPassesError
         self._left[name] -= 1

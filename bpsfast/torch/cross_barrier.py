@@ -135,7 +135,7 @@ class CrossBarrierExchange(Exchange):
 
     def accumulated(self, name: str) -> None:
         """As `Exchange`'s; a parameter that was used before its update is an error."""
-        if name in self._pending:
+        if name in self._pending and not self.is_overtaken:
             raise BusyError(
                 f"the forward pass has used {name!r} before its update of the last step: compiled code reads it, of "
                 "which Python is told nothing. Call optimizer.settle() after step(), or do without cross_barrier")

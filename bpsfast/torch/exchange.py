@@ -81,6 +81,7 @@ class Exchange:
         self._has_told = False  # and not heard yet
         self.homes: Homes = []  # in the segment, of gradients that live there
         self.synchronized = False
+        self.is_overtaken = False
         self._hooks = watch(self, list(self.parameters.items()))
 
     @property
@@ -113,16 +114,15 @@ class Exchange:
         device, travelling = self._device(self.parameters.values()), set(order)
         kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
         told = {self.presence.title: self.presence.kind}
-        if device is not None:  # the host waits for nothing that comes from there, but for what ranks tell each other
+        # The host waits for nothing that comes from a device, but for what ranks tell each other.
+        beside = told if device is None else {}
+        found = self._told_in = Gradients(
+            {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
+            compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, afar=device)
+        weakref.finalize(self, give_up, found, self.homes).atexit = False
+        if not beside:
             self._told_in = Gradients(told, prefix=self.prefix)
             weakref.finalize(self, give_up, self._told_in, []).atexit = False
-            told = {}
-        found = Gradients({**told, **kinds}, prefix=self.prefix, order=[*told, *order],
-                          compression={name: self.codecs.get(name) for name in (*told, *kinds)},
-                          tuned=self.kept.tuned, afar=device)
-        if self._told_in is None:
-            self._told_in = found
-        weakref.finalize(self, give_up, found, self.homes).atexit = False
         return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -163,6 +163,10 @@ class Exchange:
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
+        if self.is_overtaken:
+            self.synchronized = False
+            self.presence.is_stale |= not self._left[name]
+            return
         if self._left[name] == 0:
             raise BusyError(
                 f"the gradient of {name!r} was computed over backward_passes_per_step={self.n_passes} times before "
@@ -423,23 +427,30 @@ class Exchange:
                 parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
 
 
+class Retirable(Protocol):
+    """What has memory in the job."""
+
+    def retire(self) -> bool:
+        """Give it back, if that is possible now; see `Gradients.retire`."""
+
+
 Homes = list[weakref.ref[np.ndarray[Any, Any]]]
-#: Gradients that nobody averages any more, until they are retired.
-_given_up: deque[tuple[Gradients, Homes]] = deque()
+#: What no exchange uses any more, until it is retired.
+_given_up: deque[tuple[Retirable, Homes]] = deque()
 
 
-def give_up(gradients: Gradients, homes: Homes) -> None:
-    """Let `give_back` retire *gradients* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
-    _given_up.append((gradients, homes))
+def give_up(owner: Retirable, homes: Homes) -> None:
+    """Let `give_back` retire *owner* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
+    _given_up.append((owner, homes))
 
 
 def give_back() -> None:
     """Give back the memory of what was given up, as far as nobody uses it. Not from a finalizer: it tells the node."""
     for _ in range(len(_given_up)):
-        gradients, homes = _given_up.popleft()
+        owner, homes = _given_up.popleft()
         try:
-            if any(home() is not None for home in homes) or not gradients.retire():
-                _given_up.append((gradients, homes))
+            if any(home() is not None for home in homes) or not owner.retire():
+                _given_up.append((owner, homes))
         except BpsError:
             pass  # their job is over, or has refused them
 
@@ -474,6 +485,9 @@ def _is_compiled() -> bool:
 class Watcher(Protocol):
     """What is told of gradients."""
 
+    #: Some of its parameters have another watcher since: it sends nothing before its step.
+    is_overtaken: bool
+
     def accumulated(self, name: str) -> None:
         """Hear that backward has accumulated the gradient of *name*."""
 
@@ -481,25 +495,26 @@ class Watcher(Protocol):
 def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
     """Tell *watcher* of the gradients of *named* parameters, as long as it lives; return the hooks.
 
-    Whoever was told of them before is told no more: of several optimizers for one parameter only the last would be
-    stepped after each backward pass, and the others would have gradients under way for ever. The parameters outlive
-    *watcher*: their hooks must not keep it alive, nor act after it.
+    Whoever watches one of them already is overtaken: of several optimizers for one parameter mostly the last is
+    stepped, and the others would have gradients under way for ever. The parameters outlive *watcher*: their hooks must
+    not keep it alive, nor act after it.
     """
     me = weakref.ref(watcher)
     hooks = []
     for name, parameter in named:
-        before = _last_hooks.get(parameter)
-        if before is not None:
-            before.remove()
+        before = _last_watchers.get(parameter)
+        other = None if before is None else before()
+        if other is not None and other is not watcher:
+            other.is_overtaken = True
+        _last_watchers[parameter] = me
         hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
-        _last_hooks[parameter] = hook
         weakref.finalize(watcher, hook.remove).atexit = False
         hooks.append(hook)
     return hooks
 
 
-#: By parameter: the hook that `watch` has given it last.
-_last_hooks: Any = WeakIdKeyDictionary()
+#: By parameter: who watches it since the last `watch`.
+_last_watchers: Any = WeakIdKeyDictionary()
 
 
 def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:

@@ -55,10 +55,12 @@ class _ModuleExchange(Exchange):
         if not self.sends:
             self.synchronized = False
             return
-        if not self._left[name]:
+        if not self._left[name] and not self.is_overtaken:
             raise BusyError(f"the gradient of {name!r} has come twice in one backward pass, or the last pass was not "
                             "ended by synchronize(). Checkpoints that use one parameter twice need use_reentrant=False")
         super().accumulated(name)
+        if self.is_overtaken:
+            return
         self._n_left -= 1
         if not self._n_left:  # whether or not this pass goes through an output that is known
             _end_later(self)

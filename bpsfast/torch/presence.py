@@ -2,9 +2,10 @@
 
 One process leaves a parameter alone that has no gradient: neither momentum nor weight decay moves it. With several
 ranks a parameter that has none on this rank may have one on others, whose average counts; only if it has one nowhere,
-it is left alone. So with the gradients of each step travels a small tensor, which has one element for each parameter,
-and one for parameters that the ranks have not agreed on. It is fused with the small gradients that the next forward
-pass needs first, which are the last ones to come, so that it is no round of its own.
+it is left alone. So with the gradients of each step travels a small tensor, which has one element for each parameter.
+It is fused with the small gradients that the next forward
+pass needs first, which are the last ones to come, so that it is no round of its own. It tells as well of what all ranks
+have to refuse together.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..orchestration.errors import UnsupportedError
+from ..orchestration.errors import BusyError, UnsupportedError
 
 _N_SHOWN = 4
 
@@ -30,6 +31,8 @@ class Presence:
         self.frozen = {name: p for name, p in named if not p.requires_grad}
         #: Of the tensor, among the names of gradients: optimizers whose parameters differ have others.
         self.title = f"bpsfast.present of {min((name for name, _ in named), default='nothing')}"
+        #: A gradient has changed since it was sent.
+        self.is_stale = False
         #: Returns the parameters that there are now.
         self.members: Callable[[], Iterable[torch.Tensor]] = tuple
         self._known = frozenset(id(p) for _, p in named)  # kept alive here
@@ -39,14 +42,17 @@ class Presence:
     @property
     def kind(self) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of what travels."""
-        return (len(self.places) + 1,), "float32"
+        return (len(self.places) + 2,), "float32"
 
     def words(self) -> np.ndarray[Any, Any]:
-        """Return what this rank has to tell: which parameters have a gradient, and whether unknown ones have."""
+        """Return what this rank has to tell: which parameters have a gradient, whether one has changed since it was
+        sent, and whether unknown parameters have any.
+        """
         words: np.ndarray[Any, Any] = np.zeros(*self.kind)
         for name, p in (*self.trained.items(), *self.frozen.items()):
             words[self.places[name]] = p.grad is not None
-        words[-1] = bool(self._strangers())
+        words[-2:] = self.is_stale, bool(self._strangers())
+        self.is_stale = False
         return words
 
     def hear(self, words: np.ndarray[Any, Any]) -> None:
@@ -66,7 +72,19 @@ class Presence:
         self.trained[name] = self.frozen.pop(name)
 
     def require_known(self) -> None:
-        """Raise `UnsupportedError` if any rank has a gradient of an unknown parameter: on all ranks, or on none."""
+        """Raise an error on all ranks, or on none.
+
+        Raises
+        ------
+        BusyError
+            If a gradient of any rank was stale.
+        UnsupportedError
+            If any rank has a gradient of an unknown parameter.
+        """
+        if self._heard[-2]:
+            raise BusyError("gradients of this optimizer were under way when another one took its parameters over, and "
+                            "have been computed again since: what was averaged is not what the parameters have now. "
+                            "Call synchronize() of the first one before others wrap its parameters")
         if self._heard[-1]:
             raise _strangers_error(self._strangers())
 

@@ -5,17 +5,19 @@ gradient of it. What comes back is sparse where the gradient was: coalesced, wit
 """
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 
 from ..dtypes import TABLE
 from ..orchestration.errors import UnsupportedError
+from ..orchestration.messages import TensorSpec
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
-from ..trainer.table import Table, table_of
-from . import ops
+from ..trainer.table import Table
 from .compression import CompressionLike
-from .exchange import Exchange
+from .exchange import Exchange, give_up
 
 
 class SparseExchange(Exchange):
@@ -41,7 +43,8 @@ class SparseExchange(Exchange):
             self._gradients = self._declared(self._order)
             for name in by_rows:
                 shape, dtype = self.kinds[name]
-                self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)
+                table = self._tables[name] = Table(process.current(), self.prefix + name, shape, dtype)
+                weakref.finalize(self, give_up, table, []).atexit = False
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:
@@ -50,9 +53,17 @@ class SparseExchange(Exchange):
         if not names:
             return []
         gradients = [self.parameters[name].grad for name in names]
-        mine = torch.tensor([gradient is not None and gradient.is_sparse for gradient in gradients], dtype=torch.int32)
+        session = process.current()
         title = f"sparse of {self.prefix}{names[0]} to {names[-1]}, {len(names)} tensors"
-        n_ranks = ops.push_pull(mine, average=False, name=title).tolist()
+        session.tensors.declare([TensorSpec(name=title, dtype="int32", shape=(len(names),), average=False)])
+        unit = session.tensors.unit(title)
+        staging = unit.staging
+        staging.array[:unit.nbytes].view(np.int32)[:] = [each is not None and each.is_sparse for each in gradients]
+        unit.push_staging()
+        unit.wait(unit.round, session.settings.timeout_s)
+        n_ranks = unit.view(unit.round).view(np.int32).tolist()
+        session.retire([unit])
+        session.memory.release(staging)
         return [name for name, n in zip(names, n_ranks) if n]
 
     def _refuse_compressed(self, names: list[str]) -> None:
