@@ -89,6 +89,58 @@ def test_parts_of_a_model_and_all_of_it(pair, way, keeps):
             assert sizes[4][0] <= sizes[1][0] and sizes[4][1] == sizes[2][1], sizes
 
 
+def rows_again():
+    """As `again`, of sparse gradients: how many units the rank has after each round."""
+    table, n_units = torch.nn.Embedding(64, 8, sparse=True), []
+    for _ in range(4):
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0), [("table", table.weight)])
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.tensor([bps.rank()])).sum().backward()
+            optimizer.step()
+        assert table.weight.grad.to_dense()[:2, 0].tolist() == [0.5, 0.5]
+        del optimizer
+        gc.collect()
+        n_units.append(len(current.current().tensors.units()))
+    return n_units
+
+
+def test_rows_are_given_back(pair):
+    for n_units in pair.run(rows_again):
+        assert len(set(n_units)) == 1
+
+
+def overtaken():
+    """Of two optimizers the first one has gradients under way when the second takes its parameters over."""
+    model = Net()
+    first = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters("overtaken"))
+
+    def backward():
+        model(torch.full((1, 64), float(bps.rank()))).backward()
+        return model.head.weight.grad[0, 0].item()
+
+    backward()
+    first.step()
+    first.zero_grad()
+    if bps.rank():
+        backward()
+    second = bps.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.0),
+                                      model.head.named_parameters("overtaken.head"))
+    backward()
+    second.step()
+    second.zero_grad()
+    with pytest.raises(bpsfast.BusyError, match="took its parameters over"):
+        first.step()
+    model.zero_grad()
+    backward()
+    first.step()
+    return model.head.weight.grad[0, 0].item(), model.body.weight.grad[0, 0].item()
+
+
+def test_gradients_under_way_of_an_optimizer_that_is_overtaken(pair):
+    assert pair.run(overtaken) == [(8.0, 0.125)] * 2
+
+
 def kept_home():
     """A gradient that lives in the memory of an optimizer that is gone is left alone."""
     model = Net()
