@@ -65,8 +65,9 @@ def again(way, keeps):
     torch.set_num_threads(1)
     session = current.current()
     model, found, sizes, kept = Net(), [], [], []
+    parts = [(model.head, "none"), (model, "none"), (model, "fp16"), (model.body, "none")]
     for _ in range(5):
-        for part, compression in ((model.head, "none"), (model, "none"), (model, "fp16"), (model.body, "none")):
+        for part, compression in parts[:3] if keeps else parts:  # who keeps that of the body has to step it, too
             found.append(train(way, model, part, compression, kept))
             model.zero_grad()
             if not keeps:
@@ -84,7 +85,8 @@ def test_parts_of_a_model_and_all_of_it(pair, way, keeps):
     factor = 2 if way == "hvd max" else 1
     body, head, bias = 0.125 * factor, 8.0 * factor, 1.0
     for found, sizes in pair.run(again, way, keeps):
-        assert found == [[head, bias], [body, head, bias], [body, head, bias], [body]] * 5
+        once = [[head, bias], [body, head, bias], [body, head, bias], [body]]
+        assert found == (once[:3] if keeps else once) * 5
         if not keeps:
             assert sizes[4][0] <= sizes[1][0] and sizes[4][1] == sizes[2][1], sizes
 
