@@ -187,6 +187,11 @@ class CrossBarrierExchange(Exchange):
                     _due[id(parameter)] = self, ours
                     if type(parameter) is torch.nn.Parameter:
                         parameter.__class__ = DueParameter
+        for name in [name for name in self._sent if name not in self._pending]:  # the optimizer has it no more
+            parameter, mine = self.parameters[name], self._sent.pop(name)
+            if isinstance(parameter.grad, _UnderWay):
+                parameter.grad = mine
+            self.gradients.finish(name)
         self._is_checked = False
         self._n_left -= 1
         if not self._n_left:
