@@ -25,6 +25,7 @@ from .child import AFTER_SIGKILL_S, Children, Command, Kind, Place, Process, wat
 from .crew import Crew, member_of
 from .muster_service import End, Order, Stop
 from .output import Output, Sink, Transcript
+from .ssh import SILENT_HOST_S
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: How long a launcher that was told to end waits for the reader of its last lines.
@@ -41,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True):
     job_s: float | None = None
     after_failure_s: float = 3.0
     for_cause_s: float = 10.0
-    for_host_s: float = 25.0
+    for_host_s: float = SILENT_HOST_S + 5.0
     after_ranks_s: float = 5.0
     after_sigterm_s: float = 1.5
 
