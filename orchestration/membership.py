@@ -53,6 +53,7 @@ class Membership:
         self._started = self._last_tick = now
         self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # a short job has a trace, too
         self._n_heartbeats = 0
+        self._process, self._n_dialled = f"{os.getpid()}-{secrets.token_hex(12)}", 0
         self._asks_time = asks_time
         self.clock = ClockOffset()
         self._n_connected = 0
@@ -79,7 +80,8 @@ class Membership:
         self._monitor = socket.get_monitor_socket(_EVENTS)
         socket.curve_publickey, socket.curve_secretkey = curve_pair(self._key, "node")
         socket.curve_serverkey = curve_pair(self._key, "scheduler")[0]
-        socket.identity = f"{os.getpid()}-{secrets.token_hex(12)}".encode()
+        self._n_dialled += 1
+        socket.identity = m.connection_id(self._process, self._n_dialled)
         socket.sndhwm = socket.rcvhwm = 0
         if self._pulse_s:
             socket.heartbeat_ivl = max(10, round(1000 * self._pulse_s))
