@@ -1,6 +1,7 @@
 """A node's side of the control plane: a ZeroMQ DEALER to the scheduler, heartbeats, and the news that it is gone."""
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -110,16 +111,13 @@ class Membership:
     def _take_lookup(self, timeout_s: float = 0.0) -> None:
         """Take what the resolver has answered, waiting for that for *timeout_s*."""
         lookup = self._lookup
-        if lookup is None:
+        if lookup is None or not lookup.wait(timeout_s):
             return
-        try:
-            first = lookup.address(timeout_s)
+        self._lookup = None
+        with contextlib.suppress(OSError):
+            first = lookup.address(0.0)
             if self._connected_to not in lookup.addresses:  # a resolver may give several, in any order
                 self._last_known = first
-        except OSError:
-            if not lookup.done:
-                return
-        self._lookup = None
 
     def _hang_up(self, linger_s: float) -> None:
         self._socket.disable_monitor()
