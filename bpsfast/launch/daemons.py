@@ -41,7 +41,8 @@ _log = logging.getLogger("bpsfast.daemons")
 PLACE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
 PLACE_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL", "PS_HEARTBEAT_TIMEOUT",
+    "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL",
+    "PS_HEARTBEAT_TIMEOUT",
 })
 
 _STARTER_GRACE_S = 5.0
@@ -255,6 +256,14 @@ def reserve_port(host: str) -> socket.socket:
         holder.close()
         raise
     return holder
+
+
+def reserve_master_port() -> socket.socket:
+    """Return a socket as of `reserve_port` for the store of torch.distributed, which listens on all addresses."""
+    try:
+        return reserve_port("::")
+    except OSError:  # a machine without IPv6
+        return reserve_port("0.0.0.0")
 
 
 def describe_exit(code: int) -> str:

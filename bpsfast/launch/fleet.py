@@ -90,6 +90,10 @@ class Fleet:
             raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
                               "or --scheduler-host") from exc
 
+    def master_port(self) -> int:
+        """Return a port that is free on the first host, where rank 0 runs, and kept for what that starts."""
+        return self.ask([self.hosts[0]], messages.Reserve())[0].port
+
     def address_of(self, target: RemoteHost, others: Sequence[RemoteHost], wished: str = "",
                    from_here: bool = False) -> tuple[str, int]:
         """Return an address of *target* by which *others* (and this machine) reach it, and a port that is free there.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..channel import Channel
+from ..launch.end_reports import report
 from ..nic import numa
 from ..orchestration import messages
 from ..orchestration.errors import (
@@ -95,6 +96,7 @@ class Household:
                 raise ConfigError(
                     f"local rank {message.local_rank} is process {other.pid} already, now process {message.pid} claims "
                     "it: two machines of a job on one host need different BPSFAST_NODE_ID, on their ranks and nodes")
+        report("attached")
         rank = LocalRank(link, message, pidfd, self._node.vertex.regions)
         self.ranks.append(rank)
         self.ranks.sort(key=lambda each: each.local_rank)
