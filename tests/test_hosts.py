@@ -118,7 +118,7 @@ def test_two_names_of_this_machine_are_one_node():
     assert [(host.name, host.slots, host.is_here) for host in found] == [
         ("192.0.2.77", 3, False), ("localhost", 6, True), ("you@localhost", 1, False)]
     assert [host.is_here for host in hosts.assign(found, 5)] == [False, True]
-    with pytest.raises(ConfigError, match="127.0.0.1 has ranks"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 has ranks"):
         hosts.helpers("127.0.0.1", found)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import signal
+import socket
 import subprocess
 import sys
 
