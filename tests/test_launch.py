@@ -117,9 +117,8 @@ for _ in range(2):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", [("-np", "2"), ("--ranks", "1,1"), ("-H", "127.0.0.1:2"),
-                                     ("-H", f"{socket.gethostname()}:1,localhost:1")])
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("options", [("-np", "2"), ("--ranks", "1,1"), ("-H", f"{socket.gethostname()}:1,localhost:1")])
 def test_a_program_of_torch_distributed_runs_unchanged(options):
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -131,6 +130,15 @@ def test_a_program_of_torch_distributed_runs_unchanged(options):
         f"of 2 local {local} sum 3.0" for local in locals_ * 2)
     assert "no rank has joined the job (bpsfast.init): ending scheduler, node 0" in done.stderr
     assert "still running" not in done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+def test_a_program_may_take_its_time_before_it_joins():
+    text = "import bpsfast, time; time.sleep(12); bpsfast.init(); print(bpsfast.size()); bpsfast.shutdown()"
+    done = bpsfast("run", "--ranks", "1,1", "--helpers", "1", "--", sys.executable, "-c", text,
+                   BPSFAST_START_TIMEOUT_S="10")
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["[rank 0] 2", "[rank 1] 2"], done.stderr
 
 
 def test_an_interface_that_is_none_is_refused():

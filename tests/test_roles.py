@@ -315,7 +315,7 @@ def test_torchruns_variables_beside_those_of_bpsfast_run_change_nothing(dropped)
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_torchruns_variables_that_say_otherwise_are_an_error(name):
-    for beside in (BESIDE, {name: BESIDE[name]}):
+    for beside in (BESIDE, {}) if name in ("RANK", "LOCAL_RANK") else (BESIDE,):
         with pytest.raises(ConfigError, match=r"two launchers disagree|cannot tell which rank"):
             place(EXPLICIT | beside | {name: "4" if name == "RANK" else "9" if "SIZE" in name else "0"})
 

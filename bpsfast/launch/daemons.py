@@ -181,7 +181,7 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
     take_job_key()
     settings = quota.take(settings)
     return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()),
-                     is_awaited=is_awaited)
+                     is_awaited=is_awaited, awaits_ranks=_is_ended_by_launcher())
 
 
 def run_scheduler(settings: Settings) -> int:
@@ -205,7 +205,7 @@ def run_scheduler(settings: Settings) -> int:
         fingerprint=fingerprint(settings), placement=settings.placement, partition_nbytes=settings.partition_bytes,
         fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
-        first_round=settings.first_round,
+        awaits_ranks=_is_ended_by_launcher(), first_round=settings.first_round,
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
@@ -214,6 +214,15 @@ def run_scheduler(settings: Settings) -> int:
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
     code, aborted = scheduler.run(), scheduler.aborted
     return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
+
+
+def _is_ended_by_launcher() -> bool:
+    """Whether a launcher has started this process, and ends it with the program that runs beside it.
+
+    So there is no deadline for the first rank to come: the program may load data for long before it joins the job, or
+    be none of bpsfast.
+    """
+    return TETHER in os.environ
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:

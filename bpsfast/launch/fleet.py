@@ -107,6 +107,8 @@ class Fleet:
         """
         assert target.here is not None, "connected"
         name, candidates = target.host.name, [wished] if wished else target.here.addresses
+        if target.host.is_here and not (wished or others):
+            candidates = [*candidates, _LOOPBACK]  # a machine without a network reaches itself
         if not candidates:
             raise ConfigError(f"{name} has no IPv4 address besides loopback by which other hosts could reach it")
         listening = self.ask([target], messages.Listen(is_loopback=False))[0]
