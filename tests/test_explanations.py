@@ -122,6 +122,11 @@ _LOGS = [
     ("ib0: multicast join failed for ff12:401b:ffff:0000:0000:0000:ffff:ffff, status -22", '"ib0: multicast join'),
     ("neighbour: arp_cache: neighbor table overflow!", '"arp_cache: neighbor table"'),
     ("modprobe: ERROR: could not insert 'nvidia_peermem': Invalid argument", '"nvidia_peermem" (kernel)'),
+    ("mlx5_core 0000:3b:00.0: probe of 0000:3b:00.0 failed with error -12", "errno 12: ENOMEM"),
+    ("mlx5_core 0000:3b:00.0: mlx5_load_one:1234:(pid 9): mlx5_function_setup failed with -110", "errno 110: ETIME"),
+    ("[ 12.3] bnxt_en 0000:01:00.0: bnxt_re: Failed to register with netedev: 0xffffffea", '"bnxt_re: Fail" (kernel)'),
+    ("Couldn't get local LID", '"Couldn\'t get local LID"'), ("Failed to deregister MR", '"Failed to deregister"'),
+    ("ibv_alloc_dm failed", '"ibv_alloc_dm fail" (rdma-core'),
     # libraries above them
     ("[Handshake] Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num: Connection timed out [110]",
      "errno 110: ETIMEDOUT"),

@@ -26,8 +26,8 @@ _OF_COMPLETION = re.compile(
     r"\bfailed status [^()]{1,60}\((\d+)\)", re.I)
 _VENDOR = re.compile(r"\b(?:vend(?:or)?[ _.]?(?:err(?:or)?|synd(?:rome)?)?|syndrom)\s*[=:]?\s*(0x[0-9a-f]+|\d+)", re.I)
 #: errno 12, [Errno 12], err(-12), ret=12, rc = -12, status -110 of the kernel
-_ERRNO = re.compile(r"\berrno\s*[=:]?\s*(\d+)|\b(?:err|error|rc|ret|status|returned|failed)\s*[=:(]*\s*-(\d+)\b|"
-                    r"\bret\s*=\s*(\d+)", re.I)
+_ERRNO = re.compile(r"\berrno\s*[=:]?\s*(\d+)|\bret\s*=\s*(\d+)|"
+                    r"\b(?:err|error|rc|ret|status|returned|failed)(?: with)?\s*[=:(]*\s*-(\d+)\b", re.I)
 _MOST_MEANINGS = 12
 
 

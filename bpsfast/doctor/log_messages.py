@@ -332,6 +332,37 @@ _MESSAGES: tuple[tuple[str, str, str, str], ...] = (
      r"failed reclaiming pages|page allocation failure.*(?:mlx|rdma|ib_)|give_pages|out of pages",
      "the driver found no memory for the card",
      "free; fewer queue pairs and regions; dmesg for what else has failed"),
+    # -- whatever else they say of trouble, last as it tells least ----------------------------------------------------
+    ("perftest, rdma-core",
+     r"couldn'?t (?:get (?:port info|local LID|device)|set the link layer|connect to remote QP)|"
+     r"failed to query (?:port|device)|error when trying to query|ibv_query_\w+\b.{0,40}(?:fail|error)",
+     "the device or its port could not be asked, or has no address yet: it was reset, the port number is wrong, or on "
+     "InfiniBand no subnet manager has given it a LID",
+     "bpsfast devices shows ports, their state and LID; bpsfast explain RD13"),
+    ("perftest, rdma-core",
+     r"(?:couldn'?t|failed to|unable to) (?:destroy|deregister|deallocate|dealloc|release|close|free)\b",
+     "a consequence: what an earlier error left could not be taken down in order",
+     "the first error above it is the cause"),
+    ("perftest",
+     r"couldn'?t allocate work buf|failed to allocate hugepages?|cannot allocate\b",
+     "there was no memory for the test's buffers",
+     "free -h; smaller -s or -q; for --use_hugepages: sysctl vm.nr_hugepages"),
+    ("kernel",
+     r"mlx[45]_(?:core|ib)\b.*(?:probe|load_one|init_one).{0,60}(?:fail|error)|probe of \S+ failed with error|"
+     r"pre-initializing|fw_tracer.{0,40}fail|firmware.{0,40}(?:timeout|aborting|not supported)",
+     "the driver could not start the card: its firmware is not ready, does not fit the driver, or there is no memory",
+     "a cold start of the machine (power off); then " + _FIRMWARE),
+    ("rdma-core, librdmacm",
+     r"\b(?:ibv|rdma)_[a-z]\w+\b.{0,60}(?:fail|error|null)|(?:fail\w*|error).{0,30}\b(?:ibv|rdma)_[a-z]\w+|"
+     r"\b(?:libibverbs|librdmacm|(?:lib)?mlx[45]): (?:fatal|warning)",
+     "a call of libibverbs or librdmacm has failed; the errno in the same line, or after it, says why",
+     "bpsfast explain with that errno (ENOMEM, EINVAL ...); bpsfast doctor for the machine as a whole"),
+    ("kernel",
+     r"(?:\bmlx[45]_(?:core|ib)\b|\binfiniband \w+:|\bib_(?:core|cm|uverbs|ipoib|mad)\b|\b(?:rdma|iw)_cm\b|"
+     r"\b(?:bnxt_re|irdma|qedr|hns_roce|efa|iw_cxgb4)\b).*(?:fail|error|unable|timed? ?out|timeout|abort|fatal|invalid|"
+     r"couldn'?t|cannot)",
+     "the driver of an RDMA card reports trouble",
+     "what comes before it in dmesg is often the cause; bpsfast devices, bpsfast doctor; " + _FIRMWARE),
 )
 _KNOWN = tuple(LogMessage(source, re.compile(pattern, re.I), means, advice)
                for source, pattern, means, advice in _MESSAGES)
