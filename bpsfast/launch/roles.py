@@ -90,12 +90,11 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Plac
         own = [each for each in inside if each.level == innermost
                and not (around and _repeats(each, each in complete, around, settings, environ))]
         whole = [each for each in own if each in complete]
-        places = [each.place(settings, environ) for each in whole]
         for each in own:
-            if each not in complete and not (places and each.echoes(places[0], environ)):
+            if each not in whole and not (whole and _repeats(each, False, whole[0], settings, environ)):
                 raise ConfigError(_half_text(each, present, settings, environ))
-        if whole:
-            return _agreed(whole, places, settings, environ)
+        if own:
+            return _agreed(whole, settings, environ)
         inside = [each for each in inside if each.level > innermost]
     return _single(settings, environ)
 
@@ -114,8 +113,9 @@ def _repeats(inner: Environment, is_complete: bool, around: Environment, setting
     return inner.echoes(said, environ)
 
 
-def _agreed(whole: list[Environment], places: list[Place], settings: Settings, environ: Mapping[str, str]) -> Place:
-    """Return the place that the first of *whole* says, of their *places*; the others must not say otherwise."""
+def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> Place:
+    """Return the place that the first of *whole* says; the others must not say otherwise."""
+    places = [each.place(settings, environ) for each in whole]
     for environment, other in zip(whole[1:], places[1:]):
         for field in ("role", "rank", "size", "local_rank", "local_size"):
             mine, theirs = getattr(places[0], field), getattr(other, field)
