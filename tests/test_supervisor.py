@@ -143,7 +143,7 @@ def test_a_reader_that_stops_for_a_while_gets_all_and_little_waits(no_leaks):
 def test_nobody_is_ended_for_being_late_while_a_reader_stops(tmp_path, no_leaks):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    rank = program("rank 0", f"g = open({str(gate)!r}, 'w')")
+    rank = program("rank 0", f"{_JOINED}\ng = open({str(gate)!r}, 'w')")
     # what it says comes after the end of the rank
     node = program("node 0", f"open({str(gate)!r}).read(); print(('x' * 999 + '\\n') * 3000, end='')", Kind.DAEMON)
     source, target = os.pipe()
