@@ -269,8 +269,8 @@ def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
         with socket.create_connection((address, port), _left(until_s)) as sock:
             sock.settimeout(_left(until_s))
             came = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
-    except OSError as exc:
-        return exc.strerror or str(exc)
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
+        return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
     return "" if came == token else "another program answers there"
 
 
