@@ -132,7 +132,7 @@ def test_a_program_of_torch_distributed_runs_unchanged(options):
     assert "still running" not in done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_program_may_take_its_time_before_it_joins():
     text = "import bpsfast, time; time.sleep(12); bpsfast.init(); print(bpsfast.size()); bpsfast.shutdown()"
