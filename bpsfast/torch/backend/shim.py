@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
+from types import CodeType
 from typing import Any
 
 from torch._C._dynamo import eval_frame
@@ -59,5 +60,14 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
     call._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    eval_frame.skip_code(call.__code__)
+    _skip(call.__code__)
     return call
+
+
+def _skip(code: CodeType) -> None:
+    """Let the compiler run frames of *code* as they are."""
+    if hasattr(eval_frame, "skip_code"):  # up to torch 2.6
+        eval_frame.skip_code(code)
+    else:
+        actions = eval_frame._FrameAction
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
