@@ -1,4 +1,4 @@
-"""Every form in which torch's process group can be called, as torch's own signatures have them, beside gloo's results."""
+"""Every form of a call that torch's process group takes, as torch's own signatures say, beside gloo's results."""
 from __future__ import annotations
 
 import datetime
@@ -184,6 +184,40 @@ def test_the_table_has_all_calls_of_torch_and_all_are_ours():
     theirs = [name for name in found if getattr(ProcessGroup, name) is getattr(dist.ProcessGroup, name)]
     assert not theirs, "torch has calls that bpsfast's group lacks"
     assert sum(len(table(name)) for name in found) >= 150
+
+
+def several() -> dict[str, Any]:
+    """Make calls with several tensors on each rank."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+
+    def two() -> list[torch.Tensor]:
+        return [torch.full((2,), rank + 1.0), torch.arange(8.0).reshape(4, 2)[::2, 0] * (rank + 1)]
+
+    found: dict[str, Any] = {}
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        x = two()
+        group.allreduce(x, op).wait()
+        found[str(op)] = [each.tolist() for each in x]
+    for number in (0, 1):
+        options, x = dist.BroadcastOptions(), two()
+        options.rootRank, options.rootTensor = 1, number
+        group.broadcast(x, options).wait()
+        found[f"broadcast {number}"] = [each.tolist() for each in x]
+    lists = [[torch.zeros(2) for _ in range(2 * SIZE)] for _ in range(2)]
+    group.allgather(lists, two()).wait()
+    found["allgather"] = [[each.tolist() for each in outputs] for outputs in lists]
+    lists = [[torch.zeros(2), torch.zeros(2)] for _ in range(SIZE)]
+    group.allgather_coalesced(lists, two()).wait()
+    found["allgather_coalesced"] = [[each.tolist() for each in outputs] for outputs in lists]
+    x = two()
+    group.allreduce_coalesced(x).wait()
+    found["allreduce_coalesced"] = [each.tolist() for each in x]
+    return found
+
+
+def test_calls_with_several_tensors_give_gloos_values(torch_ranks):
+    for gloo, ours in torch_ranks(SIZE).compare(several):
+        assert gloo == ours
 
 
 def exchanged(method: str) -> dict[str, Any]:

@@ -56,9 +56,9 @@ def tried(version: str, index: list[str]) -> str:
         site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True,
                               capture_output=True, check=True).stdout.strip()
         Path(site, "others.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-        ended = subprocess.run([python, "-m", "pytest", "-q", "--thorough", "--timeout", "900", "-p", "no:cacheprovider",
-                                *(f"{_FOLDER}/{name}.py" for name in TESTS + (SHARDED if number >= (2, 6) else ()))], text=True, cwd=_FOLDER.parent,
-                               stdout=subprocess.PIPE, timeout=_LIMIT_S)
+        files = [f"{_FOLDER}/{name}.py" for name in (*TESTS, *(SHARDED if number >= (2, 6) else ()))]
+        command = [python, "-m", "pytest", "-q", "--thorough", "--timeout", "900", "-p", "no:cacheprovider", *files]
+        ended = subprocess.run(command, text=True, cwd=_FOLDER.parent, stdout=subprocess.PIPE, timeout=_LIMIT_S)
         sys.stdout.write(ended.stdout)
         totals = re.findall(r"^=* ?(\d+ (?:passed|failed|skipped|error).*)$", ended.stdout, re.MULTILINE)
         suite = subprocess.run([python, str(_FOLDER / "torch_suite.py"), "--known"], text=True, stdout=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """The forms of a call that torch's `ProcessGroup` takes: with options, or with op, root and timeout one by one.
 
-torch binds each method in several forms, and libraries call all of them: ``allreduce([x], opts)``, ``allreduce(x, op)``,
-``allgather([a, b], x)``. A method that is decorated here gets every one of them as its first: tensors in lists as deep
-as the first form has them, then an options object.
+torch binds each method in several forms, and libraries call all of them: ``allreduce([x], opts)``,
+``allreduce(x, op)``, ``allgather([a, b], x)``. A method that is decorated here gets every one of them as its first:
+tensors in lists as deep as the first form has them, then an options object.
 """
 from __future__ import annotations
 

@@ -25,12 +25,14 @@ from .operands import (
     check_number,
     check_pieces,
     check_same,
+    combined,
     flat,
     operand,
     operands,
     prepared,
     reducible,
     split,
+    write,
 )
 from .work import Work, torch_error
 
@@ -46,21 +48,32 @@ class ProcessGroup(BaseGroup):
 
     # -- sums and the like -----------------------------------------------------------------------------------------
 
-    @forms(dist.AllreduceOptions, {"tensors": 1}, ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
+    @forms(dist.AllreduceOptions, {"tensors": 1},
+           ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
     @afar(reads=(0,), writes=(0,))
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Combine each of *tensors* with the other members', in place."""
+        """Combine all of *tensors* and those of the other members, in place: each is the same then. Mostly it is one.
+        """
+        if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
+            return self._all_reduced(tensors, opts)
+        check_same(tensors, "all_reduce")
         reduction = shim.reduction(opts)
-        if all(tensor.is_sparse for tensor in tensors):
-            return self._start("all_reduce", tensors, opts, lambda: _run_all([
-                functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
-        return self._start("all_reduce", tensors, opts, *self._reductions(tensors, reduction))
+        first, *others = each = operands(tensors)
+        run, _ = self._reductions([first], reduction)
+
+        def run_all() -> None:
+            write(first.dense, combined([one.dense for one in each], reduction.op))
+            run()
+            for other in others:
+                write(other.dense, first.dense)
+
+        return self._start("all_reduce", tensors, opts, run_all, each)
 
     @forms(dist.AllreduceCoalescedOptions, {"tensors": 1})
     @afar(reads=(0,), writes=(0,))
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """As `allreduce`."""
-        return self.allreduce(tensors, opts)
+        """Combine each of *tensors* with the other members', in place."""
+        return self._all_reduced(tensors, opts)
 
     @forms(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
     @afar(reads=(0,), writes=(0,))
@@ -110,12 +123,18 @@ class ProcessGroup(BaseGroup):
     @forms(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
     @afar(reads=(0,), writes=(0,))
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Overwrite *tensors* by those of the root."""
+        """Overwrite *tensors*, mostly one, by that of the root which the options say."""
         each, root = operands(tensors), self._root(opts, "broadcast")
+        check_same(tensors, "broadcast")
+        if not 0 <= opts.rootTensor < len(each):
+            raise ConfigError(f"broadcast: tensor {opts.rootTensor} of {len(each)} is asked for")
+        first = each[opts.rootTensor]
 
         def run() -> None:
-            for one in each:
-                self._group.broadcast(one.memory, root)
+            self._group.broadcast(first.memory, root)
+            for other in each:
+                if other is not first:
+                    write(other.dense, first.dense)
 
         return self._start("broadcast", tensors, opts, run, each)
 
@@ -123,14 +142,18 @@ class ProcessGroup(BaseGroup):
     @afar(reads=(1,), writes=(0,))
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
-        """Put the i-th member's input into the i-th output, on all members."""
-        calls, written = [], []
-        for outputs, input in zip(output_tensors, input_tensors):
-            run, kept = self._gathered(outputs, input)
-            calls.append(run)
-            written += kept
-        results = [tensor for outputs in output_tensors for tensor in outputs]
-        return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
+        """Put the i-th member's input into the i-th output, on all members. Of several inputs, each of as many lists of
+        outputs gets all: those of the first member, then those of the second.
+        """
+        n_inputs = len(input_tensors)
+        if len(output_tensors) != n_inputs:
+            raise ConfigError(f"all_gather: {len(output_tensors)} lists of outputs for {n_inputs} inputs")
+        pairs = []
+        for outputs in output_tensors:
+            if len(outputs) != n_inputs * self.size():
+                raise ConfigError(f"all_gather: {len(outputs)} outputs for {n_inputs} inputs of {self.size()} members")
+            pairs += [(outputs[number::n_inputs], input) for number, input in enumerate(input_tensors)]
+        return self._all_gathered(pairs, opts)
 
     @forms(AllgatherOptions, {"outputs": 2, "inputs": 1})
     @afar(reads=(1,), writes=(0,))
@@ -140,7 +163,7 @@ class ProcessGroup(BaseGroup):
         if len(output_lists) != self.size() or any(len(outputs) != len(input_list) for outputs in output_lists):
             raise ConfigError(f"all_gather_coalesced: {len(input_list)} inputs of {self.size()} members need as many "
                               f"lists of as many outputs, got {[len(outputs) for outputs in output_lists]}")
-        return self.allgather(list(zip(*output_lists)), input_list, opts)
+        return self._all_gathered(list(zip(zip(*output_lists), input_list)), opts)
 
     @forms(AllgatherOptions, {"outputs": 0, "inputs": 0})
     @afar(reads=(1,), writes=(0,))
@@ -278,8 +301,23 @@ class ProcessGroup(BaseGroup):
             raise ConfigError(f"{what}: the root is member {root}, but the group has members 0 to {self.size() - 1}")
         return root
 
-    def _reductions(self, tensors: Sequence[Tensor], reduction: Reduction) -> tuple[Callable[[], None], list[Operand]]:
-        each = operands(tensors)
+    def _all_reduced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        reduction = shim.reduction(opts)
+        if all(tensor.is_sparse for tensor in tensors):
+            return self._start("all_reduce", tensors, opts, lambda: _run_all([
+                functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
+        return self._start("all_reduce", tensors, opts, *self._reductions(operands(tensors), reduction))
+
+    def _all_gathered(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]], opts: Any) -> Work:
+        calls, written = [], []
+        for outputs, input in pairs:
+            run, kept = self._gathered(outputs, input)
+            calls.append(run)
+            written += kept
+        results = [tensor for outputs, _ in pairs for tensor in outputs]
+        return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
+
+    def _reductions(self, each: list[Operand], reduction: Reduction) -> tuple[Callable[[], None], list[Operand]]:
         calls = []
         for one in each:
             calls.append((prepared(one.dense, reduction), reducible(one.dense, reduction.op)[0]))
