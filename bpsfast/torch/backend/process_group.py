@@ -62,10 +62,10 @@ class ProcessGroup(BaseGroup):
         run, _ = self._reductions([first], reduction)
 
         def run_all() -> None:
-            write(first.dense, combined([one.dense for one in each], reduction.op))
+            write(first.dense.view(-1), combined([one.dense.view(-1) for one in each], reduction.op))
             run()
             for other in others:
-                write(other.dense, first.dense)
+                write(other.dense.view(-1), first.dense.view(-1))
 
         return self._start("all_reduce", tensors, opts, run_all, each)
 
@@ -107,6 +107,7 @@ class ProcessGroup(BaseGroup):
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> Work:
         """`reduce_scatter_single` of each pair."""
+        _check_pairs(outputs, inputs, "reduce_scatter")
         calls, written = [], []
         for output, input in zip(outputs, inputs):
             check_pieces(input, output, self.size(), "reduce_scatter: the input")
@@ -134,7 +135,7 @@ class ProcessGroup(BaseGroup):
             self._group.broadcast(first.memory, root)
             for other in each:
                 if other is not first:
-                    write(other.dense, first.dense)
+                    write(other.dense.view(-1), first.dense.view(-1))
 
         return self._start("broadcast", tensors, opts, run, each)
 
@@ -146,8 +147,7 @@ class ProcessGroup(BaseGroup):
         outputs gets all: those of the first member, then those of the second.
         """
         n_inputs = len(input_tensors)
-        if len(output_tensors) != n_inputs:
-            raise ConfigError(f"all_gather: {len(output_tensors)} lists of outputs for {n_inputs} inputs")
+        _check_pairs(output_tensors, input_tensors, "all_gather")
         pairs = []
         for outputs in output_tensors:
             if len(outputs) != n_inputs * self.size():
@@ -178,6 +178,7 @@ class ProcessGroup(BaseGroup):
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
+        _check_pairs(outputs, inputs, "all_gather")
         calls, written = [], []
         for output, input in zip(outputs, inputs):
             check_pieces(output, input, self.size(), "all_gather: the output")
@@ -348,6 +349,11 @@ class ProcessGroup(BaseGroup):
         if outputs[self.rank()].numel() * outputs[self.rank()].element_size() != one.memory.nbytes:
             check_same([input, outputs[self.rank()]], "all_gather")
         return lambda: self._group.all_gather(one.memory, [out.memory for out in each]), each
+
+
+def _check_pairs(outputs: Sequence[Any], inputs: Sequence[Any], what: str) -> None:
+    if len(outputs) != len(inputs):
+        raise ConfigError(f"{what}: {len(outputs)} outputs for {len(inputs)} inputs")
 
 
 def _run_all(calls: Sequence[Callable[[], None]]) -> None:
