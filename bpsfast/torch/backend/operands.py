@@ -13,8 +13,9 @@ from ..ops import require_dense, wire_dtype_name
 
 #: Truth values are bytes of 0 and 1; sums and products of them are what NCCL makes of them.
 _OF_BOOLS = {"sum": "bor", "product": "band", "min": "band", "max": "bor", "band": "band", "bor": "bor", "bxor": "bxor"}
-#: Modulo 2^w these are the same with a sign and without.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+#: Modulo 2^w these are the same with a sign and without; torch has them from 2.3 on.
+_SIGNED = {getattr(torch, f"u{name}"): getattr(torch, name) for name in ("int16", "int32", "int64")
+           if hasattr(torch, f"u{name}")}
 _SIGNLESS = ("sum", "product", "band", "bor", "bxor")
 
 
