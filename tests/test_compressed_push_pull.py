@@ -84,13 +84,14 @@ def overflowing(name, codec):
     return found
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("host_device", [False, True])
 def test_no_codec_swallows_nan_or_infinity(shared_job, host_device):
     job = shared_job(ranks=(2, 1), partition_bytes=65536, host_device=host_device)
     codecs = {**CODECS, "unscaled": compression.onebit(scaled=False, error_feedback=True, momentum=0.9),
               "random": compression.randomk(1, seed=9, error_feedback=True, momentum=0.9)}
     for kind, codec in codecs.items():
-        by_rank = job.run(overflowing, f"overflow {kind} {host_device}", codec)
+        by_rank = job.run(overflowing, f"overflow {kind} {host_device}", codec, timeout_s=180.0)
         assert all(found == by_rank[0] for found in by_rank), kind
         before, nan, infinite, *after = by_rank[0]
         assert 20_001 in nan and 20_002 in infinite, kind
