@@ -13,9 +13,9 @@ from ..orchestration.errors import ConfigError
 from . import allgather_ops
 from .compression import Compression, compressed
 from .errors import TensorTypeError
-from .handle import Handle, begin, factor, like, readable, synchronize, wants_gradient, writable
+from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
 from .process_sets import ProcessSet, global_process_set
-from .reduce_op import Average, ReduceOp, Sum, chosen
+from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
 def allreduce_async(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -116,8 +116,8 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
     if reduction not in (Average, Sum):
         raise ConfigError(f"op={reduction.name}: sparse tensors are reduced by Average or Sum; use tensor.to_dense()")
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise TensorTypeError(f"expected a sparse COO tensor, got a {getattr(tensor, 'layout', type(tensor).__name__)}: "
-                              "use allreduce_async")
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise TensorTypeError(f"expected a sparse COO tensor, got a {kind}: use allreduce_async")
     entries_of = allgather_ops.begin_group(
         [tensor._values(), tensor._indices().t().contiguous()], name, process_set, label="sparse_allreduce")
 
@@ -154,10 +154,16 @@ def _reduced(tensors: Sequence[Any], name: str | None, compression: Any, op: Red
     elif op in (Average, Sum):
         results = _Mean.apply(arguments, *narrow)
     else:
-        scaled = [tensor * prescale for tensor in narrow]
-        results = [result * postscale
+        before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
+        scaled = [_times(tensor, before) for tensor in narrow]
+        results = [_times(result, after)
                    for result in _Choice.apply((name, op, 1.0, 1.0, process_set, grouped), *scaled)]
     return [bring(result) for bring, result in zip(back, results)]
+
+
+def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
+    """Return *tensor* times *by*, for autograd; integers, in a group with others, are cut off towards zero."""
+    return tensor * by if tensor.is_floating_point() else (tensor.double() * by).to(tensor.dtype)
 
 
 def _waited(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:

@@ -59,8 +59,8 @@ def _rows(splits: Any, tensor: torch.Tensor, n_ranks: int) -> list[int]:
     n_rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if n_rows % n_ranks:
-            raise ConfigError("splits not provided, but first dimension of tensor is not an even multiple of the number "
-                              f"of workers. ({n_rows} rows, {n_ranks} ranks)")
+            raise ConfigError("splits not provided, but first dimension of tensor is not an even multiple of the "
+                              f"number of workers. ({n_rows} rows, {n_ranks} ranks)")
         return [n_rows // n_ranks] * n_ranks
     if isinstance(splits, torch.Tensor | np.ndarray):
         if len(splits.shape) != 1:

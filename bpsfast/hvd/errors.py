@@ -27,9 +27,9 @@ class DuplicateNameError(BusyError, ValueError):
     """A name was used again while its operation is under way. Wait for the first one, or use another name."""
 
     def __init__(self, name: str) -> None:
-        super().__init__("Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
-                         "that is currently being processed.  If you want to request another tensor, use a different "
-                         f"tensor name. ({name})")
+        super().__init__("Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
+                         "tensor that is currently being processed.  If you want to request another tensor, use a "
+                         f"different tensor name. ({name})")
 
 
 class AdasumError(UnsupportedError, NotImplementedError):

@@ -106,17 +106,6 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
     return Handle(service.submit(make(f"{label}.{name}")), give)
 
 
-def factor(what: str, value: Any) -> float:
-    """Return the factor *value*; raises `ConfigError`, which names it as *what*, if it is no number."""
-    try:
-        found = float("nan" if isinstance(value, str | bytes) else value)
-    except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor of several elements
-        found = float("nan")
-    if found != found:
-        raise ConfigError(f"{what}={reprlib.repr(value)}: expected a number")
-    return found
-
-
 def readable(x: Any, reduces: bool) -> torch.Tensor:
     """Return *x* as a contiguous CPU tensor without autograd, over its own memory if that is possible.
 

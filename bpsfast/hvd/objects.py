@@ -36,7 +36,8 @@ def _broadcast_object(obj: Any, root_rank: int, name: str | None, process_set: P
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the *obj* of all ranks of *process_set*, in their order. Pickled, with errors, as by `broadcast_object`."""
+    """Return the *obj* of all ranks of *process_set*, in their order. Pickled, and errors, as of `broadcast_object`.
+    """
     packed, error = dump_or_say_why(obj, runtime.current().rank)
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     size = torch.tensor([data.numel()])

@@ -22,7 +22,7 @@ from .exchange import DenseExchange
 from .negotiated_exchange import NegotiatedExchange
 from .objects import broadcast_object
 from .process_sets import ProcessSet, global_process_set
-from .reduce_op import Average, ReduceOp, Sum, chosen
+from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
 class _DistributedOptimizer(Wrapped):
@@ -124,8 +124,13 @@ def DistributedOptimizer(
     UnsupportedError
         For Adasum; for parameters that are not on the CPU.
     """
+    if factor("gradient_predivide_factor", gradient_predivide_factor) <= 0:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ConfigError("gradient_predivide_factor not supported with op != Average")
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
+                          "add_process_set has returned")
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
                       DeprecationWarning, stacklevel=2)

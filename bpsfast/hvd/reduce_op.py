@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import enum
+import reprlib
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -49,4 +51,15 @@ def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
         raise ConfigError(f"op={op!r} is no reduction: use Average, Sum, Min, Max or Product")
     if found is ReduceOp.Adasum:
         raise AdasumError
+    return found
+
+
+def factor(what: str, value: Any) -> float:
+    """Return the factor *value*; raises `ConfigError`, which names it as *what*, if it is no number."""
+    try:
+        found = float("nan" if isinstance(value, str | bytes) else value)
+    except (TypeError, ValueError, RuntimeError):  # the last: torch's, of several elements
+        found = float("nan")
+    if found != found:
+        raise ConfigError(f"{what}={reprlib.repr(value)}: expected a number")
     return found

@@ -10,9 +10,9 @@ from ..orchestration.errors import ConfigError
 from .allgather_ops import grouped_allgather
 from .compression import Compression, compressed
 from .errors import internal
-from .handle import Handle, begin, factor, like, readable, synchronize, wants_gradient
+from .handle import Handle, begin, like, readable, synchronize, wants_gradient
 from .process_sets import ProcessSet, global_process_set
-from .reduce_op import Average, ReduceOp, Sum, chosen
+from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
 def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer.reduce_op import Average, Sum, averages
+from ..trainer.reduce_op import averages
 from .compression import Compression, CompressionLike, parted
 from .exchange import reduced
 
