@@ -30,7 +30,8 @@ def sparse():
 OPERATIONS = {
     "allreduce": ([
         lambda: hvd.allreduce(ONE, TEXT), lambda: hvd.allreduce(ONE, average=1),
-        lambda: hvd.allreduce(ONE, average=ONE), lambda: hvd.allreduce(ONE, op="Sum"), lambda: hvd.allreduce(ONE, op=True), lambda: hvd.allreduce(ONE, op=7),
+        lambda: hvd.allreduce(ONE, average=ONE), lambda: hvd.allreduce(ONE, op="Sum"),
+        lambda: hvd.allreduce(ONE, op=True), lambda: hvd.allreduce(ONE, op=7),
         lambda: hvd.allreduce(ONE, average=True, op=hvd.Sum), lambda: hvd.allreduce(ONE, name=5),
         lambda: hvd.allreduce(ONE, name=b"bytes"), lambda: hvd.allreduce(None), lambda: hvd.allreduce([1.0]),
         lambda: hvd.allreduce(ONE.bool()), lambda: hvd.allreduce(sparse()), lambda: hvd.allreduce(ONE.to("meta")),
@@ -69,7 +70,7 @@ OPERATIONS = {
     ], lambda: hvd.alltoall(ONE).tolist() == [1.0] * 6),
     "reducescatter": ([
         lambda: hvd.reducescatter(torch.tensor(1.0)), lambda: hvd.reducescatter(ONE, op=hvd.Max),
-        lambda: hvd.reducescatter(ONE, op=None), lambda: hvd.reducescatter(ONE, prescale_factor="x"),
+        lambda: hvd.reducescatter(ONE, op=hvd.Min), lambda: hvd.reducescatter(ONE, prescale_factor="x"),
         lambda: hvd.grouped_reducescatter([ONE, None]), lambda: hvd.grouped_reducescatter([ONE, torch.tensor(1.0)]),
     ], lambda: hvd.reducescatter(ONE, op=hvd.Sum).tolist() == [2.0] * 3),
     "sparse": ([
