@@ -83,7 +83,7 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
     Raises
     ------
     ConfigError
-        If *name* is no string, or *process_set* none of this rank's.
+        If *name* is no string that can be encoded, or *process_set* none of this rank's.
     DuplicateNameError, HorovodInternalError
         As `Service.submit`.
     """
@@ -99,11 +99,19 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
             for i, tensor in enumerate(inputs))
         return Operation(Request(rank=service.rank, name=title, kind=kind, specs=specs, **fields), inputs, outputs)
 
+    for each in (*(names or ()), *(() if name is None else (name,))):
+        _check_name(each)
     if name is None:
         return Handle(service.submit_unnamed(label, make), give)
-    if not isinstance(name, str):
-        raise ConfigError(f"name={reprlib.repr(name)} is a {type(name).__name__}, expected a string or None")
     return Handle(service.submit(make(f"{label}.{name}")), give)
+
+
+def _check_name(name: object) -> None:
+    """Raise `ConfigError` if *name* cannot travel: it would end the set."""
+    try:
+        str.encode(name)  # type: ignore[arg-type]
+    except (TypeError, UnicodeEncodeError) as exc:
+        raise ConfigError(f"name={reprlib.repr(name)}: expected a string, or None ({exc})") from None
 
 
 def readable(x: Any, reduces: bool) -> torch.Tensor:
