@@ -33,8 +33,11 @@ def tests():
     return found
 
 
-def test_there_are_rows():
+def test_there_are_rows_and_cases(tests):
     assert len(ROWS) > 60
+    cases = [test for name in ("test_hvd_suite_ops.py", "test_hvd_suite_training.py") for test in tests[name]
+             if test.startswith("test_case[")]
+    assert len(set(cases)) == len(cases) >= 103  # so many of Horovod's tests run on CPUs
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip().replace("`", "")[:60])

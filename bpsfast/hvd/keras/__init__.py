@@ -19,6 +19,18 @@ from ...keras.reduction import Reduction
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...trainer import current as process
 from ...trainer.reduce_op import Average, Sum, averages
+from ..basics import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ..reduce_op import factor
 from . import callbacks
 
@@ -31,12 +43,22 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
 ]
