@@ -107,11 +107,10 @@ def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[...,
     wrapped = derived.__new__(derived)
     # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    if "step" in optimizer.__dict__:
-        _keep_scheduled(optimizer, wrapped)
-    lapsed = wrapped.__dict__.pop("_lapsed", None)
-    if lapsed is not None:
-        lapsed.remove()
+    _keep_scheduled(optimizer, wrapped)
+    refusal = wrapped.__dict__.pop("_refusal", None)
+    if refusal is not None:
+        refusal.remove()
     return wrapped
 
 
@@ -132,14 +131,14 @@ def _keep_scheduled(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optim
 
 
 def _as_base(self: Any, protocol: object) -> tuple[Any, ...]:
-    return _lapsed, (self._base,), self.__getstate__()
+    return _unwrapped, (self._base,), self.__getstate__()
 
 
-def _lapsed(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def _unwrapped(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Return an empty optimizer of the class *base*, which takes over the state of one that was wrapped."""
     optimizer: Any = base.__new__(base)
     optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._lapsed = optimizer.register_step_pre_hook(_refuse_alone)
+    optimizer._refusal = optimizer.register_step_pre_hook(_refuse_alone)
     return optimizer
 
 

@@ -220,8 +220,10 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
     """Announce a push_pull to the job; return the session, the tensor's name, and its unit if that is committed."""
     session = process.current()
     average = flag(average)
-    _check_type("name", name, str)
-    _check_type("priority", priority, int)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"name={reprlib.repr(name)} is a {type(name).__name__}, expected a string or None")
+    if priority is not None and not (isinstance(priority, int) and abs(priority) < 1 << 63):
+        raise ConfigError(f"priority={reprlib.repr(priority)}: expected an int of 64 bits, or None")
     codec = chosen(compression, name or "", source.shape, source.dtype, session.settings.min_compress_bytes,
                    is_alone=True) if compression is not None else None
     if name is None:  # all arguments are checked: a call that fails must not take a number
@@ -236,11 +238,6 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
         session.devices.direct.cover(source.place.device if source.place is not None else None, [spec])
         session.tensors.declare([spec])
     return session, name, session.tensors.unit_nowait(name)
-
-
-def _check_type(what: str, given: object, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise ConfigError(f"{what}={reprlib.repr(given)} is a {type(given).__name__}, expected {kind.__name__} or None")
 
 
 def push_pull_async(x: Any, average: bool = True, name: str | None = None, priority: int | None = None,
