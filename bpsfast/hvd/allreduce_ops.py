@@ -133,7 +133,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
 def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: float, postscale: float,
            process_set: ProcessSet, grouped: bool = True, in_place: bool = False) -> Handle:
     tensors = list(tensors)
-    factors = {"prescale": factor("prescale_factor", prescale), "postscale": factor("postscale_factor", postscale)}
+    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
     inputs = [(writable if in_place else readable)(tensor, True) for tensor in tensors]
     outputs = inputs if in_place else [torch.empty_like(tensor) for tensor in inputs]
 
@@ -141,7 +141,8 @@ def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: flo
         given = tensors if in_place else [like(tensor)(result) for tensor, result in zip(tensors, results)]
         return given if grouped else given[0]
 
-    return begin(process_set, "allreduce", name, inputs, outputs, give, grouped=grouped, op=op.name, **factors)
+    return begin(process_set, "allreduce", name, inputs, outputs, give, grouped=grouped, op=op.name, prescale=before,
+                 postscale=after)
 
 
 def _reduced(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,

@@ -71,7 +71,7 @@ def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, process_set: 
     if op not in (Average, Sum):
         raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
     tensors = list(tensors)
-    factors = {"prescale": factor("prescale_factor", prescale), "postscale": factor("postscale_factor", postscale)}
+    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
     inputs = [readable(tensor, True) for tensor in tensors]
     if any(not tensor.dim() for tensor in inputs):
         raise ConfigError("Reducescatter does not support scalar inputs")
@@ -80,7 +80,8 @@ def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, process_set: 
         given = [like(tensor)(result) for tensor, result in zip(tensors, results)]
         return given if grouped else given[0]
 
-    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name, **factors)
+    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name, prescale=before,
+                 postscale=after)
 
 
 class _Scatter(torch.autograd.Function):

@@ -134,7 +134,7 @@ def _as_base(self: Any, protocol: object) -> tuple[Any, ...]:
     return _unwrapped, (self._base,), self.__getstate__()
 
 
-def _unwrapped(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def _unwrapped(base: type[torch.optim.Optimizer]) -> Any:
     """Return an empty optimizer of the class *base*, which takes over the state of one that was wrapped."""
     optimizer: Any = base.__new__(base)
     optimizer._optimizer_step_pre_hooks = OrderedDict()
