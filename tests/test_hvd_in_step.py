@@ -127,7 +127,7 @@ def fails_on(rank, name):
 
 @pytest.fixture
 def pair(shared_job):
-    return begun(shared_job(ranks=(2,), timeout_s=15))
+    return begun(shared_job(ranks=(2,)))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

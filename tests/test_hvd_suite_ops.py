@@ -291,11 +291,16 @@ def group_totals(shape, dtype, total, ranks=None):
     return [cast(total(stacked(ranks, shape, dtype, salt)), dtype) for salt in range(N)]
 
 
-@case("test_horovod_grouped_allreduce", "test_horovod_grouped_allreduce_average")
-def grouped_sums_and_averages():
+@case("test_horovod_grouped_allreduce")
+def grouped_sums():
     for dtype, shape in itertools.product(REDUCED, length(7)):
         assert all_same(hvd.grouped_allreduce(group(shape, dtype), op=hvd.Sum),
                         group_totals(shape, dtype, lambda every: every.sum(0)))
+
+
+@case("test_horovod_grouped_allreduce_average")
+def grouped_averages():
+    for dtype, shape in itertools.product(REDUCED, length(7)):
         assert all_same(hvd.grouped_allreduce(group(shape, dtype)),
                         group_totals(shape, dtype, lambda every: every.mean(0)))
 
@@ -599,35 +604,83 @@ def part(x, ranks=None):
 def scatters(total, ranks=None, dtypes=REDUCED, **arguments):
     ranks = list(everybody() if ranks is None else ranks)
     for dtype, shape in itertools.product(dtypes, length(4 * len(ranks))):
+        wanted = part(cast(total(stacked(ranks, shape, dtype), dtype), dtype), ranks)
+        assert same(hvd.reducescatter(values(hvd.rank(), shape, dtype), **arguments), wanted), (dtype, shape)
+
+
+def group_scatters(total, ranks=None, dtypes=REDUCED, **arguments):
+    ranks = list(everybody() if ranks is None else ranks)
+    for dtype, shape in itertools.product(dtypes, length(4 * len(ranks))):
         wanted = [part(cast(total(stacked(ranks, shape, dtype, salt), dtype), dtype), ranks) for salt in range(N)]
-        assert same(hvd.reducescatter(values(hvd.rank(), shape, dtype), **arguments), wanted[0]), (dtype, shape)
         assert all_same(hvd.grouped_reducescatter(group(shape, dtype), **arguments), wanted), (dtype, shape)
 
 
-@case("test_horovod_reducescatter", "test_horovod_grouped_reducescatter")
+def summed(every, dtype):
+    return every.sum(0)
+
+
+def averaged(every, dtype):
+    return every.mean(0)
+
+
+def scaled_before(every, dtype):
+    return before(every, dtype).sum(0)
+
+
+def scaled_after(every, dtype):
+    return every.sum(0) * FACTOR
+
+
+@case("test_horovod_reducescatter")
 def reducescatter():
-    scatters(lambda every, dtype: every.sum(0), op=hvd.Sum)
+    scatters(summed, op=hvd.Sum)
 
 
-@case("test_horovod_reducescatter_average", "test_horovod_grouped_reducescatter_average")
+@case("test_horovod_grouped_reducescatter")
+def grouped_reducescatter():
+    group_scatters(summed, op=hvd.Sum)
+
+
+@case("test_horovod_reducescatter_average")
 def reducescatter_average():
-    scatters(lambda every, dtype: every.mean(0), dtypes=(*INTEGERS, *FLOATS))
+    scatters(averaged, dtypes=(*INTEGERS, *FLOATS))
 
 
-@case("test_horovod_reducescatter_prescale", "test_horovod_grouped_reducescatter_prescale")
+@case("test_horovod_grouped_reducescatter_average")
+def grouped_reducescatter_average():
+    group_scatters(averaged, dtypes=(*INTEGERS, *FLOATS))
+
+
+@case("test_horovod_reducescatter_prescale")
 def reducescatter_prescaled():
-    scatters(lambda every, dtype: before(every, dtype).sum(0), op=hvd.Sum, prescale_factor=FACTOR)
+    scatters(scaled_before, op=hvd.Sum, prescale_factor=FACTOR)
 
 
-@case("test_horovod_reducescatter_postscale", "test_horovod_grouped_reducescatter_postscale")
+@case("test_horovod_grouped_reducescatter_prescale")
+def grouped_reducescatter_prescaled():
+    group_scatters(scaled_before, op=hvd.Sum, prescale_factor=FACTOR)
+
+
+@case("test_horovod_reducescatter_postscale")
 def reducescatter_postscaled():
-    scatters(lambda every, dtype: every.sum(0) * FACTOR, op=hvd.Sum, postscale_factor=FACTOR)
+    scatters(scaled_after, op=hvd.Sum, postscale_factor=FACTOR)
 
 
-@case("test_horovod_reducescatter_process_sets", "test_horovod_grouped_reducescatter_process_sets")
+@case("test_horovod_grouped_reducescatter_postscale")
+def grouped_reducescatter_postscaled():
+    group_scatters(scaled_after, op=hvd.Sum, postscale_factor=FACTOR)
+
+
+@case("test_horovod_reducescatter_process_sets")
 def reducescatter_of_a_set():
     with own_set() as mine:
-        scatters(lambda every, dtype: every.sum(0), mine.ranks, op=hvd.Sum, process_set=mine)
+        scatters(summed, mine.ranks, op=hvd.Sum, process_set=mine)
+
+
+@case("test_horovod_grouped_reducescatter_process_sets")
+def grouped_reducescatter_of_a_set():
+    with own_set() as mine:
+        group_scatters(summed, mine.ranks, op=hvd.Sum, process_set=mine)
 
 
 @case("test_horovod_reducescatter_scalar_error", "test_horovod_grouped_reducescatter_scalar_error")
@@ -673,9 +726,13 @@ def scatter_grads(operation, factor_of, ranks=None):
         assert same(gradient_of(operation, x), wanted)
 
 
-@case("test_horovod_reducescatter_grad", "test_horovod_grouped_reducescatter_grad")
+@case("test_horovod_reducescatter_grad")
 def reducescatter_grad():
     scatter_grads(lambda x: hvd.reducescatter(x, op=hvd.Sum), len)
+
+
+@case("test_horovod_grouped_reducescatter_grad")
+def grouped_reducescatter_grad():
     scatter_grads(lambda x: hvd.grouped_reducescatter([x, x.detach()], op=hvd.Sum)[0], len)
 
 
@@ -730,19 +787,26 @@ def join_with_broadcast():
 LATE_S = 0.4
 
 
-@case("test_global_barrier_op", "test_process_set_barrier_op")
-def barriers():
-    """Who is in the set waits for its late rank 0, the others do not."""
-    for mine, waits in ((hvd.global_process_set, True), (None, hvd.rank() % 2 == 0)):
-        with own_set() as own:
-            hvd.barrier()
-            begun = time.monotonic()
-            if hvd.rank() == 0:
-                time.sleep(LATE_S)  # what is measured
-            hvd.barrier(mine or own)
-            if waits:
-                assert time.monotonic() - begun > LATE_S * 0.9
-            hvd.barrier()
+def late(process_set, waits):
+    """Rank 0 comes late to the barrier of its set; who *waits* has waited for it."""
+    hvd.barrier()
+    begun = time.monotonic()
+    if hvd.rank() == 0:
+        time.sleep(LATE_S)  # what is measured
+    hvd.barrier(process_set)
+    assert not waits or time.monotonic() - begun > LATE_S * 0.9
+    hvd.barrier()
+
+
+@case("test_global_barrier_op")
+def barrier():
+    late(hvd.global_process_set, True)
+
+
+@case("test_process_set_barrier_op")
+def barrier_of_a_set():
+    with own_set() as mine:
+        late(mine, hvd.rank() in (0, 2))
 
 
 @case("test_barrier_with_multiple_collectives")
