@@ -127,7 +127,7 @@ def fails_on(rank, name):
 
 @pytest.fixture
 def pair(shared_job):
-    return begun(shared_job(ranks=(2,)))
+    return begun(shared_job(ranks=(2,), start_timeout_s=120, timeout_s=120))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

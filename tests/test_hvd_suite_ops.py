@@ -846,7 +846,7 @@ def sparse_allreduce_of_a_set():
 
 @pytest.fixture(scope="module")
 def ranks():
-    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True), (SIZE,))
+    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True, start_timeout_s=120, timeout_s=120), (SIZE,))
     yield job
     job.close()
 
@@ -862,4 +862,4 @@ def test_exceptions_have_no_case():
 
 @pytest.mark.parametrize("name", [name for name, function in CASES.items() if function.__module__ == __name__])
 def test_case(ranks, name):
-    ranks.run(run, name)
+    ranks.run(run, name, timeout_s=250.0)

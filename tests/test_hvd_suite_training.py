@@ -333,7 +333,7 @@ def training_in_a_set():
 
 @pytest.fixture(scope="module")
 def ranks():
-    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True), (SIZE,))
+    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True, start_timeout_s=120, timeout_s=120), (SIZE,))
     yield job
     job.close()
 
@@ -345,4 +345,4 @@ def run(name):
 
 @pytest.mark.parametrize("name", [name for name, function in CASES.items() if function.__module__ == __name__])
 def test_case(ranks, name):
-    ranks.run(run, name)
+    ranks.run(run, name, timeout_s=250.0)
