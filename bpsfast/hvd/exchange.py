@@ -199,7 +199,7 @@ class DenseExchange(Exchange):
             self._fill(name, gradient.detach().to_dense())
 
     def _begin_sparse(self, name: str, gradient: torch.Tensor) -> None:
-        self._sparse[name] = sparse_allreduce_async(gradient.detach(), name, self._op)
+        self._sparse[name] = sparse_allreduce_async(gradient.detach(), self.prefix + name, self._op)
 
     def _fill(self, name: str, gradient: torch.Tensor) -> None:
         if name in self._stand_in.sparse:  # on another rank
