@@ -60,7 +60,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
     call._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    _skip(call.__code__)
+    _skip(call.__code__)  # type: ignore[attr-defined]
     return call
 
 
