@@ -182,7 +182,7 @@ class Facts:
         """The soft limit of locked memory (bytes; None is unlimited) that pam_limits gives any user but root at login,
         and the file that says so; None if none does. This process's own may be older, or root's, or a service's.
         """
-        found = None
+        found: tuple[int | None, str] | None = None
         folder = "etc/security/limits.d"
         names = [f"{folder}/{name}" for name in sorted(self.host.tree.names(folder)) if name.endswith(".conf")]
         for path in ["etc/security/limits.conf", *names]:  # of several lines the last one counts
