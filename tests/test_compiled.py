@@ -109,7 +109,7 @@ def plain(value):
 def test_calls_in_a_compiled_function(torch_ranks, name):
     for gloo, ours in torch_ranks(2).compare(compiled_and_not, name, timeout_s=200.0):
         eager, graph, again = ours
-        assert eager == gloo[0] and eager == graph == again or all(
+        assert (eager == gloo[0] and eager == graph == again) or all(
             isinstance(each, str) for each in gloo[1:]), f"{ours}\n{gloo}"  # torch refuses some to every backend
 
 
