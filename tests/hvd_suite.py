@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
+from tests.every_shape import SturdyJob
+from tests.jobs import Job
 
 #: Ranks 0 and 2 are one process set of the cases that use two, rank 1 the other.
 SIZE = 3
@@ -44,6 +46,14 @@ def run_case(name: str) -> None:
     CASES[name]()
     total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
     assert total.item() == hvd.size(), f"out of step: {total.item()} of {hvd.size()} ranks"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[SturdyJob]:
+    """Yield the job whose ranks run the cases of one file."""
+    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True, start_timeout_s=120, timeout_s=120), (SIZE,))
+    yield job
+    job.close()
 
 
 @contextlib.contextmanager

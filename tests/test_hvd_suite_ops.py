@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
-from tests.every_shape import SturdyJob
 from tests.hvd_suite import (
     CASES,
     DIMS,
@@ -23,13 +22,13 @@ from tests.hvd_suite import (
     case,
     cast,
     own_set,
+    ranks as ranks,
     refused,
     run_case,
     same,
     stacked,
     values,
 )
-from tests.jobs import Job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -843,13 +842,6 @@ def sparse_allreduce_of_a_set():
 
 
 # ---------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def ranks():
-    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True, start_timeout_s=120, timeout_s=120), (SIZE,))
-    yield job
-    job.close()
-
 
 def run(name):
     torch.set_num_threads(1)

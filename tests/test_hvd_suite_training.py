@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
-from tests.every_shape import SturdyJob
-from tests.hvd_suite import CASES, FLOATS, SIZE, case, own_set, refused, run_case
-from tests.jobs import Job
+from tests.hvd_suite import CASES, FLOATS, case, own_set, ranks as ranks, refused, run_case
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -330,13 +328,6 @@ def training_in_a_set():
 
 
 # ---------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def ranks():
-    job = SturdyJob(lambda: Job(ranks=(SIZE,), forked=True, start_timeout_s=120, timeout_s=120), (SIZE,))
-    yield job
-    job.close()
-
 
 def run(name):
     torch.set_num_threads(1)

@@ -182,8 +182,8 @@ _MESSAGES: tuple[tuple[str, str, str, str], ...] = (
      "sudo sminfo; bpsfast explain RD13"),
     ("librdmacm",
      r"RDMA_CM_EVENT_REJECTED",
-     "the peer is reached, and does not want the connection: nobody listens on that port with rdma_cm, or the "
-     "request did not fit",
+     "the peer refused the connection: no program listens on that port with rdma_cm, or the listener rejected the "
+     "request's parameters",
      "start the server first, both ends with -R and the same -p"),
     ("librdmacm",
      r"RDMA_CM_EVENT_UNREACHABLE|RDMA_CM_EVENT_CONNECT_ERROR|failed to connect (?:through )?RDMA CM|"

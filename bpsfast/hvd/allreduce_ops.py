@@ -41,8 +41,8 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
     ------
     ValueError
         If an argument is of a wrong type or kind, *name* is under way on this rank, *process_set* does not count or
-        this rank is not in it: nothing is submitted (TensorTypeError, ConfigError, DuplicateNameError; AdasumError,
-        which is a NotImplementedError as Horovod's).
+        this rank is not in it: nothing is submitted. Its subclasses are TensorTypeError, ConfigError,
+        DuplicateNameError, and AdasumError for ``op=Adasum``.
     HorovodInternalError
         If nothing more is executed.
     """

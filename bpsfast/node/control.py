@@ -63,8 +63,8 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
     """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
 
     *is_awaited*: a rank started this process, and cannot end before it does; it is told whom it waits for.
-    *awaits_ranks*: the others have `start_timeout_s` from when the first rank has attached, not from now: whoever has
-    started this process ends it if none does.
+    *awaits_ranks*: `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this
+    process ends it if no rank attaches.
 
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
