@@ -259,6 +259,8 @@ def refused() -> list[str]:
         "send self": lambda: group.send([x], mine, 0),
         "broadcast of nobody": lambda: group.broadcast(x, 99),
         "reduce to -1": lambda: group.reduce(x, -1),
+        "allreduce of nothing": lambda: group.allreduce([]),
+        "coalesced allreduce of nothing": lambda: group.allreduce_coalesced([]),
         "no tensor": lambda: group.allreduce("x"),
         "one too many": lambda: group.allreduce(x, dist.ReduceOp.SUM, None, 3),
         "unknown word": lambda: group.allreduce(x, operation=dist.ReduceOp.SUM),
@@ -282,6 +284,7 @@ def test_what_has_no_form_is_refused_at_once(torch_ranks):
     for found in torch_ranks(2).grouped(refused, timeout_s=40.0):
         assert found == [*(f"{name}: ConfigError" for name in (
             "recv self", "irecv self", "recv self of torch", "recv of nobody", "recv of -1", "send self",
-            "broadcast of nobody", "reduce to -1")), *(f"{name}: TypeError" for name in (
-                "no tensor", "one too many", "unknown word", "list and root", "root twice",
-                "a message that is no list")), "[2.0, 2.0]"]
+            "broadcast of nobody", "reduce to -1", "allreduce of nothing", "coalesced allreduce of nothing"
+        )), *(f"{name}: TypeError" for name in (
+            "no tensor", "one too many", "unknown word", "list and root", "root twice", "a message that is no list"
+        )), "[2.0, 2.0]"]

@@ -27,7 +27,6 @@ _NAMES = {
 }
 #: The field of the options that an argument of the short forms becomes.
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
-_UNSET = object()
 _Check = Callable[[Any], bool]
 
 

@@ -303,6 +303,8 @@ class ProcessGroup(BaseGroup):
         return root
 
     def _all_reduced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        if not tensors:
+            raise ConfigError("all_reduce: no tensor is given")
         reduction = shim.reduction(opts)
         if all(tensor.is_sparse for tensor in tensors):
             return self._start("all_reduce", tensors, opts, lambda: _run_all([
