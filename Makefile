@@ -10,7 +10,7 @@ stamp := $(VENV)/.installed
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet races fuzz fuzzers strangers docs bench expr1 expr2 expr3 breakdown results chaos soak lint coverage wheels setup system sshd \
+.PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet test-torch-versions races fuzz fuzzers strangers docs bench expr1 expr2 expr3 breakdown results chaos soak lint coverage wheels setup system sshd \
 	mpi guest clean
 .DELETE_ON_ERROR:
 
@@ -67,6 +67,10 @@ $(VENV)-site/.gpu: $(sources)
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+
+# What uses torch, with other versions of it: 5 GB each from PyPI, one at a time (CPU builds from TORCH_INDEX: 1 GB).
+test-torch-versions: $(stamp)
+	$(bin)/python -m tests.torch_versions $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(TORCH_VERSIONS)
 
 # What is tested with other frameworks than torch, which take some hundred MB to install.
 framework_tests := tests/test_jax_*.py tests/test_tensorflow*.py tests/test_hvd_tensorflow.py tests/test_keras*.py \

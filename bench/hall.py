@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from bpsfast import settings
-from bpsfast.bench.group import Group, Start
+from bpsfast.bench.group import START_TIMEOUT_S, Group, Start
 from bpsfast.cluster import Cluster
 from bpsfast.launch import job as launch
 from bpsfast.launch.child import Kind
@@ -67,6 +67,8 @@ class Hall:
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
         kind = "trainer" if trainer else "training" if training else "device" if device else "bpsfast"
         program, folder = self._program(kind, trainer or training or ({"device": device} if device else {}))
+        if n_helpers:  # a job begins without helpers that are late: sooner than that the group fails
+            values["start_timeout_s"] = max(values.get("start_timeout_s", 0.0), 2 * START_TIMEOUT_S)
         loaded = settings.load({"encryption": "off"} | values, {})  # not the user's: what is measured is written down
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()

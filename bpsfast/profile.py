@@ -36,7 +36,7 @@ class Change(NamedTuple):
 def read(path: str) -> dict[str, Any]:
     """Return the settings in the file, by name, as TOML gives them; raises `ConfigError`."""
     try:
-        return _parse(Path(path).read_text(encoding="utf-8"))
+        return _parse(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as exc:
         raise ConfigError(f"BPSFAST_PROFILE = {path!r} cannot be read: {exc.strerror}") from exc
     except ImportError as exc:

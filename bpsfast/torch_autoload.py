@@ -46,8 +46,14 @@ def _create(options: Any, more: Any = None) -> Any:
 
 
 def _env(torchs: Any, url: str, **more: Any) -> Any:
-    if all(os.environ.get(name) for name in _TORCHS):
+    if all(os.environ.get(name) for name in _TORCHS) and not _are_of_bpsfast_run():
         return torchs(url, **more)
     from .torch.backend.launched import env
 
     return env(torchs)(url, **more)
+
+
+def _are_of_bpsfast_run() -> bool:
+    """Whether torch's variables only repeat what ``bpsfast run`` says: then its job is there to be joined."""
+    return all(os.environ.get(own) == os.environ.get(torchs)
+               for own, torchs in (("BPSFAST_RANK", "RANK"), ("BPSFAST_SIZE", "WORLD_SIZE")))

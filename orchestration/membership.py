@@ -1,6 +1,7 @@
 """A node's side of the control plane: a ZeroMQ DEALER to the scheduler, heartbeats, and the news that it is gone."""
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -53,6 +54,7 @@ class Membership:
         self._started = self._last_tick = now
         self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # a short job has a trace, too
         self._n_heartbeats = 0
+        self._process, self._n_dialled = f"{os.getpid()}-{secrets.token_hex(12)}", 0
         self._asks_time = asks_time
         self.clock = ClockOffset()
         self._n_connected = 0
@@ -79,7 +81,8 @@ class Membership:
         self._monitor = socket.get_monitor_socket(_EVENTS)
         socket.curve_publickey, socket.curve_secretkey = curve_pair(self._key, "node")
         socket.curve_serverkey = curve_pair(self._key, "scheduler")[0]
-        socket.identity = f"{os.getpid()}-{secrets.token_hex(12)}".encode()
+        self._n_dialled += 1
+        socket.identity = m.connection_id(self._process, self._n_dialled)
         socket.sndhwm = socket.rcvhwm = 0
         if self._pulse_s:
             socket.heartbeat_ivl = max(10, round(1000 * self._pulse_s))
@@ -108,16 +111,13 @@ class Membership:
     def _take_lookup(self, timeout_s: float = 0.0) -> None:
         """Take what the resolver has answered, waiting for that for *timeout_s*."""
         lookup = self._lookup
-        if lookup is None:
+        if lookup is None or not lookup.wait(timeout_s):
             return
-        try:
-            first = lookup.address(timeout_s)
+        self._lookup = None
+        with contextlib.suppress(OSError):
+            first = lookup.address(0.0)
             if self._connected_to not in lookup.addresses:  # a resolver may give several, in any order
                 self._last_known = first
-        except OSError:
-            if not lookup.done:
-                return
-        self._lookup = None
 
     def _hang_up(self, linger_s: float) -> None:
         self._socket.disable_monitor()

@@ -904,6 +904,17 @@ _DECODERS = {
 }
 
 
+def connection_id(process: str, number: int) -> bytes:
+    """Return the ZeroMQ identity of a node's connection: the *number*-th, from 1 on, that its *process* has dialled."""
+    return f"{process}#{number}".encode()
+
+
+def dialled_as(connection: bytes) -> tuple[bytes, int]:
+    """Return the process and the number that `connection_id` got; the number is 0 of what is no such identity."""
+    process, separator, number = connection.rpartition(b"#")
+    return (process, int(number)) if separator and number.isdigit() else (connection, 0)
+
+
 def encode(message: Message) -> bytes:
     """Return the bytes of *message*."""
     return _ENCODER.encode(message)

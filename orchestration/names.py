@@ -12,15 +12,14 @@ class Lookup:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self.addresses: list[str] = []  # those of IPv4 first; once it is `done`
+        self.addresses: list[str] = []  # those of IPv4 first, once the resolver has answered
         self._error: OSError | None = None
         self._done = threading.Event()
         threading.Thread(target=self._run, name="bpsfast-lookup", daemon=True).start()
 
-    @property
-    def done(self) -> bool:
-        """Whether the resolver has answered."""
-        return self._done.is_set()
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the resolver has answered, within *timeout_s*."""
+        return self._done.wait(max(0.0, timeout_s))
 
     def address(self, timeout_s: float) -> str:
         """Return the address, of IPv4 if there is one, within *timeout_s*.
@@ -30,7 +29,7 @@ class Lookup:
         OSError
             What the resolver has said, or `TimeoutError` if it has said nothing yet.
         """
-        if not self._done.wait(max(0.0, timeout_s)):
+        if not self.wait(timeout_s):
             raise TimeoutError(f"the resolver has not answered within {timeout_s:.3g} s")
         if self._error is not None:
             raise self._error

@@ -130,7 +130,8 @@ class Scheduler:
     def run(self) -> int:
         """Serve until the job is over; return the exit code: 0 if all ranks left, 1 if the job was aborted.
 
-        Ends within `start_timeout_s`, `lease_s` or `stop`. Closes everything.
+        Ends within `start_timeout_s` (with `JobSettings.awaits_ranks` after the first node with ranks has come),
+        `lease_s` or `stop`. Closes everything.
         """
         try:
             while not self._job.over:

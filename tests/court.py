@@ -26,7 +26,7 @@ class Court:
         self.now = 0.0
         self.settings = SETTINGS
         self.tenure = Tenure(self.settings, 0.0)
-        self.over = {name: name.encode() for name in NODES}
+        self.over = {name: m.connection_id(name, 1) for name in NODES}
         self.inbox = defaultdict(list)
         self.ledgers = {name: Ledger("1.0", {"transport": "tcp"}) for name in NODES}
         for name, n_ranks in NODES.items():
@@ -60,9 +60,15 @@ class Court:
         for name in only:
             self.say(name, *(m.Declare(rank=rank, tensors=tensors) for rank in RANKS[name]))
 
+    def hang_up(self, name):
+        """Give *name* another connection, over which nothing is said yet; return the one before."""
+        before = self.over[name]
+        self.over[name] = m.connection_id(name, m.dialled_as(before)[1] + 1)
+        return before
+
     def dial(self, *names):
         for name in names:
-            self.over[name] += b"'"
+            self.hang_up(name)
             for message in self.ledgers[name].account():
                 self.post(self.tenure.receive(self.now, self.over[name], message))
 

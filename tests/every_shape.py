@@ -36,10 +36,10 @@ class SturdyJob:
             self._job = self._start()
         return self._job
 
-    def run(self, check: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, check: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run *check* on every rank and return the results by rank."""
         try:
-            return self.job.run(check, *arguments)
+            return self.job.run(check, *arguments, timeout_s=timeout_s)
         except BaseException:
             if self._job is not None:
                 self._job.kill()

@@ -331,6 +331,11 @@ def by_other_names():
     total = sum(range(1, size + 1))
     mine = np.full(3, rank + 1, np.float32)
     assert (hvd.allreduce(mine, op=hvd.Sum) == total).all() and (hvd.allreduce(mine) == np.float32(total / size)).all()
+    whole = np.array([-3 - rank, 3 + rank], np.int32)  # cut off towards zero, not downwards
+    sums = [sum(-3 - r for r in range(size)), sum(3 + r for r in range(size))]
+    assert hvd.allreduce(whole, "whole").tolist() == [int(each / size) for each in sums]
+    halves = hvd.allreduce(keras.ops.convert_to_tensor(whole), "halves", op=hvd.Sum, postscale_factor=0.5)
+    assert keras.ops.convert_to_numpy(halves).tolist() == [int(each / 2) for each in sums]
     scaled = hvd.allreduce(keras.ops.convert_to_tensor(mine), "scaled", op=hvd.Sum, prescale_factor=0.5,
                            postscale_factor=4.0, compression=hvd.Compression.fp16)
     assert keras.ops.is_tensor(scaled) and (numpy(scaled) == 2 * total).all()

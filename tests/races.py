@@ -49,7 +49,9 @@ def run_tests(names: Sequence[str], modules: Path, folder: Path, timeout_s: floa
                "LD_PRELOAD": sanitized.runtime(sanitized.compiler("tsan"), "tsan")}
     files = [f"tests/{name}.py" for name in names]
     command = [*sanitized.fixed_addresses(), sys.executable, "-m", "tests.raced_modules", modules, *files,
-               "-k", " and ".join(f"not {word}" for word in LEFT_OUT)]
+               "-k", " and ".join(f"not {word}" for word in LEFT_OUT),
+               # The sanitizer makes each test several times slower.
+               "--timeout", f"{timeout_s}", "-o", "faulthandler_timeout=0"]
     done = subprocess.run(command, cwd=sanitized.ROOT, env=environ, capture_output=True, text=True, timeout=timeout_s,
                           check=False)
     found = sanitized.findings(report)

@@ -253,7 +253,7 @@ def test_two_nodes_measure_loopback_against_raw_sockets(capsys):
     plan = Plan(sizes=(1 << 20,), n_ranks=2, operations=("numpy",), peers=(), quick=True)
     *rows, last = two_nodes._measure(plan, "loopback", None)
     wrong = {row["chosen"]["operation"]: row["measured"]["n_wrong"] for row in rows}
-    assert set(wrong) == {"numpy", "numpy, sums off", "raw 1", "raw 2", "raw 2 small"}
-    assert wrong["numpy"] == 0 < wrong["numpy, sums off"]
+    assert set(wrong) == {"numpy", "numpy, encrypted", "numpy, sums off", "raw 1", "raw 2", "raw 2 small"}
+    assert wrong["numpy"] == wrong["numpy, encrypted"] == 0 < wrong["numpy, sums off"]
     assert last["measured"]["python_s_per_partition"] > 0
     assert "of the raw bound" in capsys.readouterr().out

@@ -66,6 +66,38 @@ def test_all_ranks_have_the_bits_of_the_reading(nodes, kind):
             assert found[step].tobytes() == want.tobytes(), f"step {step}"
 
 
+def overflowing(name, codec):
+    """Push ones five times, the last rank a NaN among the second and an infinity among the third; return the places of
+    what each result has that is not finite.
+    """
+    import torch  # tensors of torch are those of the host device where there is one
+
+    from bpsfast import torch as bps
+
+    found = []
+    for step in range(5):
+        x = torch.ones(SHAPE)
+        if step in (1, 2) and bpsfast.rank() == bpsfast.size() - 1:
+            x.view(-1)[20_000 + step] = np.nan if step == 1 else -np.inf
+        result = bps.push_pull(x, name=name, compression=codec)
+        found.append(np.flatnonzero(~np.isfinite(result.numpy().reshape(-1))).tolist())
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("host_device", [False, True])
+def test_no_codec_swallows_nan_or_infinity(shared_job, host_device):
+    job = shared_job(ranks=(2, 1), partition_bytes=65536, host_device=host_device)
+    codecs = {**CODECS, "unscaled": compression.onebit(scaled=False, error_feedback=True, momentum=0.9),
+              "random": compression.randomk(1, seed=9, error_feedback=True, momentum=0.9)}
+    for kind, codec in codecs.items():
+        by_rank = job.run(overflowing, f"overflow {kind} {host_device}", codec, timeout_s=180.0)
+        assert all(found == by_rank[0] for found in by_rank), kind
+        before, nan, infinite, *after = by_rank[0]
+        assert 20_001 in nan and 20_002 in infinite, kind
+        assert not before and not any(after), kind
+
+
 def in_the_segment(codec):
     x = bpsfast.empty(SHAPE)
     found = []

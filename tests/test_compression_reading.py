@@ -4,17 +4,21 @@ from __future__ import annotations
 import struct
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast import dtypes, reference
 from bpsfast.compression.reading import Generator, Job, Partition, add, decode, encode
-from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, frame_nbytes
+from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 
 ONEBIT = CodecSpec(kind="onebit")
 LINEAR = CodecSpec(kind="dithering", k=4)
 NATURAL = CodecSpec(kind="dithering", k=4, natural=True)
+
+
+_NUMPY_DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def f32(*values: float) -> np.ndarray:
@@ -150,9 +154,62 @@ def test_what_is_not_finite_is_seen(kind: str, bad: float) -> None:
     assert np.isfinite(decode(codec, sender.push(np.ones(300, np.float32)), 300, "float32")).all()
 
 
-def test_onebit_that_is_not_scaled_shows_nan() -> None:
+def test_onebit_that_is_not_scaled_shows_what_is_not_finite() -> None:
     codec = CodecSpec(kind="onebit", scaled=False)
     assert np.isnan(decode(codec, encoded(codec, 1, np.nan), 2, "float32")).all()
+    assert decode(codec, encoded(codec, 1, -np.inf), 2, "float32").tolist() == [np.inf, -np.inf]
+    assert decode(codec, encoded(codec, 1e308, -1e308, dtype=np.float64), 2, "float64").tolist() == [1, -1]
+
+
+def test_randomk_sends_what_is_not_finite_whatever_it_draws() -> None:
+    codec = CodecSpec(kind="randomk", k=2, error_feedback=True)
+    sender, other = Partition(codec, 1000, "float32"), Partition(codec, 1000, "float32")
+    values = np.ones(1000, np.float32)
+    drawn = np.frombuffer(other.push(values), "<u4")[::2]
+    values[[5, 7, 9]] = np.nan, -np.inf, np.inf
+    pairs = np.frombuffer(sender.push(values), [("index", "<u4"), ("value", "<f4")])
+    assert not {5, 7, 9} & set(drawn.tolist()) and pairs["index"].tolist() == [5, 7]
+    assert np.isnan(pairs["value"][0]) and pairs["value"][1] == -np.inf
+    assert sender.error[[5, 7, 9]].tolist() == [0, 0, 0] and sender.error.sum() == 997
+    assert sender.generator.words == other.generator.words
+
+
+_KINDS = st.sampled_from([
+    CodecSpec(kind="onebit"), CodecSpec(kind="onebit", scaled=False), CodecSpec(kind="topk", k=3),
+    CodecSpec(kind="topk", k=0.1), CodecSpec(kind="randomk", k=1, seed=5), CodecSpec(kind="randomk", k=0.05, seed=6),
+    CodecSpec(kind="dithering", k=4, seed=7), CodecSpec(kind="dithering", k=6, natural=True, l2=True, seed=8),
+    CodecSpec(kind="float16"), CodecSpec(kind="bfloat16"), CodecSpec(kind="int8")])
+
+
+@settings(deadline=None)
+@given(_KINDS, st.sampled_from(["float32", "float64", "float16", "bfloat16"]), st.booleans(),
+       st.sampled_from([0.0, 0.9]), st.integers(1, 600), st.integers(1, 3), st.data())
+def test_no_codec_swallows_what_a_node_pushes(codec, dtype, error_feedback, momentum, n, n_nodes, data) -> None:
+    codec = msgspec.structs.replace(codec, error_feedback=error_feedback, momentum=momentum)
+    job = Job(codec, n, dtype, n_nodes)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+
+    def partials() -> list[np.ndarray]:
+        return [rng.uniform(-1, 1, n).astype(_NUMPY_DTYPES[dtype]) for _ in range(n_nodes)]
+
+    for _ in range(data.draw(st.integers(0, 2))):
+        job.round(partials())
+    pushed = partials()
+    places = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5, unique=True))
+    for place in places:
+        pushed[data.draw(st.integers(0, n_nodes - 1))][place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    found = np.isfinite(job.round(pushed, divisor=n_nodes).astype(np.float64))
+    if codec.kind in ("topk", "randomk"):  # as many as there is room for, and nothing else
+        assert set(np.flatnonzero(~found)) <= set(places)
+        assert np.count_nonzero(~found) == min(len(places), count(codec, n))
+    else:
+        assert not found[places].any()
+    if codec.kind in ("float16", "bfloat16"):
+        assert np.count_nonzero(~found) == len(places)
+    for kept in (*job.nodes, job.owner):
+        assert np.isfinite(kept.error).all() and np.isfinite(kept.momentum).all()
+    for _ in range(2):  # nothing of it comes back
+        assert np.isfinite(job.round(partials()).astype(np.float64)).all()
 
 
 def test_momentum_and_error_feedback_by_hand() -> None:

@@ -1,11 +1,16 @@
 """Hosts of -H and of hostfiles, and which of them get ranks."""
 from __future__ import annotations
 
+import os
+import pwd
+import socket
+
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.launch import hosts
+from bpsfast.launch import hosts, reach
 from bpsfast.launch.hosts import Host
+from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError
 
 _names = st.one_of(
@@ -85,6 +90,36 @@ def test_what_is_no_hostfile_is_an_error(tmp_path, text, words):
 def test_in_a_hostfile_ipv6_needs_no_brackets_before_slots(tmp_path):
     (tmp_path / "hosts").write_text("fd00::3 slots=2\n[fd00::4]:3\nme@fd00::5 slots=1\n")
     assert hosts.read(tmp_path / "hosts") == [Host("fd00::3", 2), Host("fd00::4", 3), Host("me@fd00::5", 1)]
+
+
+def test_a_hostfile_may_come_from_another_system(tmp_path):
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbf# ours\r\na   slots = 2\r\n\r\nb:3\r\nc\tslots=1\tmax_slots=4 \r\n")
+    assert hosts.read(tmp_path / "hosts") == [Host("a", 2), Host("b", 3), Host("c", 1)]
+
+
+@pytest.mark.parametrize("name", [
+    "localhost", "127.0.0.1", "127.1.2.3", "::1", socket.gethostname(), f"{socket.gethostname().upper()}.",
+    f"{pwd.getpwuid(os.geteuid()).pw_name}@localhost", "0.0.0.0", reach.outward_host() or "127.0.0.1",
+])
+def test_this_machine_needs_no_ssh_whatever_it_is_called(name):
+    [found] = hosts.with_own([Host(name, 2)])
+    assert found.is_here and (found.name, found.slots) == (name, 2)
+    assert Ssh(python="/opt/python").argv(found)[-4:] == ["/opt/python", "-m", "bpsfast", "agent"]
+
+
+@pytest.mark.parametrize("name", ["192.0.2.77", "no-such-name.invalid", "you@localhost", "2001:db8::7"])
+def test_others_do(name):
+    assert not any(host.is_here for host in hosts.with_own([Host(name)]))
+    assert Ssh().argv(hosts.with_own([Host(name)])[0])[0] == "ssh"
+
+
+def test_two_names_of_this_machine_are_one_node():
+    found = hosts.with_own([Host("192.0.2.77", 3), Host("localhost", 2), Host("you@localhost"), Host("127.0.0.1", 4)])
+    assert [(host.name, host.slots, host.is_here) for host in found] == [
+        ("192.0.2.77", 3, False), ("localhost", 6, True), ("you@localhost", 1, False)]
+    assert [host.is_here for host in hosts.assign(found, 5)] == [False, True]
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 has ranks"):
+        hosts.helpers("127.0.0.1", found)
 
 
 def test_helpers_have_no_ranks():

@@ -39,7 +39,7 @@ def reduced(inputs, op, pre=1.0, post=1.0):
              hvd.Product: x.prod(0)}[op]
     if op == hvd.Average:
         total = total / len(x)
-    y = (total if inputs.dtype.is_floating_point else total.floor()).to(inputs.dtype)
+    y = (total if inputs.dtype.is_floating_point else total.trunc()).to(inputs.dtype)
     return (y.double() * post).to(inputs.dtype) if post != 1 else y
 
 

@@ -174,7 +174,6 @@ def refused():
                    raised(hvd.alltoall, rows), raised(hvd.reducescatter, x, op=hvd.Max),
                    raised(hvd.reducescatter, x, compression=compression.onebit()),
                    raised(hvd.allreduce, rows, op=hvd.Min), raised(hvd.init, comm=[0]),
-                   raised(hvd.allreduce, tf.constant(1), prescale_factor=2.0),
                    raised(tf.function(lambda: hvd.allgather_object(1), autograph=False))]
     few = hvd.ProcessSet([0])
     codec = compression.onebit()
@@ -186,8 +185,36 @@ def refused():
               raised(hvd.alltoall, x, [9] * hvd.size()), raised(hvd.add_process_set, [99]),
               raised(hvd.DistributedGradientTape, tf.GradientTape(), gradient_predivide_factor=0.0),
               raised(hvd.DistributedGradientTape, tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0),
-              raised(hvd.DistributedOptimizer, None, op=hvd.Max)]
+              raised(hvd.DistributedOptimizer, None, op=hvd.Max),
+              raised(hvd.allreduce, x, "a name"), raised(hvd.grouped_allreduce, [x], 1),
+              raised(hvd.allreduce, x, op="Sum"), raised(hvd.allreduce, x, prescale_factor="2"),
+              raised(hvd.allreduce, x, postscale_factor=None),
+              raised(hvd.allreduce, x, process_set=[0]), raised(hvd.broadcast, x, "0"), raised(hvd.broadcast, x, 0.5),
+              raised(hvd.alltoall, tf.ones(hvd.size()), [1.0] * hvd.size()),
+              raised(hvd.DistributedGradientTape, tf.GradientTape(), gradient_predivide_factor="2")]
     return unsupported, adasum, config, hvd.allreduce(x).numpy().tolist()
+
+
+def integers():
+    """Averages and factors are cut off towards zero, not downwards; None in a group stays None."""
+    rank, size = hvd.rank(), hvd.size()
+    mine = [-3 - rank, 3 + rank, 100 * rank]
+    sums = [sum(each) for each in zip(*[[-3 - r, 3 + r, 100 * r] for r in range(size)])]
+    means = [int(total / size) for total in sums]
+    for function in BOTH:
+        for dtype in (tf.int32, tf.int64):
+            x = tf.constant(mine, dtype)
+            assert function(lambda x=x: hvd.allreduce(x))().numpy().tolist() == means
+            found = function(lambda x=x: hvd.grouped_allreduce([x, None, tf.constant(float(rank))]))()
+            assert found[0].numpy().tolist() == means and found[1] is None
+            assert np.allclose(found[2], (size - 1) / 2)
+            scaled = function(lambda x=x: hvd.allreduce(x, op=hvd.Sum, postscale_factor=0.5))()
+            assert scaled.dtype == dtype and scaled.numpy().tolist() == [int(total * 0.5) for total in sums]
+        assert function(lambda: hvd.reducescatter(tf.fill([size], -1 - rank)))().numpy().tolist() == [
+            int(-(size + 1) / 2)]
+        least = function(lambda: hvd.grouped_allreduce([None, tf.constant(rank)], op=hvd.Min))()
+        assert least[0] is None and int(least[1]) == 0
+    return True
 
 
 def keras_names():
@@ -225,6 +252,10 @@ def test_bad_input_is_refused_with_a_reason(ranks):
         assert {kind for kind, _ in unsupported} == {"UnsupportedError"}, unsupported
         assert adasum[0] == "AdasumError" and {kind for kind, _ in config} == {"ConfigError"}, config
         assert after == [1, 1, 1]
+
+
+def test_integers_are_cut_off_towards_zero(ranks):
+    assert all(ranks.run(integers, timeout_s=350.0))
 
 
 def test_keras_by_horovods_other_name(ranks):

@@ -113,6 +113,24 @@ def test_the_start_deadline_names_who_is_missing():
     assert table.got(b"A", m.Abort) == table.got(b"H", m.Abort) == [table.job.aborted]
 
 
+def test_under_a_launcher_the_start_begins_with_the_first_node_that_has_ranks():
+    """Helpers come at once; a program may take its time before it joins, or never do so."""
+    table = Table(num_helpers=1, awaits_ranks=True)
+    table.say(b"H", join("h", 0))
+    wait(table, 600.0, b"H")
+    assert not table.job.over
+    table.say(b"A", join("a", 2))
+    wait(table, 658.0, b"A", b"H")
+    assert not table.job.over
+    table.tick(660.0)
+    assert "missing node 1 (never joined)" in table.job.aborted.reason
+    others = Table(num_helpers=1, awaits_ranks=True)
+    wait(others, 600.0)
+    for sender, n_ranks in ((b"A", 2), (b"B", 2), (b"H", 0)):
+        others.say(sender, join(sender.decode(), n_ranks))
+    assert others.job.admitted
+
+
 def gathering(*senders, now=0.0, **fields):
     """Two nodes with ranks are awaited, and a helper; those of *senders* have come."""
     table = Table(**{"num_helpers": 1} | fields)

@@ -49,6 +49,12 @@ def distributed():
     lambda: hvd.DistributedOptimizer(sgd(gradient_accumulation_steps=2), backward_passes_per_step=2),
     lambda: hvd.allreduce(1.0, average=True, op=hvd.Sum),
     lambda: hvd.allreduce(1.0, op=7),
+    lambda: hvd.allreduce(1.0, average="a name"),
+    lambda: hvd.allreduce(1.0, average=1),
+    lambda: hvd.allreduce(1.0, prescale_factor="2"),
+    lambda: hvd.allreduce(1.0, postscale_factor=None),
+    lambda: hvd.DistributedOptimizer(sgd(), gradient_predivide_factor="2"),
+    lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step="2"),
 ])
 def test_bad_arguments(wrong):
     kind, text = raised(wrong)

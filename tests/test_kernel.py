@@ -21,6 +21,8 @@ def test_addresses_have_their_networks() -> None:
 
 def test_names_resolve_and_unknown_ones_are_named() -> None:
     assert LOCAL in Kernel().resolve("localhost") and Kernel().resolve("10.1.2.3") == [ipaddress.ip_address("10.1.2.3")]
+    with pytest.raises(OSError, match=r"'a\.\.b' cannot be resolved"):  # a label is empty
+        Kernel().resolve("a..b")
     with pytest.raises(OSError, match=r"'no\.such\.host\.invalid' cannot be resolved"):
         Kernel().resolve("no.such.host.invalid")
 

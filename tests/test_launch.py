@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -70,7 +71,8 @@ def test_every_process_of_the_plan_knows_its_place():
         settings = load_with_origins({}, command.environ)[0]
         assert (settings.scheduler, settings.job_key, settings.num_nodes) == ("127.0.0.1:77", "ab" * 32, 2)
         assert (settings.num_helpers, settings.size, settings.partition_bytes) == (1, 5, 8192)
-        assert command.environ["HOME"] == "/h" and not {"RANK", "DMLC_ROLE"} & set(command.environ)
+        assert command.environ["HOME"] == "/h" and "DMLC_ROLE" not in command.environ
+        assert ("RANK" in command.environ) == (command.kind is Kind.RANK), "those of another job are gone"
         assert "ab" * 32 not in " ".join(command.argv), "command lines are public"
     nodes = [load_with_origins({}, c.environ)[0] for c in commands[1:4]]
     assert [(n.node_id, n.node_index, n.local_size) for n in nodes] == [
@@ -87,6 +89,61 @@ def test_every_process_of_the_plan_knows_its_place():
         (4, 1, 2, "node1"),
     ]
     assert not any(p.starts_node or p.starts_scheduler for p in places)
+
+
+def test_ranks_have_torchruns_variables_too():
+    environ = {"NODE_RANK": "7", "MASTER_PORT": "1"}
+    commands = launch.plan(launch.shape_of(0, 0, 1, "1,2"), ["train"], Settings(), environ, ("10.0.0.1", 77), "ab" * 32,
+                           master_port=99)
+    ours = ("BPSFAST_", "OMP_", "PYTHON")
+    torchs = [{name: value for name, value in command.environ.items() if not name.startswith(ours)}
+              for command in commands]
+    common = {"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}
+    assert torchs == [{}] * 4 + [
+        common | {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": n_local, "GROUP_RANK": node, "NODE_RANK": node}
+        for rank, local, n_local, node in (("0", "0", "1", "0"), ("1", "0", "2", "1"), ("2", "1", "2", "1"))]
+
+
+#: Knows nothing of bpsfast.
+_GLOO = """
+import os, torch, torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    print("of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"], "sum", total.item(), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("options", [("-np", "2"), ("--ranks", "1,1"), ("-H", f"{socket.gethostname()}:1,localhost:1")])
+def test_a_program_of_torch_distributed_runs_unchanged(options):
+    pytest.importorskip("torch")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = bpsfast("run", *options, "--", sys.executable, "-c", _GLOO, MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(taken.getsockname()[1]), RANK="5", WORLD_SIZE="9")
+    assert done.returncode == 0, done.stderr
+    locals_ = ["0", "0"] if "--ranks" in options else ["0", "1"]
+    assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == sorted(
+        f"of 2 local {local} sum 3.0" for local in locals_ * 2)
+    assert "no rank has joined the job (bpsfast.init): ending scheduler, node 0" in done.stderr
+    assert "still running" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_program_may_take_its_time_before_it_joins():
+    text = "import bpsfast, time; time.sleep(12); bpsfast.init(); print(bpsfast.size()); bpsfast.shutdown()"
+    done = bpsfast("run", "--ranks", "1,1", "--helpers", "1", "--", sys.executable, "-c", text,
+                   BPSFAST_START_TIMEOUT_S="10")
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["[rank 0] 2", "[rank 1] 2"], done.stderr
+
+
+def test_an_interface_that_is_none_is_refused():
+    done = bpsfast("run", "-n", "2", "--set", "interface=^lo", "--", "true")
+    assert done.returncode == 2 and "interface='^lo' is a list" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_threads_are_shared_unless_the_user_says_otherwise():
@@ -170,13 +227,13 @@ def test_the_variables_of_another_launcher_do_not_reach_the_ranks():
         "--",
         sys.executable,
         "-c",
-        "import os; print(os.environ.get('RANK')); raise SystemExit(9)",
+        "import os; print(os.environ['RANK'], os.environ.get('BYTEPS_LOCAL_RANK')); raise SystemExit(9)",
         RANK="4",
         BPSFAST_RANK="7",
         BYTEPS_LOCAL_RANK="3",
     )
     assert done.returncode == 9, done.stderr
-    assert "[rank 0] None" in done.stdout
+    assert "[rank 0] 0 None" in done.stdout
 
 
 @pytest.mark.slow
@@ -185,13 +242,14 @@ def test_a_job_in_network_namespaces_sees_its_own_interface():
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     text = (
-        "import os; print(os.environ['BPSFAST_NODE_HOST'], open('/proc/net/dev').read().count('eth0:'))\n"
+        "import os; print(*map(os.environ.get, ('BPSFAST_NODE_HOST', 'MASTER_ADDR', 'MASTER_PORT')),\n"
+        "                 open('/proc/net/dev').read().count('eth0:'))\n"
         "raise SystemExit(9)"
     )
     done = bpsfast("run", "-n", "2", "--nodes", "2", "--netns", "--rate", "1gbit", "--", sys.executable, "-c", text)
     assert done.returncode == 9, done.stderr
     lines = {line for line in done.stdout.splitlines() if line.startswith("[rank")}
-    assert lines and lines <= {"[rank 0] 10.77.0.1 1", "[rank 1] 10.77.0.2 1"}
+    assert lines and lines <= {f"[rank {i}] 10.77.0.{i + 1} 10.77.0.1 29500 1" for i in range(2)}
 
 
 def test_a_job_says_at_its_start_what_its_placement_promises():

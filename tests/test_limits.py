@@ -41,9 +41,41 @@ def test_the_trial_counts_more_than_the_limit(recorded_machine: Callable[[str], 
 
 
 def test_the_capability_lifts_the_limit(recorded_machine: Callable[[str], Machine]) -> None:
-    machine = recorded_machine("infiniband").locked("65536").write("proc/self/status", ROOT_CAPABLE)
+    machine = recorded_machine("infiniband").locked("65536")
+    machine.write("proc/self/status", ROOT_CAPABLE.replace("0\t", "7\t"))
     found = machine.check(limits.locked_memory)
     assert found.status is Status.PASS and "CAP_IPC_LOCK" in found.found
+
+
+def test_what_root_may_is_not_what_a_user_may(recorded_machine: Callable[[str], Machine]) -> None:
+    """A doctor that is run by root sees the limit of the jobs that others run."""
+    machine = recorded_machine("infiniband").locked("65536").write("proc/self/status", ROOT_CAPABLE)
+    found = machine.check(limits.locked_memory)
+    assert found.status is Status.INFO and "limits.d" in commands(found)["host"]
+    assert found.found.startswith("64 KiB, lifted by CAP_IPC_LOCK for root, but an ordinary user may lock 64 KiB (as ")
+
+
+@pytest.mark.parametrize(("lines", "status", "words"), [
+    ("* soft memlock 64\n", Status.INFO, "unlimited for root, but an ordinary user may lock 64 KiB "
+                                        "(/etc/security/limits.d/90-rdma.conf), too little"),
+    ("*\t-\tmemlock 8192 # KB\n", Status.INFO, "may lock 8 MiB"), ("* - memlock unlimited\n", Status.PASS, "unlimited"),
+    ("#* soft memlock 64\nroot soft memlock 64\n* hard memlock 64\n* soft nofile 64\n", Status.PASS, "unlimited"),
+    ("* soft memlock 64\n* soft memlock -1\n", Status.PASS, "unlimited"),
+    ("* soft memlock many", Status.PASS, "unlimited"),
+])
+def test_the_limit_of_a_login_is_read(lines: str, status: Status, words: str,
+                                      recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("infiniband").locked("unlimited").write("proc/self/status", ROOT_CAPABLE)
+    machine.write("etc/security/limits.conf", "* soft memlock 1024\n* soft memlock unlimited\n")
+    found = machine.write("etc/security/limits.d/90-rdma.conf", lines).check(limits.locked_memory)
+    assert found.status is status and words in found.found
+
+
+def test_a_login_that_is_older_than_its_limit_is_told_so(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("infiniband").locked("65536")
+    found = machine.write("etc/security/limits.d/90-rdma.conf", "* - memlock unlimited").check(limits.locked_memory)
+    assert found.status is Status.FAIL
+    assert "64 KiB (hard limit unlimited), though /etc/security/limits.d/90-rdma.conf gives no limit" in found.found
 
 
 def test_the_capability_of_a_user_namespace_does_not(recorded_machine: Callable[[str], Machine]) -> None:
@@ -64,6 +96,8 @@ def test_the_advice_fits_the_container(path: str, where: str, words: str,
 
 def test_without_a_device_the_limit_is_no_fault(recorded_machine: Callable[[str], Machine]) -> None:
     assert recorded_machine("none").check(limits.locked_memory).status is Status.SKIP
+    found = recorded_machine("none").locked("65536").check(limits.locked_memory)
+    assert found.status is Status.SKIP and "64 KiB, less than RDMA needs (bpsfast explain RD01)" in found.found
 
 
 def test_registration_that_fails_without_a_limit_is_another_fault(recorded_machine: Callable[[str], Machine]) -> None:

@@ -17,7 +17,7 @@ from bpsfast.launch.child import Children, Command, Kind
 from bpsfast.launch.fleet import Fleet
 from bpsfast.launch.hosts import Host
 from bpsfast.launch.output import Output
-from bpsfast.launch.ssh import Ssh
+from bpsfast.launch.ssh import SILENT_HOST_S, Ssh
 from bpsfast.launch.supervisor import Limits, Supervisor
 
 _LIMITS = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=0.5)
@@ -94,6 +94,40 @@ def test_a_helper_s_host_is_lost(restarts, code, kills_first, tmp_path, no_leaks
         assert said.count("the job goes on without it") == 1 + kills_first
     if restarts:
         assert "helper 0 is not started again, as its host is lost" in said
+
+
+@pytest.mark.slow
+def test_a_host_that_is_switched_off_is_the_cause(tmp_path, no_leaks):
+    """Its rank is missed long before ssh tells that the host is lost: another one's end is no cause meanwhile."""
+    path = gate(tmp_path)
+    told = "from bpsfast.launch import end_reports; end_reports.report('joined'); end_reports.report('told')"
+    follower = Command("rank 0", Kind.RANK, (
+        sys.executable, "-c", f"{told}; open({path!r}).read(); raise SystemExit(1)"), dict(os.environ))
+    lost = Command("rank 1", Kind.RANK, (
+        sys.executable, "-S", "-u", "-c", "import os, time; print(os.getpid(), os.getppid()); time.sleep(600)"), {})
+    out, err = Heard(), Heard()
+    with contextlib.closing(Output(out, err)) as output, \
+            Fleet([Host("localhost", 1), Host("localhost", 1)], Ssh(), output) as fleet:
+        fleet.connect()
+        switched_off = threading.Event()
+
+        def trouble() -> None:
+            out.await_words(b"[rank 1]")
+            rank, agent = map(int, out.getvalue().split()[2:4])
+            for each in (agent, rank):
+                os.kill(each, signal.SIGSTOP)
+            open(path, "w").close()
+            switched_off.wait(SILENT_HOST_S)  # nobody sets it: so much later ssh gives up
+            for each in (agent, rank):
+                os.kill(each, signal.SIGKILL)
+
+        thread = threading.Thread(target=trouble)
+        thread.start()
+        code = Supervisor([follower, lost], limits=Limits(job_s=100.0), output=output, places=fleet.hosts).run()
+        thread.join()
+    said = err.getvalue().decode()
+    assert code == LOST_HOST, said
+    assert "rank 1 failed first: it was lost with its host localhost" in said
 
 
 class FarProcess:

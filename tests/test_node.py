@@ -45,14 +45,15 @@ def introduce(of_node, local_rank=0, key=KEY, **changes):
 class RunningNode:
     """A node in a thread of this process; no scheduler answers it."""
 
-    def __init__(self, **changes):
+    def __init__(self, awaits_ranks=False, **changes):
         self.settings = settings_for(node_id=secrets.token_hex(8), **changes)
+        self._awaits_ranks = awaits_ranks
         self.code = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self):
-        self.code = node.main(self.settings)
+        self.code = node.main(self.settings, awaits_ranks=self._awaits_ranks)
 
     def attach(self, local_rank=0, **changes):
         """Connect and introduce a rank; return its channel."""
@@ -108,6 +109,16 @@ def test_a_missing_rank_is_named_to_those_who_wait():
     error, reason = refusal(made.attach(1))
     assert error == "StallError" and "local rank 0 did not attach" in reason and "0.5 s" in reason
     assert "Nobody answers at the scheduler's address 127.0.0.1:9" in reason
+    assert made.join() == TIMEOUT
+
+
+def test_a_node_that_its_launcher_ends_waits_for_the_first_rank_as_long_as_it_takes():
+    """A program may load data for minutes before it joins the job; then the others have their time."""
+    made = RunningNode(start_timeout_s=0.5, awaits_ranks=True)
+    channel.connect(channel.address(KEY, made.settings.node_id), 20).close()  # it is up
+    threading.Event().wait(1.5)  # three times its deadline
+    error, reason = refusal(made.attach(1))
+    assert error == "StallError" and "local rank 0 did not attach" in reason and "0.5 s" in reason
     assert made.join() == TIMEOUT
 
 

@@ -177,3 +177,11 @@ def test_where_one_listens(values, wished, host, is_public):
     place = lines.place_to_listen(load(values, {}), wished)
     assert (place.host, place.secret.is_public) == (host, is_public)
     assert ("BPSFAST_JOB_KEY" in place.remark) == (not values and not wished)
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 70 + ".example", "no-such-host.invalid"])
+def test_what_is_no_name_is_said_in_words(name):
+    with pytest.raises(ConfigError, match=rf"host name '{name}' cannot be resolved: "):
+        lines.connect(name, 1, b"key", 1.0, 1.0)
+    with pytest.raises(ConfigError, match=rf"cannot listen on port 1 of '{name}': .*BPSFAST_NODE_HOST"):
+        lines.listen(1, name)

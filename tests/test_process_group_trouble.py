@@ -155,6 +155,37 @@ def test_device_meshes(torch_ranks):
     assert found == [[5, 3, 15], [10, 3, 15], [5, 12, 15], [10, 12, 15]]
 
 
+def under_debug_levels():
+    """Do the same at each of torch's debug levels: sums, coalesced calls, a step of a DDP; in a new group each time."""
+    found = []
+    for level in (dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL):
+        dist.set_debug_level(level)
+        try:
+            group = dist.new_group()
+            x = torch.full((3,), rank_of() + 1.0)
+            dist.all_reduce(x, group=group)
+            y = [torch.full((n,), rank_of() + n + 0.0) for n in (2, 5)]
+            with dist._coalescing_manager(group, torch.device("cpu")):
+                for each in y:
+                    dist.all_reduce(each, group=group)
+            torch.manual_seed(1)
+            model = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, find_unused_parameters=True)
+            for _ in range(2):
+                model(x).square().sum().backward()
+            dist.barrier(group)
+            found.append([x.tolist(), [each.tolist() for each in y], model.module.weight.grad.tolist()])
+            dist.destroy_process_group(group)
+        finally:
+            dist.set_debug_level(dist.DebugLevel.OFF)
+    return found
+
+
+def test_torchs_debug_levels_change_nothing(torch_ranks):
+    for off, info, detail in torch_ranks(2).grouped(under_debug_levels):
+        assert off == info == detail
+        assert off[:2] == [[3.0] * 3, [[5.0] * 2, [11.0] * 5]]
+
+
 def split():
     try:
         dist.split_group(dist.group.WORLD, [[0, 1]])

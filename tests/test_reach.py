@@ -44,8 +44,24 @@ def chosen(**settings: str) -> str:
 def test_the_settings_choose_an_address():
     assert chosen() == "" and chosen(node_host="here") == "here"
     assert chosen(interface="lo") == "127.0.0.1" and chosen(interface="lo", node_host="here") == "here"
-    with pytest.raises(ConfigError, match=r"interface='none0' has no IPv4 address here; there are .*lo"):
-        chosen(interface="none0")
+
+
+@pytest.mark.parametrize(("wished", "words"), [
+    ("none0", r"interface='none0' has no IPv4 address here, as there is no such interface.*takes one of .*lo"),
+    ("^lo,docker", r"interface='\^lo,docker' is a list as in NCCL_SOCKET_IFNAME .*takes one of .*lo"),
+    ("=lo", "is a list as in NCCL_SOCKET_IFNAME"), ("eth0,eth1", "is a list as in"), ("lo:1", "is a list as in"),
+    ("l", r"no such interface.* \(a whole name, not the beginning of lo\)"),
+])
+def test_what_is_no_interface_is_refused_with_those_that_are(wished, words):
+    with pytest.raises(ConfigError, match=words):
+        chosen(interface=wished)
+
+
+def test_names_and_addresses_of_this_machine():
+    own = {"localhost", "LOCALHOST", "127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", "0.0.0.0", "localhost.",
+           socket.gethostname(), socket.gethostname().upper(), f"{socket.gethostname()}."}
+    own |= {address for address in [reach.outward_host()] if address}
+    assert reach.own_among([*own, "192.0.2.77", "2001:db8::7", "no-such-name.invalid", "a..b"]) == own
 
 
 def test_the_source_of_a_route():

@@ -110,7 +110,7 @@ def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, d
     """Long before the strangers' time is over; and where nobody waits outside, nobody goes."""
     door, loop = early
     door._patience_s = 60.0
-    door.know(0, 1, doorstep)
+    door.know(0, Epochs(1), doorstep)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(stranger(door)) for _ in range(MOST_STRANGERS)]
         until(loop, lambda: len(door._strangers) == MOST_STRANGERS)

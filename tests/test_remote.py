@@ -26,6 +26,8 @@ from bpsfast.launch.remote_messages import (
     Reached,
     Ready,
     Refused,
+    Reserve,
+    Reserved,
     Said,
     Signal,
     Start,
@@ -188,6 +190,16 @@ def test_whatever_runs_dies_with_an_agent_that_is_killed(pidfd_of):
     launcher.agent.kill()
     assert select.select([end], [], [], _TIMEOUT_S)[0]
     launcher.close()
+
+
+def test_a_port_for_torchs_store_is_kept_on_all_addresses(launcher):
+    reserved = launcher.ask(Reserve())
+    assert isinstance(reserved, Reserved)
+    with pytest.raises(OSError), socket.socket() as taken:
+        taken.bind(("127.0.0.1", reserved.port))
+    for address, family in ((("", reserved.port), socket.AF_INET), (("::", reserved.port), socket.AF_INET6)):
+        with socket.create_server(address, family=family):
+            pass
 
 
 def test_a_port_is_kept_and_who_listens_there_is_known(launcher):

@@ -300,6 +300,31 @@ def test_a_set_that_contradicts_itself_around_a_complete_one_is_nobodys_business
     assert place(OPEN_MPI | SLURM | {"SLURM_NTASKS": "9"}) == place(OPEN_MPI)
 
 
+#: as `bpsfast run` sets them beside EXPLICIT
+BESIDE = TORCHRUN | {"LOCAL_RANK": "1", "NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize("dropped", [(), *((name,) for name in BESIDE if name != "BPSFAST_JOB_KEY"),
+                                     ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")])
+def test_torchruns_variables_beside_those_of_bpsfast_run_change_nothing(dropped):
+    """And a program may remove some, or name another port for a store of its own."""
+    beside = {name: value for name, value in BESIDE.items() if name not in dropped}
+    assert place(EXPLICIT | beside) == place(EXPLICIT)
+    assert place(EXPLICIT | beside | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}) == place(EXPLICIT)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_torchruns_variables_that_say_otherwise_are_an_error(name):
+    for beside in (BESIDE, {}) if name in ("RANK", "LOCAL_RANK") else (BESIDE,):
+        with pytest.raises(ConfigError, match=r"two launchers disagree|cannot tell which rank"):
+            place(EXPLICIT | beside | {name: "4" if name == "RANK" else "9" if "SIZE" in name else "0"})
+
+
+def test_a_bad_interface_is_told_before_anything_is_asked_of_the_job():
+    with pytest.raises(ConfigError, match=r"interface='\^lo,docker' is a list"):
+        place({name: value for name, value in TORCHRUN.items() if name != "BPSFAST_JOB_KEY"}, interface="^lo,docker")
+
+
 def test_half_a_set_around_a_complete_one_is_nobodys_business():
     assert place(TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}) == place(TORCHRUN)
 
@@ -346,6 +371,8 @@ def test_the_key_comes_from_variable_then_file_and_else_none_leaves_the_machine(
     file = tmp_path / "key"
     file.write_text("cd" * 32 + "\n")
     assert job_key(load_with_origins({"job_key": KEY, "job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex(KEY)
+    assert job_key(load_with_origins({"job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex("cd" * 32)
+    file.write_bytes(b"\xef\xbb\xbf" + b"cd" * 32 + b"\r\n")  # from another system
     assert job_key(load_with_origins({"job_key_file": str(file)}, {})[0], "h:1") == bytes.fromhex("cd" * 32)
     assert not caplog.records
     plain = load_with_origins({}, {})[0]

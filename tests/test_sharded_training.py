@@ -147,6 +147,64 @@ def checkpointed(folder):
     return whole(model), whole(other)
 
 
+def checkpointed_meanwhile(folder):
+    """Save a sharded model by a thread, over a group of its own, while the next step trains; return what was saved."""
+    model = sharded(network())
+    trained(model, n_steps=1)
+    mine = dist.new_group()
+    before = whole(model)
+    saving = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder, process_group=mine)
+    trained(model, n_steps=2)
+    saving.result()
+    fresh = sharded(network())
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    fresh.load_state_dict(state["model"])
+    return before, whole(fresh), whole(model)
+
+
+def states_of_rank_0():
+    """Hand a model and its optimizer out from rank 0's whole states; return what arrived, and what it was."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    given = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = sharded(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, optimizer=optimizer, n_steps=2)
+    found, kept = states.get_state_dict(model, optimizer, options=options)
+    wanted = whole(model)
+    fresh = sharded(network())
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.mul_(dist.get_rank() + 3)
+    again = torch.optim.AdamW(fresh.parameters(), lr=0.01)
+    is_first = dist.get_rank() == 0
+    states.set_model_state_dict(fresh, found if is_first else {}, options=given)
+    states.set_optimizer_state_dict(fresh, again, kept if is_first else {}, options=given)
+    arrived = whole(fresh)
+    trained(model, optimizer=optimizer, n_steps=1)
+    trained(fresh, optimizer=again, n_steps=1)
+    return wanted, arrived, whole(model), whole(fresh)
+
+
+def as_asked():
+    """What torch's own code and others' ask a group."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    backend = group._get_backend(cpu)
+    c10d = dist.distributed_c10d
+    try:
+        group._get_backend(torch.device("meta"))
+        meta = "is taken"
+    except RuntimeError as exc:
+        meta = type(exc).__name__
+    return [[str(each) for each in group._device_types], backend.size(), backend.rank(), meta,
+            str(c10d._get_pg_default_device(group)), str(c10d._get_object_coll_device(group)),
+            c10d._device_capability(group),
+            group.bound_device_id, dist.get_pg_count(), dist.get_process_group_ranks(group),
+            dist.get_backend_config().count("cpu:")]
+
+
 def diloco():
     """DiLoCo: pairs of ranks train by DDP on their own; every third step the pairs' moves are averaged across pairs,
     and an outer optimizer makes them."""
@@ -252,6 +310,23 @@ def test_a_checkpoint_is_saved_and_loaded(torch_ranks, size):
     ranks = torch_ranks(size)
     for saved, loaded in ranks.grouped(checkpointed, ranks.new_path()):
         assert (saved == loaded).all()
+
+
+@pytest.mark.timeout(200)
+def test_a_checkpoint_is_saved_while_the_model_trains(torch_ranks, tmp_path):
+    for before, loaded, after in torch_ranks(2).grouped(checkpointed_meanwhile, str(tmp_path)):
+        assert (before == loaded).all() and (before != after).any()
+
+
+@pytest.mark.timeout(200)
+def test_states_go_out_from_rank_0(torch_ranks):
+    for gloos, ours in torch_ranks(2).compare(states_of_rank_0):
+        assert (ours[0] == ours[1]).all() and all((a == b).all() for a, b in zip(gloos, ours, strict=True))
+
+
+def test_a_group_answers_as_gloos(torch_ranks):
+    for gloo, ours in torch_ranks(2).compare(as_asked):
+        assert gloo == ours
 
 
 def test_diloco(torch_ranks):

@@ -40,6 +40,14 @@ child.wait()
 """
 
 
+#: What a rank of bpsfast reports: without it nobody waits for the daemons at the end.
+_JOINED = """
+import os, time
+path, _, number = os.environ["_BPSFAST_END_REPORTS"].rpartition(":")
+open(path, "a").write(f"{number} joined {time.monotonic_ns()}\\n")
+"""
+
+
 def program(name: str, text: str, kind: Kind = Kind.RANK, **variables: str) -> Command:
     """Return a command that runs Python *text*."""
     return Command(name, kind, (sys.executable, "-S", "-c", text), {**os.environ, **variables})
@@ -135,7 +143,7 @@ def test_a_reader_that_stops_for_a_while_gets_all_and_little_waits(no_leaks):
 def test_nobody_is_ended_for_being_late_while_a_reader_stops(tmp_path, no_leaks):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    rank = program("rank 0", f"g = open({str(gate)!r}, 'w')")
+    rank = program("rank 0", f"{_JOINED}\ng = open({str(gate)!r}, 'w')")
     # what it says comes after the end of the rank
     node = program("node 0", f"open({str(gate)!r}).read(); print(('x' * 999 + '\\n') * 3000, end='')", Kind.DAEMON)
     source, target = os.pipe()
@@ -275,7 +283,7 @@ def test_neither_does_one_that_ends_so_while_all_leave(tmp_path):
 
     out, err = io.BytesIO(), io.BytesIO()
     with contextlib.closing(Output(out, err)) as output:
-        code = Attentive([program("rank 0", ""), program(
+        code = Attentive([program("rank 0", _JOINED), program(
             "helper 0", f"open({gate!r}).read(); raise SystemExit({LEFT_BEHIND})", Kind.HELPER)],
             limits=Limits(job_s=60.0, after_ranks_s=20.0), output=output).run()
     assert code == 0 and b"helper 0 ended with exit code" in err.getvalue()
@@ -289,9 +297,23 @@ def test_a_daemon_that_ends_well_ends_nothing():
 
 
 def test_a_daemon_that_stays_is_ended_and_named():
-    code, _, err = supervise(program("rank 0", ""), program("scheduler", "import time; time.sleep(600)", Kind.DAEMON))
+    stays = program("scheduler", "import time; time.sleep(600)", Kind.DAEMON)
+    code, _, err = supervise(program("rank 0", _JOINED), stays)
     assert code == 0
     assert "still running 0.3 s after the last rank ended: scheduler" in err
+
+
+@pytest.mark.parametrize(("report", "after_ranks_s", "words"), [
+    ("", 60.0, "no rank has joined the job (bpsfast.init): ending node 0\n"),
+    (_JOINED.replace("joined", "attached"), 0.3, "still running 0.3 s after the last rank ended: node 0"),
+])
+def test_daemons_to_which_no_rank_has_come_are_ended_at_once(report, after_ranks_s, words, tmp_path):
+    """A node may know of a rank that could not report itself, as it is in a container."""
+    node = program("node 0", f"{report}\nopen({(gate := fifo(tmp_path))!r}, 'w').close()\n"
+                   "import time; time.sleep(600)", Kind.DAEMON)
+    code, _, err = supervise(program("rank 0", f"open({gate!r}).read()"), node,
+                             limits=Limits(job_s=120.0, after_ranks_s=after_ranks_s))
+    assert code == 0 and words in err
 
 
 def test_the_jobs_deadline_is_kept():

@@ -207,7 +207,9 @@ def horovod():
     hvd.broadcast_variables([variable], root_rank=1)
     assert variable.numpy() == 1 and hvd.broadcast(tf.constant(rank), 2).numpy() == 2
     assert raised(hvd.init, comm=[0])[0] == "UnsupportedError"
-    assert raised(hvd.allreduce, tf.constant(1), prescale_factor=2.0)[0] == "UnsupportedError"
+    assert int(hvd.allreduce(tf.constant(-3), prescale_factor=0.5)) == -1  # cut off towards zero
+    places = [(0, 2, False), (0, 1, False), (1, 2, False)]  # two ranks here, one there
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == places[rank] and not hvd.mpi_built()
     return "torch" in sys.modules
 
 

@@ -29,6 +29,27 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
     assert plan.generation > 1 and plan.units[0].priority == -1, "it is the second that was declared"
 
 
+@pytest.mark.parametrize("n_read", range(4))
+def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
+    """H gives up one that was not answered in time; *n_read* of its messages are read before the later one's."""
+    account = [m.Heartbeat(sequence=1), *court.ledgers["H"].account()]
+    court.hang_up("H")
+    earlier, later = court.hang_up("H"), court.over["H"]
+    court.dial("B")
+    court.read("A")
+
+    def receive(sender, *messages):
+        for message in messages:
+            court.post(court.tenure.receive(court.now, sender, message))
+
+    receive(earlier, *account[:n_read])
+    receive(later, *account)
+    receive(earlier, *account[n_read:])
+    court.read("C")  # all have told
+    court.post(court.tenure.unreachable(court.now, earlier))
+    assert court.kinds("H") == [m.Resume] and not court.tenure.job.lost and not court.got("A", m.Freeze)
+
+
 def test_a_commit_that_one_has_read_is_everybodys(court):
     court.declare(spec("x"))
     court.read(*NODES)  # the plan
@@ -104,7 +125,7 @@ def test_a_barrier_that_one_has_left_is_done(court):
 
 
 def test_a_recovery_that_was_under_way_begins_anew_in_a_higher_epoch(court):
-    court.post(court.tenure.job.unreachable(court.now, b"H"))
+    court.post(court.tenure.job.unreachable(court.now, court.over["H"]))
     assert [type(message) for message in court.read("A")["A"]] == [m.Freeze]
     court.lose_scheduler("A", "B", "C")
     for name in "ABC":
@@ -144,9 +165,10 @@ def test_without_a_majority_nothing_is_decided_until_the_deadline(court):
 def test_a_node_that_was_cut_off_has_everybody_say_all_again(court):
     court.declare(spec("x"))
     court.read(*NODES)
-    court.inbox[b"A"].clear()  # its commit is lost
+    court.inbox[court.over["A"]].clear()  # its commit is lost
+    cut_off = court.over["A"]
     court.dial("A")
-    court.tenure.unreachable(court.now, b"A")
+    court.tenure.unreachable(court.now, cut_off)
     assert all(court.kinds(name) == [m.Commit, m.Recall] for name in "BCH")
     court.read("B", "C", "H")
     assert court.kinds("A") == [m.Commit, m.Resume] and court.kinds("B") == [m.Resume]
@@ -155,7 +177,7 @@ def test_a_node_that_was_cut_off_has_everybody_say_all_again(court):
 
 
 def test_who_has_closed_its_connection_has_the_lease_to_come_back(court):
-    assert not court.tenure.unreachable(court.now, b"C")
+    assert not court.tenure.unreachable(court.now, court.over["C"])
     court.tick(9.5, "ABH")
     assert not court.tenure.over
     court.dial("C")
@@ -164,7 +186,7 @@ def test_who_has_closed_its_connection_has_the_lease_to_come_back(court):
 
 
 def test_who_has_closed_its_connection_and_does_not_come_back_within_the_lease_is_lost(court):
-    court.tenure.unreachable(court.now, b"C")
+    court.tenure.unreachable(court.now, court.over["C"])
     court.tick(9.5, "ABH")
     assert not court.tenure.over
     court.tick(10.0, "ABH")
@@ -174,7 +196,7 @@ def test_who_has_closed_its_connection_and_does_not_come_back_within_the_lease_i
 
 def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(court):
     court.tick(0.5, NODES)
-    court.tenure.unreachable(court.now, b"C")
+    court.tenure.unreachable(court.now, court.over["C"])
     court.tick(1.0, "ABH")
     assert court.got("A", m.Visit) == [m.Visit(node=2)]
     court.say("A", m.Visited(node=2, outcome="refused"))
@@ -186,7 +208,7 @@ def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(cou
 
 
 def test_who_answers_now_and_then_is_not_dead(court):
-    court.tenure.unreachable(court.now, b"C")
+    court.tenure.unreachable(court.now, court.over["C"])
     for now in range(1, 10):
         court.say("A", m.Visited(node=2, outcome="refused"), m.Visited(node=2, outcome="answers"))
         court.tick(float(now), "ABH")
@@ -204,12 +226,12 @@ def test_who_refuses_while_the_scheduler_hears_it_is_not_dead(court):
 def test_a_helper_is_dead_as_soon_as_both_signs_are_there(court):
     court.say("B", m.Visited(node=3, outcome="refused"))
     assert not court.got("A", m.Freeze)
-    court.post(court.tenure.unreachable(court.now, b"H"))
+    court.post(court.tenure.unreachable(court.now, court.over["H"]))
     assert [freeze.lost for freeze in court.got("A", m.Freeze)] == [(3,)]
 
 
 def test_a_helper_that_is_only_cut_off_comes_back_within_the_lease(court):
-    court.tenure.unreachable(court.now, b"H")
+    court.tenure.unreachable(court.now, court.over["H"])
     court.tick(9.5, "ABC")
     court.dial("H")
     court.read(*"ABC")
@@ -309,7 +331,7 @@ def test_nodes_that_were_never_welcomed_are_known_by_their_address(court):
     fresh = Court()
     fresh.ledgers["C"] = Ledger("1.0", {"transport": "tcp"})
     fresh.tenure, fresh.inbox = Tenure(fresh.settings, 0.0), defaultdict(list)
-    fresh.post(fresh.tenure.receive(0.0, b"C", join("c", 1)))
+    fresh.post(fresh.tenure.receive(0.0, fresh.over["C"], join("c", 1)))
     fresh.dial("A", "B", "H")
     assert fresh.kinds("A") == [m.Resume] and fresh.kinds("C") == [m.Welcome, m.Resume]
     assert fresh.got("C", m.Welcome)[0].index == 2 and fresh.got("C", m.Welcome)[0].job == "this job"
@@ -365,11 +387,11 @@ def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):
 def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(court):
     court.tick(4.0, NODES)
     court.tenure.tick(court.now)
-    court.tenure.unreachable(court.now, b"C")
-    court.tenure.receive(court.now, b"A", m.Visited(node=2, outcome="refused"))
+    court.tenure.unreachable(court.now, court.over["C"])
+    court.tenure.receive(court.now, court.over["A"], m.Visited(node=2, outcome="refused"))
     court.tenure.tick(court.now + 3.0)
     for later in (3.2, 3.6, 4.0):
-        court.tenure.receive(court.now + later, b"A", m.Visited(node=2, outcome="refused"))
+        court.tenure.receive(court.now + later, court.over["A"], m.Visited(node=2, outcome="refused"))
         court.tenure.tick(court.now + later)
         assert not court.tenure.over
     court.tenure.tick(court.now + 4.3)

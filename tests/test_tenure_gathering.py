@@ -126,7 +126,7 @@ def test_who_closes_its_connection_while_a_job_gathers_has_its_lease_to_come_bac
 def test_who_dials_anew_before_it_has_read_its_welcome_keeps_its_seat(names):
     court = Court(deaf=names)
     for name in names:
-        court.over[name] += b"'"
+        court.hang_up(name)
         court.post(court.tenure.receive(0.0, court.over[name], join(name.lower(), NODES[name])))
     court.read(*[name for name in NODES if name not in names])
     for name in names:

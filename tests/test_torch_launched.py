@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from bpsfast.launch.daemons import clean_environment, reserve_port
-from bpsfast.launch.remote import addresses
 
 pytestmark = pytest.mark.matrix
 
@@ -67,13 +66,22 @@ def test_rank_0_that_makes_no_group_is_named():
 
 
 def test_the_place_is_looked_for_once():
-    with reserve_port(addresses()[0]) as reserved:  # of loopback nobody is warned
+    with reserve_port("127.0.0.1") as reserved:
         variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
                      "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "BPSFAST_SCHEDULER": "{}:{}".format(*reserved.getsockname())}
-        text = _BEGIN + "dist.init_process_group('bpsfast')\nshow('alone')\ndist.destroy_process_group()"
+        text = _BEGIN + """
+from bpsfast.launch import roles
+
+def counted(*arguments, detect=roles.detect):
+    print("looked for")
+    return detect(*arguments)
+
+roles.detect = counted
+dist.init_process_group("bpsfast")
+show("alone")
+dist.destroy_process_group()
+"""
         done = subprocess.run([sys.executable, "-c", text], env=clean_environment(os.environ) | variables,
                               capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "alone 0 1 1.0\n"
-    assert done.stderr.count("no BPSFAST_JOB_KEY") == 1, done.stderr
-    assert "bpsfast rank WARNING: no BPSFAST_JOB_KEY" in done.stderr
+    assert done.stdout == "looked for\nalone 0 1 1.0\n"

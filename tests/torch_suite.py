@@ -2,6 +2,7 @@
 
     python tests/torch_suite.py [TEST ...]          with bpsfast: all that gloo passes on CPUs, or those named
     python tests/torch_suite.py --gloo              which those are: run with gloo, names on standard output
+    python tests/torch_suite.py --known             with bpsfast, those of them that another version of torch has, too
 
 A test's processes are forked, three each, so that nothing is imported anew. Where torch's tests ask for gloo by name,
 because only gloo did that on CPUs when they were written, they are told that we are asked for, too.
@@ -83,6 +84,8 @@ def main(arguments: list[str]) -> int:
     case = suite("gloo" if is_gloo else "bpsfast")
     loader = unittest.TestLoader()
     names = loader.getTestCaseNames(case) if is_gloo else arguments or expected()
+    if arguments == ["--known"]:
+        names = sorted({*expected()} & {*loader.getTestCaseNames(case)})
     tests = unittest.TestSuite(case(name) for name in names)
     result = unittest.TextTestRunner(sys.stderr, verbosity=2, resultclass=_Result).run(tests)
     for name in sorted(result.passed):

@@ -165,7 +165,7 @@ def _values(scenario: Scenario) -> dict[str, object]:
     return {"transport": scenario.transport, "placement": scenario.placement, "lease_s": LEASE_S,
             "helper_lease_s": HELPER_LEASE_S if scenario.kind in ("hung helper", "lost host") else 0,
             "heartbeat_s": LEASE_S / 6, "partition_bytes": PARTITION_NBYTES, "timeout_s": 60,
-            "start_timeout_s": _SHORT_START_S if scenario.absent else 60}
+            "start_timeout_s": _SHORT_START_S if scenario.absent else 240}
 
 
 def _await(processes: Processes, n_steps: int) -> None:

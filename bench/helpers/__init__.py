@@ -65,7 +65,7 @@ def run(options: dict[str, Any]) -> bool:
 def train(options: dict[str, Any], is_disturbed: bool) -> Training:
     """Run one training; if it is to be disturbed, its helpers are 4, then 2, then 4, and it goes on until then."""
     n_steps, times = options["steps"], [0.0, 0.0]
-    values = {"transport": "tcp", "placement": options["placement"], "timeout_s": 60, "start_timeout_s": 60}
+    values = {"transport": "tcp", "placement": options["placement"], "timeout_s": 60, "start_timeout_s": 240}
     with tempfile.TemporaryDirectory(prefix=folder_prefix("helpers")) as folder, Processes(
             Path(folder), _RANKS, _N_HELPERS, values, "bpsfast.bench.helpers.rank", n_steps, options["size_mb"],
             len(_STRUCK) if is_disturbed else 0) as processes:

@@ -28,7 +28,7 @@ _WARM_UP = 0.2
 _NOISE_NBYTES = 2 << 20
 #: All processes end within this after the last step.
 _END_S = 60.0
-_VALUES = {"timeout_s": 60, "start_timeout_s": 60}
+_VALUES = {"timeout_s": 60, "start_timeout_s": 240}
 
 
 @dataclass(frozen=True)

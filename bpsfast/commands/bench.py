@@ -85,7 +85,8 @@ def bench_codecs(**options: Any) -> None:
 
 
 @command.command("push_pull")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 2; of hosts, all slots]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
+              help="Ranks in all.  [default: 2; of hosts, all slots]")
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
 @host_options.job_options
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
@@ -199,7 +200,7 @@ def bench_accuracy(**options: Any) -> None:
 
 
 @command.command("ddp")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
 @click.option("--sizes", help="Of the collectives.  [default: 1K,16K,256K,4M,64M]", metavar="N[,N]")
 @click.option("--operations", help="Which collectives, '' for none.  [default: all]", metavar="NAME[,NAME]")
 @bench_options.rounds("each backend", default=5)
@@ -218,7 +219,7 @@ def bench_ddp(**options: Any) -> None:
               help="Who averages gradients: bpsfast, gloo, nccl, horovod.  [default: bpsfast]")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True,
               help="Few layers, for CPUs; or the published parameters, for GPUs.")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
 @click.option("--batch", type=_COUNT, help="Samples of a rank in a step.  [default: the model's own]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda for full models]")
 @click.option("--data", type=click.Path(), metavar="PATH",
@@ -241,7 +242,7 @@ def bench_model(**options: Any) -> None:
 @command.command("device")
 @click.option("--device", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True,
               help="A GPU, or the machine itself as one: that shows that all of it runs, and claims nothing.")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks that share the device.  [default: 2]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks that share the device.  [default: 2]")
 @click.option("--sizes", help="Of the arrays.  [default: 1M,4M,16M,64M,256M]", metavar="N[,N]")
 @click.option("--parts", help="Some of sums, beside, stages, training, memory.  [default: all]", metavar="NAME[,NAME]")
 @set_option
@@ -257,7 +258,7 @@ def bench_device(assignments: tuple[str, ...], **options: Any) -> None:
 
 
 @command.command("frameworks")
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
 @bench_options.rounds("each row", default=10)
 @bench_options.result(quick="One turn.")
 @errors_in_words

@@ -14,7 +14,7 @@ def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bo
     """Say what CODE means and what to do about it.
 
     CODE is a check of the doctor, a completion's status (with the vendor's error after a slash), an errno, one of
-    bpsfast's error classes, an exit code, or a line pasted from a log.
+    bpsfast's error classes, an exit code, or lines pasted from a log: of perftest, rdma-core, the kernel, UCX, NCCL.
 
     \b
     bpsfast explain RD05

@@ -1,4 +1,4 @@
-"""What a code or a pasted line means: a check (RD05), a completion's status, an errno, an error class, an exit code."""
+"""What a code (a check, a completion's status, an errno, an error class, an exit code) or lines of a log mean."""
 from __future__ import annotations
 
 import difflib
@@ -6,10 +6,11 @@ import inspect
 import re
 from dataclasses import dataclass
 
-from ..doctor import errnos
+from ..doctor import errnos, log_messages
 from ..doctor.checks import CHECKS
 from ..doctor.errnos import ErrnoWords
 from ..doctor.finding import Check
+from ..doctor.log_messages import LogMessage
 from ..orchestration import errors
 from ..orchestration.errors import BpsError, ConfigError
 from ..verbs import completions
@@ -19,8 +20,15 @@ from . import exits, output
 _CLASSES = {name: value for name, value in vars(errors).items()
             if inspect.isclass(value) and issubclass(value, BpsError)}
 _STATUS = re.compile(r"\b(?:wc[. ]?)?(?:status|completion with error|error)\s*[=:]?\s*\(?(\d+)\)?", re.I)
-_VENDOR = re.compile(r"\bvend(?:or)?[ _.]?(?:err(?:or)?|synd(?:rome)?)?\s*[=:]?\s*(0x[0-9a-f]+|\d+)", re.I)
-_ERRNO = re.compile(r"\berrno\s*[=:]?\s*(\d+)", re.I)
+#: the same where nothing else can be meant, so that no vendor error need stand beside it
+_OF_COMPLETION = re.compile(
+    r"(?:failed status|completion with (?:error|status)|\bwc[ ._](?:status|error)|cq error status)\s*[=:]?\s*\(?(\d+)|"
+    r"\bfailed status [^()]{1,60}\((\d+)\)", re.I)
+_VENDOR = re.compile(r"\b(?:vend(?:or)?[ _.]?(?:err(?:or)?|synd(?:rome)?)?|syndrom)\s*[=:]?\s*(0x[0-9a-f]+|\d+)", re.I)
+#: errno 12, [Errno 12], err(-12), ret=12, rc = -12, status -110 of the kernel
+_ERRNO = re.compile(r"\berrno\s*[=:]?\s*(\d+)|\bret\s*=\s*(\d+)|"
+                    r"\b(?:err|error|rc|ret|status|returned|failed)(?: with)?\s*[=:(]*\s*-(\d+)\b", re.I)
+_MOST_MEANINGS = 12
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ def explain(text: str) -> list[Explanation]:
     ConfigError
         Nothing is recognised; the text proposes what is near.
     """
-    text = text.strip()
+    text = log_messages.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)
     if not found:
         raise ConfigError(f"nothing is known about {text!r}: {_near(text)}")
@@ -90,23 +98,37 @@ def _numbered(text: str) -> list[Explanation]:
 
 
 def _recognised(text: str) -> list[Explanation]:
-    """Return the meanings of what a pasted line holds: a status with its vendor error, an errno, a known symptom."""
-    meanings: list[Explanation] = []
-    vendor = _VENDOR.search(text)
-    status = _STATUS.search(text)
-    named = next((number for number, name in completions.NAMES.items() if number and name in text.upper()), None)
-    number = named if named is not None else int(status[1]) if status and vendor else None
-    if number is not None:
-        meanings.append(of_completion(completions.explain(number, int(vendor[1], 0) if vendor else 0)))
+    """Return the meanings of what a pasted text holds: completions, messages of tools, errnos, known symptoms.
+
+    Requests that were flushed come after the completions that are no consequence.
+    """
+    found = sorted(dict.fromkeys([*map(_completion_in, text.splitlines()), *log_messages.mlx5_completions(text)]),
+                   key=lambda each: each is not None and each[0] == completions.WR_FLUSH_ERR)
+    meanings = [of_completion(completions.explain(*each)) for each in found if each is not None]
+    meanings += [of_message(words, message) for words, message in log_messages.find(text)]
     meanings += [of_class(name, kind) for name, kind in _CLASSES.items() if re.search(rf"\b{name}\b", text)]
-    spelled = _ERRNO.search(text)
+    spelled = {int(number) for match in _ERRNO.findall(text) for number in match if number}
     for words in errnos.every():
-        if ((spelled and int(spelled[1]) == words.number) or words.text.lower() in text.lower()
+        if (words.number in spelled or words.text.lower() in text.lower()
                 or re.search(rf"\b{words.name}\b", text)):
             meanings.append(of_errno(words))
     meanings += [of_check(check) for check in CHECKS if re.search(rf"\b{check.code}\b", text, re.I)
                  or any(_is_symptom(symptom, text) for symptom in check.symptoms)]
-    return meanings
+    return meanings[:_MOST_MEANINGS]
+
+
+def _completion_in(line: str) -> tuple[int, int] | None:
+    """Return status and vendor error (0: none) of the failed completion that *line* tells of, None if it tells of none.
+    """
+    vendor, certain, status = _VENDOR.search(line), _OF_COMPLETION.search(line), _STATUS.search(line)
+    named = next((number for number, name in completions.NAMES.items() if number and name in line.upper()), None)
+    if named is None and certain is not None:
+        named = int(certain[1] or certain[2])
+    if named is None:
+        named = completions.said_in(line)
+    if named is None and status is not None and vendor is not None:
+        named = int(status[1])
+    return None if named is None else (named, int(vendor[1], 0) if vendor else 0)
 
 
 def _is_symptom(symptom: str, text: str) -> bool:
@@ -131,6 +153,12 @@ def of_completion(words: Completion) -> Explanation:
     elif words.vendor_error:
         lines.insert(1, ("vendor", "not known beside this status; such codes mean something to the card's maker only"))
     return Explanation(f"completion status {words.status}{vendor}: {words.name}", tuple(lines))
+
+
+def of_message(words: str, message: LogMessage) -> Explanation:
+    """Return what there is to say about a *message* of a tool, of which *words* were found."""
+    return Explanation(f'"{words}" ({message.source})',
+                       (("means", message.means), ("do", message.advice)))
 
 
 def of_errno(words: ErrnoWords) -> Explanation:

@@ -23,7 +23,7 @@ _SSH = ("ssh_port", "identity_file", "ssh_options", "remote_python", "remote_dir
 def hosts_option(function: Callable) -> Callable:
     """Add ``-H``; it arrives as the parameter *hosts_text*."""
     return click.option("-H", "--hosts", "hosts_text", metavar="HOST[:N],...",
-                        help="Hosts, reached by ssh, and how many ranks on each.")(function)
+                        help="Hosts, reached by ssh (but for this one), and how many ranks on each.")(function)
 
 
 def ssh_options(function: Callable) -> Callable:
@@ -109,7 +109,7 @@ def given(options: Mapping[str, Any]) -> list[str]:
 
 
 def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
-    """Return the hosts that -H or --hostfile name; none if neither was given.
+    """Return the hosts that -H or --hostfile name, this machine marked; none if neither was given.
 
     Raises
     ------
@@ -121,8 +121,8 @@ def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
     if text is not None and hostfile is not None:
         raise ConfigError(f"-H {text} and --hostfile {hostfile} both say which hosts: give one of them")
     if text is not None:
-        return hosts.parse(text)
-    return [] if hostfile is None else hosts.read(hostfile)
+        return hosts.with_own(hosts.parse(text))
+    return [] if hostfile is None else hosts.with_own(hosts.read(hostfile))
 
 
 def _absolute(path: str) -> str:

@@ -18,7 +18,7 @@ from .assignments import overrides, set_option, verbs_option
 @click.option("--listen", is_flag=True, help="Be the other side, until Ctrl-C.")
 @click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="More hosts, one a line.")
+              help="More hosts, one a line: a hostfile as of `bpsfast run`.")
 @host_options.hosts_option
 @host_options.ssh_options
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
@@ -150,8 +150,8 @@ def _time(seconds: float) -> str:
 
 
 def _names(hostfile: Path | None) -> list[str]:
-    """Return the hosts of a file: the first word of each line, without comments."""
-    if hostfile is None:
-        return []
-    words = [line.partition("#")[0].split() for line in hostfile.read_text(encoding="utf-8").splitlines()]
-    return [each[0] for each in words if each]
+    """Return the hosts of a hostfile as `bpsfast run` takes it; slots and users mean nothing here."""
+    from ..launch import hosts
+
+    return [] if hostfile is None else [f"[{name}]" if ":" in name else name for name in (
+        host.name.rpartition("@")[2] for host in hosts.read(hostfile))]

@@ -46,7 +46,8 @@ class _Run(click.Command):
 
 @click.command(cls=_Run, context_settings={"allow_interspersed_args": False},
                help="Run PROGRAM as a job of several ranks, here or (-H, --hostfile) on several hosts." + _EXAMPLES)
-@click.option("-n", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks in all.  [default: 1; of hosts, all slots]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
+              help="Ranks in all.  [default: 1; of hosts, all slots]")
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
 @click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
 @click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")

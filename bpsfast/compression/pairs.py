@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from bpsfast.compression.helper import helper
-from bpsfast.compression.magnitudes import N_TOGETHER, magnitude, reaching
+from bpsfast.compression.magnitudes import N_TOGETHER, largest, magnitude, reaching
 from bpsfast.compression.pointers import counters_at, is_null, nbytes_of, trailing_zeros, values_at, words_at
 from bpsfast.compression.random_draws import following
 from bpsfast.compression.state import finite, quiet
@@ -84,6 +84,8 @@ def encode_drawn(wire, room_nbytes, x, n, error, generator, k, flags, scratch): 
         indices[2 * position] = index
         values[2 * position] = quiet(x[index])
     generator[0], generator[1] = a, b
+    if not largest(x, n) < math.inf:
+        _show_not_finite(indices, values, x, n, n_sent)
     _keep_rest(error, x, n, indices, n_sent)
     return 2 * width * n_sent
 
@@ -137,6 +139,17 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
             marks[index >> np.uint64(6)] |= mark
             out[index] = quiet(out[index] + values[2 * position])
     return 0
+
+
+@helper
+def _show_not_finite(indices, values, x, n, n_sent):  # type: ignore[no-untyped-def]
+    """Let elements that are NaN or infinite take the place of what was drawn, from the first pair on."""
+    position = 0
+    for i in range(n):
+        if position < n_sent and not abs(x[i]) < math.inf:
+            indices[2 * position] = i
+            values[2 * position] = quiet(x[i])
+            position += 1
 
 
 @helper

@@ -25,9 +25,10 @@ The first four are BytePS's, but for this, decided otherwise:
   lanes are added in order at the end. So it is the same on any CPU; 32 is what vectors want.
 * dithering divides by the norm that is sent, a float32, so that both ends mean the same levels, all in doubles, rounded
   to T at the end; q is the highest level at most, as the rounding of a norm can make y larger than s.
-* NaN and infinity are not hidden: one of them in x makes onebit's scale NaN or infinite (not scaled: NaN of NaN), and
-  dithering's norm or int8's scale NaN, and with it all that it counts for. dithering with a norm of 0 or NaN writes no
-  bits and draws nothing.
+* NaN and infinity are not hidden: one of them in x makes onebit's scale NaN or infinite, scaled or not, and
+  dithering's norm or int8's scale NaN, and with it all that it counts for. topk sends them first. In randomk's pairs
+  they replace what was drawn, from the first pair on, in the order of their indices, k at most. dithering with a norm
+  of 0 or NaN writes no bits and draws nothing.
 * What is kept for the next round (error, momentum) is 0 where it would not be finite: an overflow which a loss scaler
   skips must not come back in all later steps.
 * Every NaN that is written is the quiet one, as in sums: its bits must not depend on the order of operands.
@@ -216,7 +217,7 @@ def _scale(codec: CodecSpec, values: Array) -> Array:
     """Return the mean magnitude as a float32, 1 for it if not scaled; of no values 0."""
     total = _in_lanes(np.abs(values.astype(np.float64)))
     if not codec.scaled:
-        return _quiet(np.array([math.nan if math.isnan(total) else 1], np.float32))
+        return _quiet(np.array([1 if np.isfinite(values).all() else total], np.float32))
     return _quiet(np.array([total / max(1, len(values))]).astype(np.float32))
 
 
@@ -238,7 +239,9 @@ def _largest(codec: CodecSpec, values: Array) -> list[int]:
 
 
 def _drawn(codec: CodecSpec, values: Array, generator: Generator) -> list[int]:
-    return [generator.below(len(values)) for _ in range(count(codec, len(values)) if len(values) else 0)]
+    drawn = [generator.below(len(values)) for _ in range(count(codec, len(values)) if len(values) else 0)]
+    shown = np.flatnonzero(~np.isfinite(values))[: len(drawn)].tolist()
+    return [*shown, *drawn[len(shown) :]]
 
 
 def _levels(codec: CodecSpec) -> int:

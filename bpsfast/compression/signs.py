@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from bpsfast.compression.elements import Elements, wide_name
 from bpsfast.compression.flags import SCALED
 from bpsfast.compression.lanes import N_LANES, LaneSum
+from bpsfast.compression.magnitudes import largest
 from bpsfast.compression.pointers import floats_at, is_null, nbytes_of
 from bpsfast.compression.state import quiet
 from bpsfast.element import I64, constant, shape
@@ -31,7 +32,7 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
     if flags & SCALED:
         scale = np.float32(total / np.float64(max(1, n)))
     else:
-        scale = np.float32(1.0) if total == total else np.float32(math.nan)
+        scale = np.float32(1.0) if largest(x, n) < math.inf else np.float32(total)
     floats_at(wire, words_nbytes)[0] = quiet(scale)
     if not is_null(error):
         _write_error(error, x, n, scale)

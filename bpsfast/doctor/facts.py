@@ -178,6 +178,24 @@ class Facts:
         return None, None
 
     @cached_property
+    def login_memlock(self) -> tuple[int | None, str] | None:
+        """The soft limit of locked memory (bytes; None is unlimited) that pam_limits gives any user but root at login,
+        and the file that says so; None if none does. This process's own may be older, or root's, or a service's.
+        """
+        found: tuple[int | None, str] | None = None
+        folder = "etc/security/limits.d"
+        names = [f"{folder}/{name}" for name in sorted(self.host.tree.names(folder)) if name.endswith(".conf")]
+        for path in ["etc/security/limits.conf", *names]:  # of several lines the last one counts
+            for line in (self.host.tree.text(path) or "").splitlines():
+                words = line.partition("#")[0].split()
+                if len(words) == 4 and words[0] == "*" and words[1] in ("soft", "-") and words[2] == "memlock":
+                    if words[3] in ("unlimited", "infinity", "-1"):
+                        found = None, f"/{path}"
+                    elif words[3].isdecimal():
+                        found = int(words[3]) * 1024, f"/{path}"
+        return found
+
+    @cached_property
     def may_lock(self) -> bool:
         """Whether CAP_IPC_LOCK lifts the limit: effective, and in the first user namespace, which alone counts."""
         effective = int(self._status("CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1

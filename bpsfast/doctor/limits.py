@@ -22,18 +22,24 @@ _MEMLOCK_SLURM = "slurmd.service: LimitMEMLOCK=infinity; slurm.conf: PropagateRe
 def locked_memory(facts: Facts) -> Outcome:
     """RD01: may this process pin the memory that it registers?"""
     soft, hard = facts.memlock_nbytes
-    if soft is None:
-        return passed("unlimited" + _registered(facts))
-    if facts.may_lock:
-        return passed(f"{_size(soft)}, lifted by CAP_IPC_LOCK{_registered(facts)}")
+    actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
+    actions["check"] = "ulimit -l   # must print unlimited"
+    if soft is None or facts.may_lock:
+        own = "unlimited" if soft is None else f"{_size(soft)}, lifted by CAP_IPC_LOCK"
+        others = _of_others(facts)
+        if others:
+            return told(f"{own} for root, but {others}{_registered(facts)}", **actions)
+        return passed(own + _registered(facts))
     if not facts.capable:
-        return skipped(f"no device for it; the limit would be {_size(soft)}")
+        less = ", less than RDMA needs (bpsfast explain RD01)" if soft < _LEAST_LOCKED_NBYTES else ""
+        return skipped(f"no device for it; the limit would be {_size(soft)}{less}")
     found = f"{_size(soft)}"
     if hard != soft:
         found += f" (hard limit {'unlimited' if hard is None else _size(hard)})"
+    login = facts.login_memlock
+    if login is not None and (login[0] is None or login[0] > soft):
+        found += f", though {login[1]} gives {_size(login[0]) if login[0] else 'no limit'} to who logs in anew"
     refused = _refused(facts)
-    actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
-    actions["check"] = "ulimit -l   # must print unlimited"
     if hard is None or hard > soft:
         actions = {"now": f"ulimit -l {'unlimited' if hard is None else hard // 1024}   # this shell only"} | actions
     if refused or soft < _LEAST_LOCKED_NBYTES:
@@ -134,6 +140,16 @@ def _registered(facts: Facts) -> str:
             done.setdefault(opened.registered_nbytes, []).append(name)
     return "".join(f"; {', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}"
                    for nbytes, names in done.items())
+
+
+def _of_others(facts: Facts) -> str:
+    """Return what keeps other users than root, as whom this process runs, from registering memory; "" if nothing."""
+    if facts.uid != 0 or not facts.capable:
+        return ""
+    nbytes, source = facts.login_memlock or (facts.memlock_nbytes[0], "as the limit here")
+    if nbytes is None or nbytes >= _LEAST_LOCKED_NBYTES:
+        return ""
+    return f"an ordinary user may lock {_size(nbytes)} ({source}), too little to register memory"
 
 
 def _why(facts: Facts) -> str:

@@ -21,7 +21,7 @@ from ..nic.kernel import Kernel
 from ..nic.netlink import Address
 from ..nic.route import Rail
 from ..orchestration import security
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ..orchestration.errors import BpsError, ConfigError, PeerLostError, ProtocolError
 from ..orchestration.handshakes import Door
 from ..orchestration.unreadable import UNREADABLE
 from ..perf.control import Secret
@@ -105,7 +105,12 @@ class Listener:
 
     def __init__(self, host: str, port: int, secret: Secret, examine: Callable[[Address], Facts], verbs: Any = None,
                  timeout_s: float = 10.0) -> None:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except (OSError, UnicodeError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise ConfigError(f"cannot listen on port {port} of {host!r}: {why}; --listen PORT chooses another port, "
+                              "--host another address of this machine") from exc
         self.port = listener.getsockname()[1]
         self._secret, self._examine, self._verbs, self._timeout_s = secret, examine, verbs, timeout_s
         self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # who has come; in words: who was refused

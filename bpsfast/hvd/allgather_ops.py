@@ -16,7 +16,7 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSe
 
     All dimensions but the first are the same on all ranks. *name* and errors: `allreduce_async`.
     """
-    return _begin([tensor], name, process_set, grouped=False)
+    return begin_group([tensor], name, process_set, grouped=False)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -32,7 +32,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
 def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
                             process_set: ProcessSet = global_process_set) -> Handle:
     """As `allgather_async` of each of *tensors*, but none is gathered before all are there on all ranks."""
-    return _begin(tensors, name, process_set)
+    return begin_group(tensors, name, process_set)
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
@@ -43,9 +43,9 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
     return list(synchronize(grouped_allgather_async(tensors, name, process_set)))
 
 
-def _begin(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
-           rows: list[tuple[int, ...]] | None = None) -> Handle:
-    """Begin to gather; *rows* gets the first dimensions of each tensor on the ranks."""
+def begin_group(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
+                rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
+    """Begin to gather; *rows* gets the first dimensions of each tensor on the ranks. *label*: as of `begin`."""
     tensors = list(tensors)
     inputs = [readable(tensor, False) for tensor in tensors]
 
@@ -56,7 +56,7 @@ def _begin(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, gr
         given = [like(tensor)(output) for tensor, output in zip(tensors, outputs)]
         return given if grouped else given[0]
 
-    return begin(process_set, "allgather", name, inputs, (), give, grouped=grouped)
+    return begin(process_set, "allgather", name, inputs, (), give, grouped=grouped, label=label)
 
 
 class _Gather(torch.autograd.Function):
@@ -64,7 +64,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool,
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.rows, ctx.process_set, ctx.grouped = [], process_set, grouped
-        results = synchronize(_begin(tensors, name, process_set, grouped, ctx.rows))
+        results = synchronize(begin_group(tensors, name, process_set, grouped, ctx.rows))
         return tuple(results) if grouped else (results,)
 
     @staticmethod

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from ..orchestration.errors import ConfigError
 from . import allgather_ops
 from .compression import Compression, compressed
+from .errors import TensorTypeError
 from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
 from .process_sets import ProcessSet, global_process_set
-from .reduce_op import Average, ReduceOp, Sum, chosen
+from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
 def allreduce_async(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -31,16 +33,18 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
         What makes the calls of different ranks one operation, in whatever order each rank makes its own. None: the
         number of this rank's calls without a name, of this kind and set.
     op
-        `Average` (the default), `Sum`, `Min`, `Max` or `Product`.
+        `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of integers are cut off towards zero.
     prescale_factor, postscale_factor
         What *tensor* and the result are multiplied by; integers are then cut off towards zero.
 
     Raises
     ------
-    UnsupportedError, ConfigError
-        If *tensor* or *op* cannot be reduced; if *process_set* does not count or this rank is not in it.
+    ValueError
+        If an argument is of a wrong type or kind, *name* is under way on this rank, *process_set* does not count or
+        this rank is not in it: nothing is submitted. Its subclasses are TensorTypeError, ConfigError,
+        DuplicateNameError, and AdasumError for ``op=Adasum``.
     HorovodInternalError
-        If *name* is under way on this rank, or nothing more is executed.
+        If nothing more is executed.
     """
     return _begin([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False)
 
@@ -106,14 +110,19 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
                            process_set: ProcessSet = global_process_set) -> Callable[[], torch.Tensor]:
     """Begin to add up the sparse *tensor* of all ranks of *process_set*: what the handle returns has all their entries.
 
-    The handle is called, or given to `synchronize`. *op*: `Sum` or `Average`.
+    The handle is called, or given to `synchronize`. *op*: `Sum` or `Average`; others are refused, where Horovod sums.
     """
     reduction = chosen(op)
-    values = allgather_ops.allgather_async(tensor._values(), f"{name}.values", process_set)
-    indices = allgather_ops.allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    if reduction not in (Average, Sum):
+        raise ConfigError(f"op={reduction.name}: sparse tensors are reduced by Average or Sum; use tensor.to_dense()")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise TensorTypeError(f"expected a sparse COO tensor, got a {kind}: use allreduce_async")
+    entries_of = allgather_ops.begin_group(
+        [tensor._values(), tensor._indices().t().contiguous()], name, process_set, label="sparse_allreduce")
 
     def handle() -> torch.Tensor:
-        entries, places = synchronize(values), synchronize(indices)
+        entries, places = synchronize(entries_of)
         if reduction is Average:
             entries = entries / process_set.size()
         return torch.sparse_coo_tensor(places.t(), entries, tensor.size(), dtype=tensor.dtype, check_invariants=False)
@@ -124,6 +133,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
 def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: float, postscale: float,
            process_set: ProcessSet, grouped: bool = True, in_place: bool = False) -> Handle:
     tensors = list(tensors)
+    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
     inputs = [(writable if in_place else readable)(tensor, True) for tensor in tensors]
     outputs = inputs if in_place else [torch.empty_like(tensor) for tensor in inputs]
 
@@ -131,8 +141,8 @@ def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: flo
         given = tensors if in_place else [like(tensor)(result) for tensor, result in zip(tensors, results)]
         return given if grouped else given[0]
 
-    return begin(process_set, "allreduce", name, inputs, outputs, give, grouped=grouped, op=op.name,
-                 prescale=float(prescale), postscale=float(postscale))
+    return begin(process_set, "allreduce", name, inputs, outputs, give, grouped=grouped, op=op.name, prescale=before,
+                 postscale=after)
 
 
 def _reduced(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,
@@ -145,10 +155,16 @@ def _reduced(tensors: Sequence[Any], name: str | None, compression: Any, op: Red
     elif op in (Average, Sum):
         results = _Mean.apply(arguments, *narrow)
     else:
-        scaled = [tensor * prescale for tensor in narrow]
-        results = [result * postscale
+        before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
+        scaled = [_times(tensor, before) for tensor in narrow]
+        results = [_times(result, after)
                    for result in _Choice.apply((name, op, 1.0, 1.0, process_set, grouped), *scaled)]
     return [bring(result) for bring, result in zip(back, results)]
+
+
+def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
+    """Return *tensor* times *by*, for autograd; integers, in a group with others, are cut off towards zero."""
+    return tensor * by if tensor.is_floating_point() else (tensor.double() * by).to(tensor.dtype)
 
 
 def _waited(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,14 +1,14 @@
 """alltoall: each rank sends some rows to every rank, and gets some of every rank."""
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..orchestration.errors import ConfigError, UnsupportedError
+from ..orchestration.errors import ConfigError
 from . import runtime
-from .errors import internal
 from .handle import Handle, begin, like, readable, synchronize, wants_gradient
 from .process_sets import ProcessSet, global_process_set
 
@@ -23,7 +23,8 @@ def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
     Parameters
     ----------
     splits
-        How many rows go to each rank: a list, or a 1-D tensor of 32-bit integers. None: equally many.
+        How many rows go to each rank: a list or an array of integers, or a 1-D tensor of 32-bit integers. None: equally
+        many.
 
     Other parameters and errors: `allreduce_async`. All dimensions but the first are the same on all ranks.
     """
@@ -54,31 +55,33 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None,
 
 
 def _rows(splits: Any, tensor: torch.Tensor, n_ranks: int) -> list[int]:
-    """Return how many rows go to each rank, or raise, in Horovod's words, why that cannot be."""
+    """Return how many rows go to each rank, or raise `ConfigError`, in Horovod's words, why that cannot be."""
     n_rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if n_rows % n_ranks:
-            raise internal(ConfigError("splits not provided, but first dimension of tensor is not an even multiple of "
-                                       f"the number of workers. ({n_rows} rows, {n_ranks} ranks)"))
+            raise ConfigError("splits not provided, but first dimension of tensor is not an even multiple of the "
+                              f"number of workers. ({n_rows} rows, {n_ranks} ranks)")
         return [n_rows // n_ranks] * n_ranks
     if isinstance(splits, torch.Tensor | np.ndarray):
-        if len(splits.shape) > 1:
-            raise internal(ConfigError("alltoall expects a 1D splits tensor"))
-        if splits.dtype not in (torch.int32, np.dtype(np.int32)):
-            raise internal(UnsupportedError("alltoall expects splits to contain 32-bit integer elements. "
-                                            f"(got {splits.dtype})"))
+        if len(splits.shape) != 1:
+            raise ConfigError("alltoall expects a 1D splits tensor")
+        if splits.dtype != torch.int32 and not (isinstance(splits, np.ndarray) and splits.dtype.kind in "iu"):
+            raise ConfigError(f"alltoall expects splits to contain 32-bit integer elements. (got {splits.dtype})")
         splits = splits.tolist()
-    rows = [int(n) for n in splits]
+    try:
+        rows = [index(n) for n in splits]
+    except TypeError as exc:
+        raise ConfigError(f"splits={splits!r}: expected an integer for each rank ({exc})") from None
     if not rows:
         return _rows(None, tensor, n_ranks)
     if len(rows) != n_ranks:
-        raise internal(ConfigError("Number of entries in splits does not equal number of workers. "
-                                   f"({len(rows)} entries, {n_ranks} ranks)"))
+        raise ConfigError("Number of entries in splits does not equal number of workers. "
+                          f"({len(rows)} entries, {n_ranks} ranks)")
     if min(rows) < 0:
-        raise internal(ConfigError(f"splits {rows} has negative entries"))
+        raise ConfigError(f"splits {rows} has negative entries")
     if sum(rows) > n_rows:
-        raise internal(ConfigError("Sum of splits entries is greater than the first dimension of tensor. "
-                                   f"({sum(rows)} of {n_rows} rows)"))
+        raise ConfigError("Sum of splits entries is greater than the first dimension of tensor. "
+                          f"({sum(rows)} of {n_rows} rows)")
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..orchestration.errors import ConfigError, UnsupportedError
+from ..trainer.session import Session
 from . import runtime
 from .errors import NotInitializedError
 from .process_sets import begin_sets
@@ -77,19 +78,32 @@ def local_size() -> int:
 
 def cross_rank() -> int:
     """Return the place of this machine among those that have a process of this local rank."""
-    session = runtime.current().session
-    return sum(n_ranks > session.local_rank for n_ranks, _ in session.machines[: session.node])
+    return cross_rank_of(runtime.current().session)
 
 
 def cross_size() -> int:
     """Return the number of machines that have a process of this local rank."""
-    session = runtime.current().session
-    return sum(n_ranks > session.local_rank for n_ranks, _ in session.machines)
+    return cross_size_of(runtime.current().session)
 
 
 def is_homogeneous() -> bool:
     """Return whether all machines have the same number of processes. Helpers, which have none, do not count."""
-    return len({n_ranks for n_ranks, _ in runtime.current().session.machines if n_ranks}) == 1
+    return is_homogeneous_of(runtime.current().session)
+
+
+def cross_rank_of(session: Session) -> int:
+    """As `cross_rank`, in the job of *session*."""
+    return sum(n_ranks > session.local_rank for n_ranks, _ in session.machines[: session.node])
+
+
+def cross_size_of(session: Session) -> int:
+    """As `cross_size`, in the job of *session*."""
+    return sum(n_ranks > session.local_rank for n_ranks, _ in session.machines)
+
+
+def is_homogeneous_of(session: Session) -> bool:
+    """As `is_homogeneous`, of the job of *session*."""
+    return len({n_ranks for n_ranks, _ in session.machines if n_ranks}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from ..orchestration.errors import ConfigError
 from . import runtime
 from .allreduce_ops import allreduce
-from .errors import internal
 from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
 from .process_sets import ProcessSet, global_process_set
 from .reduce_op import Average
@@ -50,33 +50,41 @@ def broadcast_(tensor: Any, root_rank: int, name: str | None = None,
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
-def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, name: str,
+def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, label: str,
                      names: Sequence[str] | None = None) -> None:
     """Replace all *tensors*, which need not be contiguous, by those of job rank *root_rank*: one operation.
 
-    Fails on all ranks if their *names* differ, or how many there are; there may be none.
+    Fails on all ranks if their *names* differ, or how many there are; there may be none. *label*: as of `begin`.
     """
     sources = [readable(tensor, False) for tensor in tensors]
-    _begin(sources, sources, root_rank, name, global_process_set, lambda _: None, grouped=True, names=names).wait()
+    _begin(sources, sources, root_rank, None, global_process_set, lambda _: None, grouped=True, label=label,
+           names=names).wait()
     with torch.no_grad():
         for tensor, source in zip(tensors, sources):
             if source.data_ptr() != tensor.data_ptr():
                 tensor.copy_(source)
 
 
-def broadcast_bytes(data: bytes | None, root_rank: int, name: str, process_set: ProcessSet) -> bytes:
-    """Return the *data* of job rank *root_rank*, None elsewhere, on all ranks: of any length."""
+def broadcast_bytes(data: bytes | None, root_rank: int, name: str | None, process_set: ProcessSet,
+                    label: str) -> bytes:
+    """Return the *data* of job rank *root_rank*, None elsewhere, on all ranks: of any length. *label*: as of `begin`.
+    """
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     shape = None if data is None else tuple(source.shape)
     return bytes(_begin([source], [], root_rank, name, process_set, lambda outputs: outputs[0].numpy().tobytes(),
-                        shapes=[shape]).wait())
+                        shapes=[shape], label=label).wait())
 
 
 def _begin(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root_rank: int, name: str | None,
            process_set: ProcessSet, give: Any, **more: Any) -> Handle:
-    if root_rank not in runtime.service_of(process_set, "broadcast").ranks:
-        raise internal(ConfigError(f"broadcast received invalid root rank {root_rank} for provided process set"))
-    return begin(process_set, "broadcast", name, inputs, outputs, give, root=root_rank, **more)
+    try:
+        root = index(root_rank)
+    except TypeError:
+        raise ConfigError(f"root_rank={root_rank!r} is a {type(root_rank).__name__}, expected the number of a rank"
+                          ) from None
+    if root not in runtime.service_of(process_set, "broadcast").ranks:
+        raise ConfigError(f"broadcast received invalid root rank {root} for provided process set")
+    return begin(process_set, "broadcast", name, inputs, outputs, give, root=root, **more)
 
 
 class _Broadcast(torch.autograd.Function):

@@ -1,8 +1,11 @@
-"""Errors as Horovod's users catch them: each is a `HorovodInternalError`, and of the class that says whose fault it is.
+"""Errors as Horovod's users catch them.
+
+What is wrong with a call is a `ValueError`, raised before anything is submitted. What becomes of an operation that was
+submitted is a `HorovodInternalError`, and also of the class that says whose fault it is.
 """
 from __future__ import annotations
 
-from ..orchestration.errors import BpsError, ClosedError, UnsupportedError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, UnsupportedError
 
 
 class HorovodInternalError(RuntimeError):
@@ -14,6 +17,19 @@ class NotInitializedError(ClosedError, ValueError):
 
     def __init__(self) -> None:
         super().__init__("Horovod has not been initialized; use hvd.init().")
+
+
+class TensorTypeError(UnsupportedError, ValueError):
+    """An input is no tensor, or of a dtype, layout or device that is not taken. Convert it first."""
+
+
+class DuplicateNameError(BusyError, ValueError):
+    """A name was used again while its operation is under way. Wait for the first one, or use another name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
+                         "tensor that is currently being processed.  If you want to request another tensor, use a "
+                         f"different tensor name. ({name})")
 
 
 class AdasumError(UnsupportedError, NotImplementedError):

@@ -57,14 +57,14 @@ class Executor:
 
     def _reduce(self, pairs: list[tuple[torch.Tensor | None, torch.Tensor]], response: Response) -> None:
         """Reduce each (input, output); without an input the output stands for it, and nobody wants the result."""
-        op = _GROUP_OPS[response.op]
+        op = _group_op(response, pairs[0][1].dtype)
         if len(pairs) == 1:
             source, target = pairs[0]
             if source is None or response.prescale != 1:
                 source = _scaled_into(target, source, response.prescale)
             if target.numel():
                 self._group.all_reduce(tensor_memory(source), tensor_memory(target), op)
-            _scale(target, response.postscale)
+            self._finish(target, response)
             return
         flat = torch.empty(sum(target.numel() for _, target in pairs), dtype=pairs[0][1].dtype)
         pieces = flat.split([target.numel() for _, target in pairs])
@@ -73,9 +73,18 @@ class Executor:
                          1.0 if source is None else response.prescale)
         if flat.numel():
             self._group.all_reduce(tensor_memory(flat), tensor_memory(flat), op)
-        _scale(flat, response.postscale)
+        self._finish(flat, response)
         for piece, (_, target) in zip(pieces, pairs):
             target.view(-1).copy_(piece)
+
+    def _finish(self, total: torch.Tensor, response: Response) -> None:
+        """Make the result of what the group has made of the inputs, in place."""
+        if response.op != "Average" or total.is_floating_point():
+            _scale(total, response.postscale)
+        elif response.postscale == 1:
+            total.div_(self._group.size, rounding_mode="trunc")  # exact, unlike a product with 1 / size
+        else:
+            _scale(total, response.postscale / self._group.size)
 
     def _broadcast(self, response: Response, operations: list[Operation | None]) -> None:
         (operation,), (specs,) = operations, response.specs
@@ -131,8 +140,8 @@ class Executor:
             output = tensor.new_empty((rows[self._group.rank], *tensor.shape[1:]))
             if tensor.numel():
                 self._group.reduce_scatter([tensor_memory(piece) for piece in source.split(rows)],
-                                           tensor_memory(output), _GROUP_OPS[response.op])
-            _scale(output, response.postscale)
+                                           tensor_memory(output), _group_op(response, tensor.dtype))
+            self._finish(output, response)
             outputs.append(output)
         operation.result = outputs
 
@@ -159,6 +168,11 @@ class Executor:
 def shares(n_rows: int, n_ranks: int) -> list[int]:
     """Return how many of *n_rows* each rank gets of a reducescatter: as even as can be, the first ones get more."""
     return [n_rows // n_ranks + (i < n_rows % n_ranks) for i in range(n_ranks)]
+
+
+def _group_op(response: Response, dtype: torch.dtype) -> str:
+    """Return what the group does. It rounds averages of integers downwards: these are summed, and divided here."""
+    return "sum" if response.op == "Average" and not dtype.is_floating_point else _GROUP_OPS[response.op]
 
 
 def _nothing(response: Response, operations: list[Operation | None]) -> None:

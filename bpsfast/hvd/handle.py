@@ -1,6 +1,7 @@
 """Operations under way, as the caller sees them: begun with tensors or NumPy arrays, polled, waited for."""
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,9 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from ..orchestration.order.negotiation import Kind, Request, Spec
 from ..torch.ops import require_dense
 from . import runtime
+from .errors import TensorTypeError
 from .process_sets import ProcessSet
 from .service import Operation
-
-
-class TensorTypeError(UnsupportedError, ValueError):
-    """A tensor of this dtype cannot be reduced. Convert it first."""
 
 
 class Handle:
@@ -58,11 +56,13 @@ def synchronize(handle: Any) -> Any:
         What became of the operation; also of the class of ours that says whose fault it is (`MismatchError`: the ranks
         asked for different things; `PeerLostError`, `StallError`, `ClosedError`).
     """
+    if not isinstance(handle, Handle) and not callable(handle):
+        raise ConfigError(f"{reprlib.repr(handle)} is a {type(handle).__name__}, no handle of an operation")
     return handle.wait() if isinstance(handle, Handle) else handle()
 
 
 def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequence[torch.Tensor],
-          outputs: Sequence[torch.Tensor], give: Callable[[Any], Any], *, grouped: bool = False,
+          outputs: Sequence[torch.Tensor], give: Callable[[Any], Any], *, grouped: bool = False, label: str = "",
           names: Sequence[str] | None = None, shapes: Sequence[tuple[int, ...] | None] | None = None,
           **fields: Any) -> Handle:
     """Submit an operation to all ranks of *process_set*.
@@ -73,23 +73,45 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
         Contiguous CPU tensors without autograd; *outputs* empty where their shapes come with the response.
     give
         Makes what the caller gets of what the executor has set.
+    label
+        What the operation's name begins with; by default its kind.
     names, shapes
         Of *inputs*, where not those that follow from *name*, and their own, count: all ranks must give the same names.
     fields
-        Further fields of `Request`.
+        Further fields of `Request`, which the caller has checked: of the types that are declared there.
+
+    Raises
+    ------
+    ConfigError
+        If *name* is no string that can be encoded, or *process_set* none of this rank's.
+    DuplicateNameError, HorovodInternalError
+        As `Service.submit`.
     """
     service = runtime.service_of(process_set, kind)
-    label = f"grouped_{kind}" if grouped else kind
-    title = service.unnamed(label) if name is None else f"{label}.{name}"
-    n = len(inputs)
-    if names is None:
-        names = [f"{title}_{i + 1}of{n}" if grouped else title for i in range(n)]
-    specs = tuple(
-        Spec(names[i], str(tensor.dtype).removeprefix("torch."),
-             tensor.element_size(), tuple(tensor.shape) if shapes is None else shapes[i])
-        for i, tensor in enumerate(inputs))
-    request = Request(rank=service.rank, name=title, kind=kind, specs=specs, **fields)
-    return Handle(service.submit(Operation(request, inputs, outputs)), give)
+    label = label or (f"grouped_{kind}" if grouped else kind)
+
+    def make(title: str) -> Operation:
+        n = len(inputs)
+        own = names or [f"{title}_{i + 1}of{n}" if grouped else title for i in range(n)]
+        specs = tuple(
+            Spec(own[i], str(tensor.dtype).removeprefix("torch."),
+                 tensor.element_size(), tuple(tensor.shape) if shapes is None else shapes[i])
+            for i, tensor in enumerate(inputs))
+        return Operation(Request(rank=service.rank, name=title, kind=kind, specs=specs, **fields), inputs, outputs)
+
+    for each in (*(names or ()), *(() if name is None else (name,))):
+        _check_name(each)
+    if name is None:
+        return Handle(service.submit_unnamed(label, make), give)
+    return Handle(service.submit(make(f"{label}.{name}")), give)
+
+
+def _check_name(name: object) -> None:
+    """Raise `ConfigError` if *name* cannot travel: it would end the set."""
+    try:
+        str.encode(name)  # type: ignore[arg-type]
+    except (TypeError, UnicodeEncodeError) as exc:
+        raise ConfigError(f"name={reprlib.repr(name)}: expected a string, or None ({exc})") from None
 
 
 def readable(x: Any, reduces: bool) -> torch.Tensor:
@@ -97,12 +119,15 @@ def readable(x: Any, reduces: bool) -> torch.Tensor:
 
     Raises
     ------
-    UnsupportedError
+    TensorTypeError
         If it is no tensor or array, sparse, not on the CPU, or of a dtype that is not reduced though it *reduces*.
     """
     tensor = _from_array(x) if isinstance(x, np.ndarray) else x
-    require_dense(tensor, "a torch.Tensor or a NumPy array", "sparse_allreduce_async, or tensor.to_dense()",
-                  "tensor.cpu()")
+    try:
+        require_dense(tensor, "a torch.Tensor or a NumPy array", "sparse_allreduce_async, or tensor.to_dense()",
+                      "tensor.cpu()")
+    except UnsupportedError as exc:
+        raise TensorTypeError(str(exc)) from None
     if reduces and str(tensor.dtype).removeprefix("torch.") not in NAMES:
         raise TensorTypeError(f"Tensor type {tensor.type()} is not supported. bpsfast reduces {', '.join(NAMES)}")
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -147,7 +172,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as exc:  # of a dtype that torch does not have; byte-swapped
-        raise UnsupportedError(f"an array of dtype {array.dtype.str} is no tensor: {exc}") from exc
+        raise TensorTypeError(f"an array of dtype {array.dtype.str} is no tensor: {exc}") from exc
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

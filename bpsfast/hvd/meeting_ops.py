@@ -12,8 +12,8 @@ from .service import Operation
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of *process_set* are here."""
     service = runtime.service_of(process_set, "barrier")
-    request = Request(rank=service.rank, name=service.unnamed("barrier"), kind="barrier")
-    service.submit(Operation(request)).wait()
+    service.submit_unnamed(
+        "barrier", lambda name: Operation(Request(rank=service.rank, name=name, kind="barrier"))).wait()
 
 
 def join(device: int = -1) -> int:

@@ -1,18 +1,18 @@
 """Objects, parameters and optimizer states of one rank on all of them; objects of all ranks on all of them."""
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
 
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.broadcast import load_state, take_tensors
 from ..torch.kept import own_state
-from ..trainer.objects import dump
+from ..trainer.objects import dump_or_say_why, load
 from . import runtime
-from .allgather_ops import grouped_allgather
+from .allgather_ops import begin_group
 from .broadcast_ops import broadcast_bytes, broadcast_group_
+from .errors import internal
 from .process_sets import ProcessSet, global_process_set
 
 
@@ -21,20 +21,37 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
     """Return job rank *root_rank*'s *obj* on all ranks of *process_set* (a copy elsewhere).
 
     It is pickled, by cloudpickle if that is installed; only members of the job can send one. *name* None: all ranks
-    call this in one order.
+    call this in one order. What the root cannot pickle raises there, and `HorovodInternalError` on the other ranks.
     """
-    is_root = runtime.current().rank == root_rank
-    title = _title(name, "broadcast_object", process_set)
-    data = broadcast_bytes(dump(obj) if is_root else None, root_rank, title, process_set)
-    return obj if is_root else pickle.loads(data)
+    return _broadcast_object(obj, root_rank, name, process_set, "broadcast_object")
+
+
+def _broadcast_object(obj: Any, root_rank: int, name: str | None, process_set: ProcessSet, label: str) -> Any:
+    me = runtime.current().rank
+    data, error = dump_or_say_why(obj, me) if me == root_rank else (None, None)
+    data = broadcast_bytes(data, root_rank, name, process_set, label)
+    if error is not None:
+        raise error
+    return obj if me == root_rank else _loaded(data)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the *obj* of all ranks of *process_set*, in their order. Pickled as by `broadcast_object`."""
-    data = torch.frombuffer(bytearray(dump(obj)), dtype=torch.uint8)
+    """Return the *obj* of all ranks of *process_set*, in their order. Pickled, and errors, as of `broadcast_object`.
+    """
+    packed, error = dump_or_say_why(obj, runtime.current().rank)
+    data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     size = torch.tensor([data.numel()])
-    gathered, sizes = grouped_allgather([data, size], _title(name, "allgather_object", process_set), process_set)
-    return [pickle.loads(piece.numpy().tobytes()) for piece in gathered.split(sizes.tolist())]
+    gathered, sizes = begin_group([data, size], name, process_set, label="allgather_object").wait()
+    if error is not None:
+        raise error
+    return [_loaded(piece.numpy().tobytes()) for piece in gathered.split(sizes.tolist())]
+
+
+def _loaded(data: bytes) -> Any:
+    try:
+        return load(data)
+    except UnsupportedError as exc:
+        raise internal(exc) from None
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -64,15 +81,15 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"invalid params of type: {name!r} is a {type(tensor).__name__}, no tensor; use "
                               "broadcast_object")
-    title = _title(None, "broadcast_parameters", global_process_set)
-    broadcast_group_([tensor for _, tensor in named], root_rank, title, [name for name, _ in named])
+    broadcast_group_([tensor for _, tensor in named], root_rank, "broadcast_parameters", [name for name, _ in named])
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Overwrite the state and the options of *optimizer* on all ranks by those of job rank *root_rank*.
 
-    A rank whose optimizer has no state yet gets it; no step is made for that, so *model*, by which Horovod finds
-    sparse parameters to make one, is not used.
+    A rank whose optimizer has no state yet gets it, and zeros for gradients that are None, as of Horovod; no step is
+    made for that, which would move parameters by weight decay, so *model*, by which Horovod finds sparse ones to make
+    it, is not used.
 
     Raises
     ------
@@ -84,17 +101,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("cannot broadcast torch.optim.LBFGS state: make it after broadcast_parameters")
     is_root = runtime.current().rank == root_rank
+    fresh = [p for group in optimizer.param_groups for p in group["params"]] if not optimizer.state else []
     tensors: list[torch.Tensor] = []
     skeleton = take_tensors(own_state(optimizer), tensors) if is_root else None
     kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    title = _title(None, "broadcast_optimizer_state", global_process_set)
-    skeleton, kinds = broadcast_object((skeleton, kinds), root_rank, f"{title}.options")
+    skeleton, kinds = _broadcast_object((skeleton, kinds), root_rank, None, global_process_set,
+                                        "broadcast_optimizer_options")
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
-    broadcast_group_(tensors, root_rank, title)
+    broadcast_group_(tensors, root_rank, "broadcast_optimizer_state")
     if not is_root:
         load_state(optimizer, skeleton, tensors, runtime.current().rank, root_rank)
-
-
-def _title(name: str | None, what: str, process_set: ProcessSet) -> str:
-    return f"{what}.{name}" if name is not None else runtime.service_of(process_set, what).unnamed(what)
+    for p in fresh:
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p, requires_grad=False)

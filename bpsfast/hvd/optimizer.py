@@ -22,13 +22,14 @@ from .exchange import DenseExchange
 from .negotiated_exchange import NegotiatedExchange
 from .objects import broadcast_object
 from .process_sets import ProcessSet, global_process_set
-from .reduce_op import Average, ReduceOp, Sum, chosen
+from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
 class _DistributedOptimizer(Wrapped):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _exchange: DenseExchange | NegotiatedExchange | None
+    _parameter_names: dict[torch.Tensor, str]  # as Horovod's: programs look names up in it
     op: ReduceOp
     process_set: ProcessSet
 
@@ -120,8 +121,13 @@ def DistributedOptimizer(
     UnsupportedError
         For Adasum; for parameters that are not on the CPU.
     """
+    if factor("gradient_predivide_factor", gradient_predivide_factor) <= 0:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ConfigError("gradient_predivide_factor not supported with op != Average")
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
+                          "add_process_set has returned")
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
                       DeprecationWarning, stacklevel=2)
@@ -130,7 +136,8 @@ def DistributedOptimizer(
     _check_groups(groups)
     _, codecs = parted(compression)
     reduction = chosen(op)
-    named = _named(optimizer, named_parameters)
+    every = _named(optimizer, named_parameters)
+    named = owned(optimizer, every)
     travels_densely = process_set.process_set_id == 0 and reduction in (Average, Sum)
     if codecs is not None and not travels_densely:
         raise UnsupportedError(f"codecs compress averages and sums over all ranks; this optimizer's gradients are "
@@ -140,6 +147,7 @@ def DistributedOptimizer(
                                "codec, and the optimizer's own")
     wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
     wrapped.op, wrapped.process_set = reduction, process_set
+    wrapped._parameter_names = {p: name for name, p in sorted(every, key=lambda item: item[0])}
     if runtime.current().size == 1 or not named or not process_set.included():
         return wrapped
     if travels_densely:
@@ -156,7 +164,7 @@ def DistributedOptimizer(
 
 def _named(optimizer: torch.optim.Optimizer,
            named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of every parameter of *optimizer*, in the order given."""
+    """Return (name, parameter) of at least every parameter of *optimizer*, in the order given."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         named = [(f"allreduce.noname.{i}.{j}", p) for i, group in enumerate(optimizer.param_groups)
@@ -173,7 +181,7 @@ def _named(optimizer: torch.optim.Optimizer,
     if wanted - known:
         raise ConfigError("named_parameters was specified, but one or more model parameters were not named. Python "
                           "object ids: " + ", ".join(map(str, sorted(wanted - known))))
-    return owned(optimizer, named)
+    return named
 
 
 def _check_groups(groups: Any) -> None:

@@ -82,11 +82,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not process_set.process_set_id:
         return False
     found = runtime.current()
-    number, process_set.process_set_id = process_set.process_set_id, None
-    if not found.has(number):
-        return False
-    found.change("remove_process_set", tuple(found.ranks_of(number)))
-    return True
+    number = process_set.process_set_id
+    exists = found.has(number)
+    if exists:
+        found.change("remove_process_set", tuple(found.ranks_of(number)))  # if ranks disagree, it stays, and counts
+    process_set.process_set_id = None
+    return exists
 
 
 def begin_sets(process_sets: Any) -> None:

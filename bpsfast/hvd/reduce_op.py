@@ -2,14 +2,19 @@
 from __future__ import annotations
 
 import enum
+import reprlib
 import warnings
+from typing import Any
+
+import numpy as np
 
 from ..orchestration.errors import ConfigError
+from ..trainer.reduce_op import flag
 from .errors import AdasumError
 
 
 class ReduceOp(enum.IntEnum):
-    """How tensors of different ranks become one. Average divides by the ranks of the set, integers downwards."""
+    """How tensors of different ranks become one. Average divides by the ranks of the set, integers towards zero."""
 
     Average = 0
     Sum = 1
@@ -28,7 +33,7 @@ def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
     Raises
     ------
     ConfigError
-        If both are given, or *op* is none of them.
+        If both are given, *average* is no bool, or *op* is none of them.
     AdasumError
         For Adasum.
     """
@@ -37,13 +42,24 @@ def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
             raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
         warnings.warn("Parameter `average` has been replaced with `op` and will be removed in v1.0",
                       DeprecationWarning, stacklevel=4)
-        return ReduceOp.Average if average else ReduceOp.Sum
+        return ReduceOp.Average if flag(average) else ReduceOp.Sum
     if op is None:
         return ReduceOp.Average
-    try:
-        found = ReduceOp(op)
-    except ValueError:
-        raise ConfigError(f"op={op!r} is no reduction: use Average, Sum, Min, Max or Product") from None
+    numbers = isinstance(op, int | np.integer) and not isinstance(op, bool)
+    found = next((each for each in ReduceOp if numbers and each == op), None)
+    if found is None:
+        raise ConfigError(f"op={op!r} is no reduction: use Average, Sum, Min, Max or Product")
     if found is ReduceOp.Adasum:
         raise AdasumError
+    return found
+
+
+def factor(what: str, value: Any) -> float:
+    """Return the factor *value*; raises `ConfigError`, which names it as *what*, if it is no number."""
+    try:
+        found = float("nan" if isinstance(value, str | bytes) else value)
+    except (TypeError, ValueError, RuntimeError):  # the last: torch's, of several elements
+        found = float("nan")
+    if found != found:
+        raise ConfigError(f"{what}={reprlib.repr(value)}: expected a number")
     return found

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import UnsupportedError
+from ..orchestration.errors import ConfigError
 from .allgather_ops import grouped_allgather
 from .compression import Compression, compressed
 from .errors import internal
 from .handle import Handle, begin, like, readable, synchronize, wants_gradient
 from .process_sets import ProcessSet, global_process_set
-from .reduce_op import Average, ReduceOp, Sum, chosen
+from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
 def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
@@ -69,16 +69,19 @@ def _results(tensors: Sequence[Any], arguments: tuple[Any, ...]) -> list[Any]:
 def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, process_set: ProcessSet, prescale: float,
            postscale: float, grouped: bool = True) -> Handle:
     if op not in (Average, Sum):
-        raise internal(UnsupportedError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
+        raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
     tensors = list(tensors)
+    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
     inputs = [readable(tensor, True) for tensor in tensors]
+    if any(not tensor.dim() for tensor in inputs):
+        raise ConfigError("Reducescatter does not support scalar inputs")
 
     def give(results: Sequence[torch.Tensor]) -> Any:
         given = [like(tensor)(result) for tensor, result in zip(tensors, results)]
         return given if grouped else given[0]
 
-    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name,
-                 prescale=float(prescale), postscale=float(postscale))
+    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name, prescale=before,
+                 postscale=after)
 
 
 class _Scatter(torch.autograd.Function):

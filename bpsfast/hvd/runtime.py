@@ -13,7 +13,7 @@ from ..orchestration.errors import ClosedError, ConfigError
 from ..orchestration.order.negotiation import Kind, Request, Response
 from ..trainer import current as process
 from ..trainer.session import Session
-from .errors import NotInitializedError, internal
+from .errors import NotInitializedError
 from .meeting import meet
 from .service import Operation, Service
 from .timeline import Timeline
@@ -124,11 +124,9 @@ class Runtime:
     def service(self, number: int | None, kind: str) -> Service:
         """Return the service of set *number*, for an operation of this *kind*; raises as `service_of`."""
         if number is None or number not in self._ranks:
-            raise internal(ConfigError(f"{kind.capitalize()}: Process set provided does not exist, or has not been "
-                                       "registered."))
+            raise ConfigError(f"{kind.capitalize()}: Process set provided does not exist, or has not been registered.")
         if number not in self._services:
-            raise internal(ConfigError(f"{kind.capitalize()}: Rank {self.rank} is not a member of the provided process "
-                                       "set."))
+            raise ConfigError(f"{kind.capitalize()}: Rank {self.rank} is not a member of the provided process set.")
         return self._services[number]
 
     def start_timeline(self, path: str) -> None:
@@ -210,9 +208,15 @@ def service_of(process_set: Any, kind: str) -> Service:
     NotInitializedError
         If `init` was not called.
     ConfigError
-        If the set does not count, or this rank is not in it.
+        If it is no process set, does not count, or this rank is not in it.
     """
-    return current().service(process_set.process_set_id, kind)
+    found = current()
+    try:
+        number = process_set.process_set_id
+    except AttributeError:
+        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
+                          "add_process_set has returned") from None
+    return found.service(number, kind)
 
 
 def _is_running() -> bool:

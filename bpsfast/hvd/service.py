@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..orchestration import errors
-from ..orchestration.errors import BpsError, BusyError, ClosedError, MismatchError, PeerLostError, StallError
+from ..orchestration.errors import BpsError, ClosedError, MismatchError, PeerLostError, StallError
 from ..orchestration.order import negotiation_line as says
 from ..orchestration.order.negotiation import Coordinator, Request, Response
 from ..orchestration.order.negotiation_line import FollowerLine, LeaderLine
 from ..wake_up import WakeUp
-from .errors import internal
+from .errors import DuplicateNameError, internal
 
 log = logging.getLogger("bpsfast.hvd")
 
@@ -31,8 +31,6 @@ _GOODBYE_S = 5.0
 _GRACE_S = 5.0
 #: How long the first rank goes on to tell those who are still connecting that it has ended: less than `_GOODBYE_S`.
 _FAREWELL_S = 3.0
-_DUPLICATE = ("Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
-              "currently being processed.  If you want to request another tensor, use a different tensor name.")
 _SHUT_DOWN = ("Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to "
               "allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
@@ -123,33 +121,43 @@ class Service:
             self._free()
             raise
 
-    def unnamed(self, kind: str) -> str:
-        """Return the name of the next operation of this *kind* that the caller has not named."""
-        with self._lock:
-            self._unnamed[kind] += 1
-            return f"{kind}.noname.{self._unnamed[kind]}"
-
     def submit(self, operation: Operation) -> Operation:
         """Let *operation* be executed when all ranks of the set have asked for its name.
 
         Raises
         ------
-        BusyError
+        DuplicateNameError
             If the name is under way on this rank.
-        ClosedError, PeerLostError, StallError
+        HorovodInternalError
             If nothing more is executed: this is closed, or what happened to the set.
         """
         with self._lock:
-            if self._error is not None:
-                raise internal(type(self._error)(str(self._error)))
-            if self._closing:
-                raise internal(ClosedError(_SHUT_DOWN))
-            if operation.request.name in self._open:
-                raise internal(BusyError(f"{_DUPLICATE} ({operation.request.name})"))
-            self._open[operation.request.name] = operation
-            self._outbox.append(operation.request)
+            self._enter(operation)
         self._wake.ring()
         return operation
+
+    def submit_unnamed(self, kind: str, make: Callable[[str], Operation]) -> Operation:
+        """As `submit` of what *make* returns for the name of this rank's next operation of this *kind* without one.
+
+        The number counts only if the operation is submitted: a call that fails leaves the ranks in step.
+        """
+        with self._lock:
+            number = self._unnamed[kind] + 1
+            operation = make(f"{kind}.noname.{number}")
+            self._enter(operation)
+            self._unnamed[kind] = number
+        self._wake.ring()
+        return operation
+
+    def _enter(self, operation: Operation) -> None:
+        if self._error is not None:
+            raise internal(type(self._error)(str(self._error)))
+        if self._closing:
+            raise internal(ClosedError(_SHUT_DOWN))
+        if operation.request.name in self._open:
+            raise DuplicateNameError(operation.request.name)
+        self._open[operation.request.name] = operation
+        self._outbox.append(operation.request)
 
     def close(self, reason: str = "") -> bool:
         """Leave the set: operations that are still open fail, here and on the other ranks, which are told the *reason*.

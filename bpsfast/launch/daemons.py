@@ -41,7 +41,8 @@ _log = logging.getLogger("bpsfast.daemons")
 PLACE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
 PLACE_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL", "PS_HEARTBEAT_TIMEOUT",
+    "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL",
+    "PS_HEARTBEAT_TIMEOUT",
 })
 
 _STARTER_GRACE_S = 5.0
@@ -180,7 +181,7 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
     take_job_key()
     settings = quota.take(settings)
     return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()),
-                     is_awaited=is_awaited)
+                     is_awaited=is_awaited, awaits_ranks=_is_ended_by_launcher())
 
 
 def run_scheduler(settings: Settings) -> int:
@@ -204,7 +205,7 @@ def run_scheduler(settings: Settings) -> int:
         fingerprint=fingerprint(settings), placement=settings.placement, partition_nbytes=settings.partition_bytes,
         fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
-        first_round=settings.first_round,
+        awaits_ranks=_is_ended_by_launcher(), first_round=settings.first_round,
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
@@ -213,6 +214,15 @@ def run_scheduler(settings: Settings) -> int:
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
     code, aborted = scheduler.run(), scheduler.aborted
     return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
+
+
+def _is_ended_by_launcher() -> bool:
+    """Whether a launcher has started this process, and ends it with the program that runs beside it.
+
+    So there is no deadline for the first rank to come: the program may load data for long before it joins the job, or
+    be none of bpsfast.
+    """
+    return TETHER in os.environ
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:
@@ -255,6 +265,14 @@ def reserve_port(host: str) -> socket.socket:
         holder.close()
         raise
     return holder
+
+
+def reserve_master_port() -> socket.socket:
+    """Return a socket as of `reserve_port` for the store of torch.distributed, which listens on all addresses."""
+    try:
+        return reserve_port("::")
+    except OSError:  # a machine without IPv6
+        return reserve_port("0.0.0.0")
 
 
 def describe_exit(code: int) -> str:

@@ -1,9 +1,11 @@
-"""What the ranks of a job report of their own ends, so that the launcher can tell the cause from its consequences.
+"""What the ranks of a job report of their own ends, so that the launcher can tell the cause from its consequences; and
+nodes, whether there was a job at all.
 
 The output of a rank is not enough for that: an exception may be caught, chained or printed nowhere, and a rank that
 failed first may take longest to end. So the launcher of a process (`child.Children`) keeps a memory file, which the
 process finds in its environment, and bpsfast's runtime in the rank appends one line to it when one of `WORDS` is true:
 
+    attached  (a node) the first rank has attached to it
     joined    it has become a rank of a job
     told      it was told that the job is over because of another process: whatever follows is no cause
     leaves    it begins to leave the job: at exit, for an exception, or by `shutdown`
@@ -23,7 +25,7 @@ from typing import NamedTuple
 
 #: Of a process's environment: the file's path, and the number that the launcher has given to the process.
 VARIABLE = "_BPSFAST_END_REPORTS"
-WORDS = ("joined", "told", "leaves", "left")
+WORDS = ("attached", "joined", "told", "leaves", "left")
 _LONGEST_NBYTES = 64
 _FILE = "bpsfast-end-reports"
 _said: set[str] = set()

@@ -90,6 +90,10 @@ class Fleet:
             raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
                               "or --scheduler-host") from exc
 
+    def master_port(self) -> int:
+        """Return a port that is free on the first host, where rank 0 runs, and kept for what that starts."""
+        return self.ask([self.hosts[0]], messages.Reserve())[0].port
+
     def address_of(self, target: RemoteHost, others: Sequence[RemoteHost], wished: str = "",
                    from_here: bool = False) -> tuple[str, int]:
         """Return an address of *target* by which *others* (and this machine) reach it, and a port that is free there.
@@ -103,6 +107,8 @@ class Fleet:
         """
         assert target.here is not None, "connected"
         name, candidates = target.host.name, [wished] if wished else target.here.addresses
+        if target.host.is_here and not (wished or others):
+            candidates = [*candidates, _LOOPBACK]  # a machine without a network reaches itself
         if not candidates:
             raise ConfigError(f"{name} has no IPv4 address besides loopback by which other hosts could reach it")
         listening = self.ask([target], messages.Listen(is_loopback=False))[0]

@@ -5,9 +5,13 @@
     gpu01 slots=4        # a hostfile; comments and empty lines do not count
     user@gpu02:4
     fd00::3 slots = 2    # an IPv6 address needs brackets only before a colon
+
+A hostfile may come from another system: CRLF line ends and a byte order mark are read as well.
 """
 from __future__ import annotations
 
+import os
+import pwd
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +19,8 @@ from pathlib import Path
 import msgspec
 
 from ..orchestration.errors import ConfigError
+from .place import is_loopback
+from .reach import own_among
 
 _WORD = r"[^@\s:,\[\]-][^@\s:,\[\]]*"  # a leading dash would be an option of ssh
 _USER_AT_HOST = re.compile(rf"(?:{_WORD}@)?(?:\[[0-9a-fA-F:.]+(?:%\w+)?\]|{_WORD})")
@@ -29,11 +35,13 @@ class Host(msgspec.Struct, frozen=True):
 
     name: str
     slots: int = 1
+    #: `with_own` has found this machine and user behind the name
+    is_own: bool = False
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the machine of the launcher: its processes need no ssh."""
-        return self.name == "localhost"
+        """Whether this is the launcher's machine and user, so that its processes need no ssh."""
+        return self.is_own or (_is_own_user(self.name) and is_loopback(_machine(self.name)))
 
 
 def parse(text: str) -> list[Host]:
@@ -56,7 +64,7 @@ def read(path: Path) -> list[Host]:
         The file cannot be read or has no host; a line that is none of these; a host named twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--hostfile {path} cannot be read: {exc}") from exc
     found = []
@@ -76,6 +84,26 @@ def read(path: Path) -> list[Host]:
     return _once(found, f"--hostfile {path}")
 
 
+def with_own(hosts: Sequence[Host]) -> list[Host]:
+    """Return *hosts*, those marked that are names or addresses of this machine and need no ssh.
+
+    Where several are, the first one gets the slots of all: it is one machine with one node, whatever it is called.
+    Looks names up, which takes at most two seconds.
+    """
+    own = own_among({_machine(host.name) for host in hosts if _is_own_user(host.name)})
+    found: list[Host] = []
+    here: int | None = None
+    for host in hosts:
+        if not _is_own_user(host.name) or _machine(host.name) not in own:
+            found.append(host)
+        elif here is None:
+            here = len(found)
+            found.append(Host(host.name, host.slots, is_own=True))
+        else:
+            found[here] = Host(found[here].name, found[here].slots + host.slots, is_own=True)
+    return found
+
+
 def helpers(text: str, ranks_on: Iterable[Host]) -> list[Host]:
     """Return the hosts of ``--helpers-on``; they have no ranks, so none of them may be one of *ranks_on*.
 
@@ -85,9 +113,12 @@ def helpers(text: str, ranks_on: Iterable[Host]) -> list[Host]:
         What is no list of hosts, names one twice, or one that has ranks.
     """
     found = _once([Host(_name(part.strip(), f"--helpers-on {text}"), 0) for part in text.split(",")], "--helpers-on")
+    ranks_on = list(ranks_on)
     busy = {_machine(host.name) for host in ranks_on}
+    is_busy_here = any(host.is_here for host in ranks_on)
+    found = with_own(found)
     for host in found:
-        if _machine(host.name) in busy:
+        if _machine(host.name) in busy or (is_busy_here and host.is_here):
             raise ConfigError(f"--helpers-on {text}: {host.name} has ranks, so its node sums already, and a helper "
                               "beside it would share its network card: name hosts without ranks")
     return found
@@ -112,7 +143,7 @@ def assign(hosts: Sequence[Host], n_ranks: int | None) -> list[Host]:
     for host in hosts:
         taken = min(left, host.slots)
         if taken:
-            filled.append(Host(host.name, taken))
+            filled.append(msgspec.structs.replace(host, slots=taken))
         left -= taken
     return filled
 
@@ -155,3 +186,14 @@ def _once(hosts: list[Host], where: str) -> list[Host]:
 
 def _machine(name: str) -> str:
     return name.rpartition("@")[2].lower()
+
+
+def _is_own_user(name: str) -> bool:
+    """Whether the host *name* asks for no other user than the one who runs this process."""
+    user = name.rpartition("@")[0]
+    if not user:
+        return True
+    try:
+        return user == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a user without a name, as in containers
+        return False

@@ -1,7 +1,10 @@
 """``bpsfast run``: a whole job on this machine — a scheduler, nodes with their ranks, helpers — from one command.
 
 `plan` only decides: which processes, with which environment; ``--dry-run`` prints that, ready to be started by hand.
-The `supervisor` runs them. ``bpsfast dmlc`` does for BytePS's variables what bpslaunch did.
+The `supervisor` runs them. Ranks find their place in torchrun's variables, too, so that a program of torch.distributed
+with any backend, or of what builds on it, runs unchanged.
+
+``bpsfast dmlc`` does for BytePS's variables what bpslaunch did.
 """
 from __future__ import annotations
 
@@ -20,14 +23,15 @@ from ..orchestration.errors import ConfigError
 from ..settings import Settings, environment
 from . import roles
 from .child import Command, Kind, thread_defaults
-from .daemons import clean_environment, reserve_port, run_node, run_scheduler
+from .daemons import clean_environment, reserve_master_port, reserve_port, run_node, run_scheduler
 from .keeper import N_RESTARTS
 from .output import Output
+from .reach import chosen_host
 from .supervisor import Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"
 _LOOPBACK = "127.0.0.1"
-_NETNS_PORT = 7700  # in a new namespace every port is free
+_NETNS_PORT, _NETNS_MASTER_PORT = 7700, 29500  # in a new namespace every port is free
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +66,8 @@ def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = Non
 
 
 def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
-         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None, python: str = "") -> list[Command]:
+         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None, python: str = "",
+         master_port: int = 0) -> list[Command]:
     """Return the job's processes in the order of starting: scheduler, nodes, helpers, ranks.
 
     Parameters
@@ -74,6 +79,8 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
     python
         If given, the processes run on hosts of their own (`over_ssh`), daemons by this interpreter: their environments
         are what is added there, and each node finds its own address.
+    master_port
+        A port that is free on rank 0's machine, where the scheduler runs unless there is a *cluster*; 0: not known yet.
     """
     base = clean_environment(environ)
     job = msgspec.structs.replace(
@@ -82,6 +89,7 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
         node_index=-1,
     )
     commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None, python)]
+    master = (cluster[shape.machines[0]].address if cluster else scheduler[0], master_port)
     ranks: list[Command] = []
     for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
         machine = cluster[name] if cluster else None
@@ -92,7 +100,8 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
         commands.append(_daemon("node", title, here, base, machine, python, kind))
         for local_rank in range(n_local):
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
-            variables = {**({} if python else thread_defaults(mine.size)), **base, **environment(mine)}
+            variables = {**({} if python else thread_defaults(mine.size)), **base, **_torchs(mine, master),
+                         **environment(mine)}
             ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
     return commands + ranks
 
@@ -100,16 +109,25 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
 def run(shape: Shape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
         limits: Limits | None = None, output: Output | None = None, environ: Mapping[str, str] | None = None,
         restarts: int = 0) -> int:
-    """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only."""
+    """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only.
+
+    Raises
+    ------
+    ConfigError
+        If *program* is a script in the place of a command, or the settings name no interface of this machine.
+    """
     check_program(program)
     environ = os.environ if environ is None else environ
     key = roles.given_key(settings) or secrets.token_hex(32)
     if netns:
         with Cluster(shape.machines, rates=rate) as cluster:
-            commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster)
+            commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster,
+                            master_port=_NETNS_MASTER_PORT)
             return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
-    with reserve_port(_LOOPBACK) as reserved:
-        commands = plan(shape, program, settings, environ, reserved.getsockname(), key)
+    chosen_host(settings)  # nodes played here meet on the loopback, but an interface that is none is a mistake
+    with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
+        commands = plan(shape, program, settings, environ, reserved.getsockname(), key,
+                        master_port=master.getsockname()[1])
         return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
 
 
@@ -117,8 +135,8 @@ def planned(shape: Shape, program: Sequence[str], settings: Settings) -> list[Co
     """Return the processes that `run` would start, each with what is added to its environment."""
     check_program(program)
     key = roles.given_key(settings) or secrets.token_hex(32)
-    with reserve_port(_LOOPBACK) as reserved:
-        return plan(shape, program, settings, {}, reserved.getsockname(), key)
+    with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
+        return plan(shape, program, settings, {}, reserved.getsockname(), key, master_port=master.getsockname()[1])
 
 
 def dry_run(shape: Shape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
@@ -185,6 +203,16 @@ def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], 
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
     n_restarts = N_RESTARTS if role == "scheduler" else 0  # of whatever else is lost, its memory is lost, too
     return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine), n_restarts)
+
+
+def _torchs(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
+    """Return what torchrun would set for a *rank*; the port of *master* is 0 if it is not known."""
+    found = {"RANK": rank.rank, "WORLD_SIZE": rank.size, "LOCAL_RANK": rank.local_rank,
+             "LOCAL_WORLD_SIZE": rank.local_size, "GROUP_RANK": rank.node_index, "NODE_RANK": rank.node_index,
+             "GROUP_WORLD_SIZE": rank.num_nodes}
+    host, port = master
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if port else {}
+    return {name: str(number) for name, number in found.items()} | address
 
 
 def _via(machine: Machine | None) -> tuple[str, ...]:

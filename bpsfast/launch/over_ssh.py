@@ -60,7 +60,8 @@ def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limit
     with Fleet(plan.everywhere, plan.ssh, output) as fleet:
         fleet.connect()
         scheduler = fleet.scheduler_address(plan.scheduler_host)
-        commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32))
+        commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32),
+                             fleet.master_port())
         places = [fleet.hosts[number_of(command)] for command in commands]
         return Supervisor(commands, limits=limits, output=output, places=places, restarts=restarts).run()
 
@@ -110,9 +111,10 @@ def number_of(command: Command) -> int:
     return int(command.environ.get("BPSFAST_NODE_INDEX", "0"))
 
 
-def _commands(plan: Plan, program: Sequence[str], settings: Settings, scheduler: tuple[str, int],
-              key: str) -> list[Command]:
-    return job.plan(plan.shape, program, settings, plan.variables, scheduler, key, python=plan.ssh.python)
+def _commands(plan: Plan, program: Sequence[str], settings: Settings, scheduler: tuple[str, int], key: str,
+              master_port: int = 0) -> list[Command]:
+    return job.plan(plan.shape, program, settings, plan.variables, scheduler, key, python=plan.ssh.python,
+                    master_port=master_port)
 
 
 def _check(plan: Plan, program: Sequence[str], settings: Settings) -> None:

@@ -109,7 +109,7 @@ def given_key(settings: Settings) -> str:
     if settings.job_key or not settings.job_key_file:
         return settings.job_key
     try:
-        return Path(settings.job_key_file).read_text(encoding="ascii").strip()
+        return Path(settings.job_key_file).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"BPSFAST_JOB_KEY_FILE = {settings.job_key_file!r} cannot be read: {exc}") from exc
 

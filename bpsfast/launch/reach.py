@@ -1,12 +1,15 @@
-"""Who reaches whom: this machine's own address, and whether anybody answers at the scheduler's."""
+"""Who reaches whom: this machine's own names and addresses, and whether anybody answers at the scheduler's."""
 from __future__ import annotations
 
+import ipaddress
 import logging
+import re
 import socket
 import time
+from collections.abc import Iterable
 
 from ..orchestration.errors import ConfigError, StallError
-from ..orchestration.names import resolve
+from ..orchestration.names import Lookup, is_address, resolve
 from ..settings import Settings
 from .place import format_address, is_loopback
 
@@ -15,6 +18,10 @@ _TIMEOUT_S = 2.0
 _AGAIN_S = 0.5
 #: An address of documentation (RFC 5737): the route to it is the default route, and nothing is sent there.
 _ANYWHERE = "192.0.2.1"
+#: Names that are looked up at a time.
+_N_LOOKUPS = 64
+#: What gloo's and NCCL's variables take beside a name: `^` (all but), `=` (exactly), a list, a port of the interface.
+_OF_A_LIST = re.compile(r"[\^=,:\s]")
 
 
 def nobody_at(host: str, port: int) -> str:
@@ -57,12 +64,21 @@ def chosen_host(settings: Settings) -> str:
         return settings.node_host
     import psutil
 
-    found = psutil.net_if_addrs()
-    for entry in found.get(settings.interface, ()):
-        if entry.family == socket.AF_INET:
-            return entry.address
-    raise ConfigError(f"interface={settings.interface!r} has no IPv4 address here; there are "
-                      f"{', '.join(sorted(found))}")
+    wished, found = settings.interface, psutil.net_if_addrs()
+    addresses = {name: entry.address for name, entries in found.items() for entry in reversed(entries)
+                 if entry.family == socket.AF_INET}
+    if wished in addresses:
+        return addresses[wished]
+    there = f"BPSFAST_INTERFACE takes one of {', '.join(sorted(addresses)) or 'none, as there is no IPv4 address here'}"
+    if wished in found:
+        raise ConfigError(f"interface={wished!r} has no IPv4 address here. {there}")
+    if _OF_A_LIST.search(wished):
+        raise ConfigError(f"interface={wished!r} is a list as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, but nodes "
+                          f"listen on the address of one interface. {there}; unset, it is the one of the route to the "
+                          "scheduler")
+    near = [name for name in sorted(addresses) if name.startswith(wished)]
+    hint = f" (a whole name, not the beginning of {', '.join(near)})" if near else ""
+    raise ConfigError(f"interface={wished!r} has no IPv4 address here, as there is no such interface. {there}{hint}")
 
 
 def source_towards(host: str) -> str | None:
@@ -74,6 +90,50 @@ def source_towards(host: str) -> str | None:
         return _source(resolve(host, _TIMEOUT_S)) if host else None
     except OSError:
         return None
+
+
+def own_among(hosts: Iterable[str]) -> set[str]:
+    """Return those of *hosts* (names or addresses) that are this machine's. Blocks for at most two seconds.
+
+    The host name is this machine's wherever it resolves to; any other name is if all its addresses are.
+    """
+    import psutil
+
+    own = {_bare(entry.address) for entries in psutil.net_if_addrs().values() for entry in entries
+           if entry.family in (socket.AF_INET, socket.AF_INET6)}
+    named = socket.gethostname().lower()
+    names = {"localhost", named, named.partition(".")[0]}
+    until_s = time.monotonic() + _TIMEOUT_S
+    found: set[str] = set()
+    unknown: list[str] = []
+    for host in hosts:
+        if is_address(host):
+            found |= {host} if _is_own(host, own) else set()
+        elif is_loopback(host) or host.lower().rstrip(".") in names:
+            found.add(host)
+        else:
+            unknown.append(host)
+    for begin in range(0, len(unknown), _N_LOOKUPS):
+        lookups = {host: Lookup(host) for host in unknown[begin:begin + _N_LOOKUPS]}
+        for host, lookup in lookups.items():
+            try:
+                lookup.address(until_s - time.monotonic())
+            except OSError:  # ssh may know it by another name
+                continue
+            if all(_is_own(address, own) for address in lookup.addresses):
+                found.add(host)
+    return found
+
+
+def _is_own(address: str, own: set[str]) -> bool:
+    found = ipaddress.ip_address(_bare(address))
+    mapped = getattr(found, "ipv4_mapped", None) or found
+    return mapped.is_loopback or mapped.is_unspecified or str(mapped) in own
+
+
+def _bare(address: str) -> str:
+    """Return *address* without the interface that a link-local one names, as `ipaddress` writes it."""
+    return str(ipaddress.ip_address(address.partition("%")[0]))
 
 
 def outward_host() -> str:

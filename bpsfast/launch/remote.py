@@ -30,7 +30,7 @@ from ..exit_codes import NOT_EXECUTABLE
 from ..orchestration.errors import ProtocolError
 from . import remote_messages as messages
 from .child import Child, Children, Command, Kind, Process, thread_defaults, watch
-from .daemons import clean_environment, reserve_port
+from .daemons import clean_environment, reserve_master_port, reserve_port
 from .line import Line
 
 #: After which the launcher counts as gone; it, or the connection to it, may be stopped for so long.
@@ -61,8 +61,8 @@ class Agent:
         self._is_over = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Prepare: self._prepare, messages.Listen: self._listen, messages.Reach: self._reach,
-            messages.StopListening: self._stop_listening, messages.Start: self._start, messages.Signal: self._signal,
-            messages.Alive: lambda message: None,
+            messages.StopListening: self._stop_listening, messages.Reserve: self._reserve, messages.Start: self._start,
+            messages.Signal: self._signal, messages.Alive: lambda message: None,
         }
 
     def run(self) -> None:
@@ -130,6 +130,9 @@ class Agent:
             self._listener.close()
             self._listener = None
         self._tell(messages.Ready())
+
+    def _reserve(self, asked: messages.Reserve) -> None:
+        self._tell(messages.Reserved(self._resources.enter_context(reserve_master_port()).getsockname()[1]))
 
     def _start(self, asked: messages.Start) -> None:
         kind = Kind(asked.kind)
@@ -266,8 +269,8 @@ def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
         with socket.create_connection((address, port), _left(until_s)) as sock:
             sock.settimeout(_left(until_s))
             came = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
-    except OSError as exc:
-        return exc.strerror or str(exc)
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
+        return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
     return "" if came == token else "another program answers there"
 
 

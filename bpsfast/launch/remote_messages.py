@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 #: Of the messages and their order; both sides have to have the same.
-VERSION = 2
+VERSION = 3
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
@@ -47,6 +47,10 @@ class Reach(msgspec.Struct, tag=True, frozen=True):
 
 class StopListening(msgspec.Struct, tag=True, frozen=True):
     """Launcher: the port is only kept from now on, for whatever is started next (`Ready`)."""
+
+
+class Reserve(msgspec.Struct, tag=True, frozen=True):
+    """Launcher: keep a port that is free on all addresses, for what is started here to listen on (`Reserved`)."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -88,6 +92,12 @@ class Listening(msgspec.Struct, tag=True, frozen=True):
     token: bytes
 
 
+class Reserved(msgspec.Struct, tag=True, frozen=True):
+    """Agent: this *port* is kept."""
+
+    port: int
+
+
 class Reached(msgspec.Struct, tag=True, frozen=True):
     """Agent: for each address "" if it was reached, else why not."""
 
@@ -121,5 +131,5 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Either: still here."""
 
 
-FromAgent = Union[Here, Ready, Refused, Listening, Reached, Said, Ended, Reported, Alive]  # noqa: UP007
-FromLauncher = Union[Prepare, Listen, Reach, StopListening, Start, Signal, Alive]  # noqa: UP007
+FromAgent = Union[Here, Ready, Refused, Listening, Reserved, Reached, Said, Ended, Reported, Alive]  # noqa: UP007
+FromLauncher = Union[Prepare, Listen, Reach, StopListening, Reserve, Start, Signal, Alive]  # noqa: UP007

@@ -21,8 +21,9 @@ Launchers run inside each other, and then the innermost one has started the rank
     slurm                              kubernetes                                     a cluster in pods
 
 All others stand beside each other, and two of them must agree: torchrun, bpsfast, dmlc and Horovod; Open MPI and PMI.
-Half a set is an error that names all that is there, unless it only repeats what a complete one around it says: scripts
-write RANK from SLURM_PROCID or OMPI_COMM_WORLD_RANK, and Slurm sets PMI_RANK itself (by PMIx all of MPI's variables).
+Half a set is an error that names all that is there, unless it only repeats what a complete one beside or around it
+says: scripts write RANK from SLURM_PROCID or OMPI_COMM_WORLD_RANK, and Slurm sets PMI_RANK itself (by PMIx all of MPI's
+variables). ``bpsfast run`` sets torchrun's variables beside its own, and programs may change or remove some of them.
 
 Under BytePS's variables a DMLC_ROLE=server process on a machine with ranks *is* its node: whichever of the two starts
 first takes the machine's local socket, and the other attaches.
@@ -55,6 +56,7 @@ from .place import (
     job_key as job_key,
     scheduler_port as scheduler_port,
 )
+from .reach import chosen_host
 
 _log = logging.getLogger("bpsfast.roles")
 
@@ -74,9 +76,11 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Plac
     Raises
     ------
     ConfigError
-        Half a set of variables, or two sets that disagree; the text names the variables and who should set them.
+        Half a set of variables, or two sets that disagree; the text names the variables and who should set them. Or
+        the settings name no interface of this machine.
     """
     environ = os.environ if environ is None else environ
+    chosen_host(settings)  # before anything is asked of the job: a node that finds it out ends all ranks
     present = [each for each in _ENVIRONMENTS if each.marks(settings, environ)]
     complete = [each for each in present if not each.missing(settings, environ)]
     inside = present
@@ -85,11 +89,12 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Plac
         around = next((each for each in complete if each.level > innermost), None)
         own = [each for each in inside if each.level == innermost
                and not (around and _repeats(each, each in complete, around, settings, environ))]
+        whole = [each for each in own if each in complete]
         for each in own:
-            if each not in complete:
+            if each not in whole and not (whole and _repeats(each, False, whole[0], settings, environ)):
                 raise ConfigError(_half_text(each, present, settings, environ))
         if own:
-            return _agreed(own, settings, environ)
+            return _agreed(whole, settings, environ)
         inside = [each for each in inside if each.level > innermost]
     return _single(settings, environ)
 

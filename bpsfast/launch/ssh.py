@@ -20,7 +20,9 @@ from .hosts import Host
 
 #: Seconds that ssh may take to connect, unless an option of the user says otherwise.
 CONNECT_TIMEOUT_S = 10
+#: ssh sends a keepalive every `_ALIVE_S` seconds, and ends the connection after `_N_ALIVE` without an answer.
 _ALIVE_S, _N_ALIVE = 5, 4
+SILENT_HOST_S = _ALIVE_S * _N_ALIVE
 #: Exit code of ssh where ssh itself failed; else it is that of what ran over there.
 _OF_SSH = 255
 #: No terminal, no password prompt, no connection shared with other programs (it would outlive them, or they this).

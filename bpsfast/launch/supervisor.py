@@ -25,6 +25,7 @@ from .child import AFTER_SIGKILL_S, Children, Command, Kind, Place, Process, wat
 from .crew import Crew, member_of
 from .muster_service import End, Order, Stop
 from .output import Output, Sink, Transcript
+from .ssh import SILENT_HOST_S
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: How long a launcher that was told to end waits for the reader of its last lines.
@@ -41,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True):
     job_s: float | None = None
     after_failure_s: float = 3.0
     for_cause_s: float = 10.0
-    for_host_s: float = 25.0
+    for_host_s: float = SILENT_HOST_S + 5.0
     after_ranks_s: float = 5.0
     after_sigterm_s: float = 1.5
 
@@ -85,6 +86,7 @@ class Supervisor:
         self._given_up: set[Process] = set()  # they outlive SIGKILL
         self._missed: list[Process] = []  # workers that the job goes on without
         self._is_hopeless = False  # the muster has said so
+        self._is_joined = False  # a rank has come to the job
         self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
         self._deadline: float | None = None  # of the present phase
         self._phase = "run"
@@ -117,7 +119,7 @@ class Supervisor:
                 self._step()
             for place in self._places:
                 place.drain()
-                self._failures.take(place.reports())
+            self._take_reports()
         finally:
             for place in self._places:
                 place.hang_up()
@@ -221,6 +223,17 @@ class Supervisor:
                     self._enter("failed")
             if self._phase == "run" and self._has_trained():
                 self._enter("leaving")
+                self._dismiss()
+
+    def _dismiss(self) -> None:
+        """End the daemons if no rank has ever come to them: what has run is no program of bpsfast."""
+        self._take_reports()
+        if self._is_joined or not self._running:
+            return
+        self._output.say("no rank has joined the job (bpsfast.init): ending "
+                         f"{', '.join(process.command.name for process in self._running)}")
+        self._signal_all(signal.SIGTERM)
+        self._enter("term")
 
     def _is_waited_for(self, process: Process) -> bool:
         """Start what a signal has ended again, if the job waits for it; whether that was done."""
@@ -311,13 +324,18 @@ class Supervisor:
 
     def _awaits_cause(self) -> bool:
         """Whether all that failed were told that another one had, and that one may still be about to end."""
-        for place in self._places:
-            self._failures.take(place.reports())
+        self._take_reports()
         is_known = self._failures.first()[1]
         is_silent = any(self._started_as[process][0].is_silent for process in self._running)
         patience_s = self._limits.for_cause_s + (self._limits.for_host_s if is_silent else 0.0)
         return not is_known and any(process.command.kind is Kind.RANK for process in self._running) and (
             time.monotonic() < self._failed_s + patience_s)
+
+    def _take_reports(self) -> None:
+        for place in self._places:
+            told = place.reports()
+            self._is_joined |= any(each.word in ("attached", "joined") for each in told)
+            self._failures.take(told)
 
     def _kill(self) -> None:
         if self._phase != "kill":  # else its time runs

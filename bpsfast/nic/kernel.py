@@ -41,8 +41,9 @@ class Kernel:
         """Return the addresses of a host name, IPv4 first; OSError in words if it has none."""
         try:
             found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-        except OSError as exc:
-            raise OSError(errno.EADDRNOTAVAIL, f"host name {host!r} cannot be resolved: {exc.strerror}") from exc
+        except (OSError, UnicodeError) as exc:  # UnicodeError: no name at all, a label is empty or too long
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise OSError(errno.EADDRNOTAVAIL, f"host name {host!r} cannot be resolved: {why}") from exc
         unique = {ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found}
         return sorted(unique, key=lambda address: (address.version, address.packed))
 

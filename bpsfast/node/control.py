@@ -24,6 +24,7 @@ import zmq
 
 from .. import __version__, logs, transport
 from ..exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
+from ..launch.end_reports import report
 from ..launch.place import is_loopback
 from ..launch.reach import local_host, nobody_at
 from ..nic.host import Host
@@ -58,10 +59,12 @@ _OWN_QUESTION = -1
 T = TypeVar("T")
 
 
-def main(settings: Settings, host: Host | None = None, is_awaited: bool = False) -> int:
+def main(settings: Settings, host: Host | None = None, is_awaited: bool = False, awaits_ranks: bool = False) -> int:
     """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
 
     *is_awaited*: a rank started this process, and cannot end before it does; it is told whom it waits for.
+    *awaits_ranks*: `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this
+    process ends it if no rank attaches.
 
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
     any other returns 0 at once: the ranks attach to the one that is there.
@@ -77,7 +80,7 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False)
             if settings.local_size >= 0:
                 return 0
             return reception.attach_server(key, settings.node_id, os.getpid(), settings.start_timeout_s)
-        return Node(settings, key, listener, host, is_awaited).run()
+        return Node(settings, key, listener, host, is_awaited, awaits_ranks).run()
     except BpsError as exc:
         log.error("%s: %s", type(exc).__name__, exc)
         return code_of_daemon(exc)
@@ -87,9 +90,10 @@ class Node:
     """See the module. Made and run by one thread; owns everything it makes."""
 
     def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
-                 is_awaited: bool = False) -> None:
+                 is_awaited: bool = False, awaits_ranks: bool = False) -> None:
         self._settings = settings
         self._is_awaited = is_awaited
+        self._awaits_ranks = awaits_ranks
         self._left_s = 0.0  # when the rank left that started this process
         self._key = key
         self._fingerprint = fingerprint(settings)
@@ -145,7 +149,8 @@ class Node:
 
     def run(self) -> int:
         """Serve until the job ends; return the exit code."""
-        self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
+        if not self._awaits_ranks:
+            self._gather()
         self._export()
         with StopSignals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
             try:
@@ -159,6 +164,16 @@ class Node:
                 self._close()
         assert self._exit_code is not None
         return self._exit_code
+
+    def _gather(self) -> None:
+        """Give the ranks of this machine their time to attach, from now on."""
+        self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
+
+    def first_rank_came(self) -> None:
+        """A rank has attached, and none had before."""
+        report("attached")
+        if self._awaits_ranks:
+            self._gather()
 
     def join(self) -> None:
         """Ask to be admitted with the ranks that have attached; asking again replaces what was said before."""

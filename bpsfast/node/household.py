@@ -95,6 +95,8 @@ class Household:
                 raise ConfigError(
                     f"local rank {message.local_rank} is process {other.pid} already, now process {message.pid} claims "
                     "it: two machines of a job on one host need different BPSFAST_NODE_ID, on their ranks and nodes")
+        if not self.ranks:
+            self._node.first_rank_came()
         rank = LocalRank(link, message, pidfd, self._node.vertex.regions)
         self.ranks.append(rank)
         self.ranks.sort(key=lambda each: each.local_rank)

@@ -233,9 +233,11 @@ def listen(port: int, host: str = "") -> socket.socket:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
-    except OSError as exc:
-        raise ConfigError(f"cannot listen on port {port}: {exc.strerror}; -p chooses another one (on both sides)") \
-            from exc
+    except (OSError, UnicodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        other = ", BPSFAST_NODE_HOST another address" if host else ""
+        where = f"port {port} of {host!r}" if host else f"port {port}"
+        raise ConfigError(f"cannot listen on {where}: {why}; -p chooses another port (on both sides){other}") from exc
 
 
 def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: float) -> Control:
@@ -291,8 +293,9 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
         try:
             sock = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
             break
-        except socket.gaierror as exc:
-            raise ConfigError(f"host name {host!r} cannot be resolved: {exc.strerror}") from exc
+        except (socket.gaierror, UnicodeError) as exc:  # UnicodeError: no name at all, a label is empty or too long
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise ConfigError(f"host name {host!r} cannot be resolved: {why}") from exc
         except OSError as exc:
             if time.monotonic() + _RETRY_S >= deadline:
                 raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}): does `bpsfast` "

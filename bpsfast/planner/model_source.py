@@ -72,7 +72,7 @@ def _read(path: Path) -> Shapes:
     try:
         if path.stat().st_size > _MOST_NBYTES:
             raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are no list of shapes")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as exc:
         raise ConfigError(f"model file {path} cannot be read: {exc.strerror}; built-in models are "
                           f"{', '.join(catalog.MODELS)}") from exc

@@ -367,7 +367,7 @@ class Meeting:
 
 
 def _is_waited_at(listeners: Sequence[socket.socket]) -> bool:
-    """Whether somebody has connected to one of *listeners*, and was not let in yet."""
+    """Return whether a connection waits to be accepted at one of *listeners*."""
     poller = select.poll()
     for listener in listeners:
         poller.register(listener, select.POLLIN)

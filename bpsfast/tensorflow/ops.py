@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer.reduce_op import Average, Sum, averages
+from ..trainer.reduce_op import averages
 from .compression import Compression, CompressionLike, parted
 from .exchange import reduced
 
@@ -21,7 +21,7 @@ def chosen(average: bool | None, op: int | None) -> bool:
     """
     if average is not None and op is not None:
         raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
-    return averages(True, op if op is not None else Average if average in (None, True) else Sum)
+    return averages(True if average is None else average, op)
 
 
 def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_dense: str = "",

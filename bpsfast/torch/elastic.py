@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,7 @@ import torch
 from ..elastic.running import WorkersJoined, run
 from ..elastic.state import ObjectState, State
 from ..trainer import current as process
-from ..trainer.broadcaster import broadcast_bytes
-from ..trainer.objects import dump
+from ..trainer.objects import broadcast_object
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .cross_barrier import settle_everything
 from .elastic_sampler import ElasticSampler
@@ -94,9 +92,9 @@ class TorchState(State):
                 broadcast_optimizer_state(value, root, f"elastic {name}.")
             else:
                 rest[name] = _state_of(value)
-        data = broadcast_bytes(dump(rest) if is_root else None, root, "elastic state")
+        given = broadcast_object(rest if is_root else None, root, "elastic state")
         if not is_root:
-            for name, found in pickle.loads(data).items():
+            for name, found in given.items():
                 self._load(name, getattr(self, name), found)
         for _, value in self._parts():
             if isinstance(value, ElasticSampler):

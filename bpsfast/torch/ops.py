@@ -13,6 +13,7 @@ from ..dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import current as process, handle as operations
 from ..trainer.handle import Handle
+from ..trainer.reduce_op import flag
 from ..trainer.tensor_input import TensorInput
 from .basics import (  # BytePS's programs import them from here, too
     init as init,
@@ -178,8 +179,10 @@ class _PushPull(torch.autograd.Function):
         codec = None if choice is None else chosen(
             choice, name or "", tuple(tensor.shape), wire_dtype_name(tensor.dtype),
             process.current().settings.min_compress_bytes, is_alone=True)
-        # Backward needs the name, so it must be chosen here.
-        name = name or process.current().tensors.unnamed("auto")
+        if name is None:  # backward needs the name, so it is chosen here; a call that fails must not take a number
+            far_memory(tensor)
+            average = flag(average)
+            name = process.current().tensors.unnamed("auto")
         ctx.arguments = (average, name if codec is None else f"{name}.backward", priority, codec)
         return _push_pull(tensor, average, name, priority, codec, learning_rate)
 

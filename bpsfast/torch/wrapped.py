@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
+from ..trainer import current as process
 from .ops import REACHED
 
 
@@ -94,16 +96,21 @@ def wrap(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., A
 def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., Any]]) -> Any:
     """Return *optimizer* as of a class derived from its own, with *members* and `_base`, its own class.
 
-    It takes over groups, options and state; the original must not be used any more. Raises `ConfigError` if it is
-    such a one already.
+    It takes over groups, options and state; the original must not be used any more, but learning-rate schedulers that
+    were made for it go on. Pickled or copied it becomes the user's optimizer again, which refuses to step in a job of
+    several ranks until it is wrapped. Raises `ConfigError` if it is such a one already.
     """
     base = type(optimizer)
     if hasattr(base, "_base"):
         raise ConfigError("the optimizer is a DistributedOptimizer, or an OuterOptimizer, already")
-    derived: Any = type(base.__name__, (base,), {**members, "_base": base})
+    derived: Any = type(base.__name__, (base,), {**members, "_base": base, "__reduce_ex__": _as_base})
     wrapped = derived.__new__(derived)
     # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    _keep_scheduled(optimizer, wrapped)
+    refusal = wrapped.__dict__.pop("_refusal", None)
+    if refusal is not None:
+        refusal.remove()
     return wrapped
 
 
@@ -117,10 +124,45 @@ def evaluated(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
     return reduced
 
 
+def _keep_scheduled(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
+    """Let schedulers of the original *optimizer* see that *wrapped* steps, and set the rates of what it has loaded."""
+    original: Any = weakref.ref(optimizer)  # schedulers keep it
+
+    def stepped(*_: Any) -> None:
+        if original() is not None:
+            original()._opt_called = True  # torch's schedulers warn without it
+
+    def loaded(other: torch.optim.Optimizer) -> None:
+        if original() is not None:
+            original().param_groups, original().state = other.param_groups, other.state
+
+    wrapped.register_step_post_hook(stepped)
+    wrapped.register_load_state_dict_post_hook(loaded)
+
+
+def _as_base(self: Any, protocol: object) -> tuple[Any, ...]:
+    return _unwrapped, (self._base,), self.__getstate__()
+
+
+def _unwrapped(base: type[torch.optim.Optimizer]) -> Any:
+    """Return an empty optimizer of the class *base*, which takes over the state of one that was wrapped."""
+    optimizer: Any = base.__new__(base)
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._refusal = optimizer.register_step_pre_hook(_refuse_alone)
+    return optimizer
+
+
+def _refuse_alone(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    session = process.session()
+    if session is not None and session.size > 1:
+        raise ConfigError(f"this {type(optimizer).__name__} is a pickled or copied DistributedOptimizer, which would "
+                          f"step by the gradients of rank {session.rank} alone: wrap it by DistributedOptimizer again")
+
+
 def check_passes(passes: int) -> None:
     """Raise `ConfigError` unless there is at least one backward pass per step."""
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes!r}")
 
 
 def check_idle(exchange: Any) -> None:

@@ -241,6 +241,8 @@ def _unpack(raw: bytes) -> _Header | None:
 
 def check_root(session: Session, root_rank: int) -> None:
     """Raise `ConfigError` if *root_rank* is no rank of the job."""
+    if not isinstance(root_rank, int | np.integer):
+        raise ConfigError(f"root_rank={root_rank!r} is a {type(root_rank).__name__}, expected the number of a rank")
     if not 0 <= root_rank < session.size:
         raise ConfigError(f"root_rank={root_rank}, but the job has ranks 0 to {session.size - 1}")
 

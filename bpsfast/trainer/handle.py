@@ -5,6 +5,7 @@ may push names in different orders without a deadlock.
 """
 from __future__ import annotations
 
+import reprlib
 import threading
 import time
 import warnings
@@ -19,9 +20,10 @@ from ..device.crossing import Crossing
 from ..device.devices import Bytes
 from ..device.host import HostArray
 from ..dtypes import TABLE, wire_name
-from ..orchestration.errors import MismatchError, StallError, UnsupportedError
+from ..orchestration.errors import ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
 from . import current as process, learning_rate as rates
+from .reduce_op import flag
 from .repeat import Repeat
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
@@ -217,9 +219,14 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
                compression: Choice | None) -> tuple[Session, str, Unit | None]:
     """Announce a push_pull to the job; return the session, the tensor's name, and its unit if that is committed."""
     session = process.current()
+    average = flag(average)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"name={reprlib.repr(name)} is a {type(name).__name__}, expected a string or None")
+    if priority is not None and not (isinstance(priority, int) and abs(priority) < 1 << 63):
+        raise ConfigError(f"priority={reprlib.repr(priority)}: expected an int of 64 bits, or None")
     codec = chosen(compression, name or "", source.shape, source.dtype, session.settings.min_compress_bytes,
                    is_alone=True) if compression is not None else None
-    if name is None:
+    if name is None:  # all arguments are checked: a call that fails must not take a number
         name = session.tensors.unnamed("auto")
         if name == f"auto.{_MANY_UNNAMED}":
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
@@ -286,7 +293,8 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
         If *x* is not contiguous, on a device that is not reached, or of a dtype that bpsfast does not sum, or does not
         compress.
     ConfigError
-        If *compression* or *learning_rate* is not possible.
+        If *average* is no bool, *name* no string or *priority* no int; if *compression* or *learning_rate* is not
+        possible. Nothing is sent then.
     MismatchError
         If ranks, or two uses of *name*, differ in shape, dtype, *average* or *compression*.
     BusyError

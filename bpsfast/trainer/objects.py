@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..orchestration.errors import UnsupportedError
 from . import current as process
 from .broadcaster import broadcast_bytes, check_root
 
@@ -17,14 +18,45 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
     Raises
     ------
+    UnsupportedError
+        If rank *root_rank* could not pickle it, where another error says why.
     ConfigError, MismatchError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
     session = process.current()
     check_root(session, root_rank)
     is_root = session.rank == root_rank
-    data = broadcast_bytes(dump(obj) if is_root else None, root_rank, f"object {name or ''}")
-    return obj if is_root else pickle.loads(data)
+    data, error = dump_or_say_why(obj, session.rank) if is_root else (None, None)
+    data = broadcast_bytes(data, root_rank, f"object {name or ''}")
+    if error is not None:
+        raise error
+    return obj if is_root else load(data)
+
+
+class _Unsent(NamedTuple):
+    """Travels in place of an object that *rank* could not pickle."""
+
+    rank: int
+    reason: str
+
+
+def dump_or_say_why(obj: Any, rank: int) -> tuple[bytes, Exception | None]:
+    """Return what *rank* sends for *obj*, and the error if that is only why it could not be pickled.
+
+    The other ranks wait for it in any case, and `load` raises there.
+    """
+    try:
+        return dump(obj), None
+    except Exception as exc:  # whatever the object's own methods raise
+        return dump(_Unsent(rank, f"{type(exc).__name__}: {exc}")), exc
+
+
+def load(data: bytes) -> Any:
+    """Return the object in *data*; raises `UnsupportedError` if its sender could not pickle it."""
+    found = pickle.loads(data)
+    if isinstance(found, _Unsent):
+        raise UnsupportedError(f"rank {found.rank} could not pickle the object that it was to send: {found.reason}")
+    return found
 
 
 def dump(obj: Any) -> bytes:

@@ -2,6 +2,10 @@
 from __future__ import annotations
 
 import enum
+import reprlib
+from typing import Any
+
+import numpy as np
 
 from ..orchestration.errors import ConfigError
 
@@ -16,16 +20,25 @@ class ReduceOp(enum.IntEnum):
 Average, Sum = ReduceOp
 
 
+def flag(average: Any) -> bool:
+    """Return *average*; raises `ConfigError` if it is no bool: an argument in the wrong place, usually."""
+    if isinstance(average, bool | np.bool_):
+        return bool(average)
+    raise ConfigError(f"average={reprlib.repr(average)} is a {type(average).__name__}, expected True or False: give a "
+                      "name as name=..., a reduction as op=...")
+
+
 def averages(average: bool, op: int | None) -> bool:
     """Return whether *op* averages; without it, *average*.
 
     Raises
     ------
     ConfigError
-        If *op* is no reduction, or says something else than *average*.
+        If *average* is no bool, *op* is no reduction, or says something else than *average*.
     """
+    average = flag(average)
     if op is None:
-        return bool(average)
+        return average
     try:
         found = ReduceOp(op)
     except ValueError:

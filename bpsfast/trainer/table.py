@@ -7,6 +7,7 @@ old one.
 from __future__ import annotations
 
 import time
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.rows import ROWS
 from . import current as process
+from .reduce_op import flag
 from .row_frames import Array, Frames
 from .session import Session
 from .tensor_input import host_input
@@ -68,7 +70,7 @@ class Table:
         """
         if self._given is not None:
             raise BusyError(f"rows of {self.name!r} are pushed again, but the last ones were not waited for")
-        given = self._checked(indices, values)
+        given = _checked(self.name, self.shape, self.dtype, indices, values)
         self._push(given, self._session.settings.timeout_s)
         self._given = given
 
@@ -138,19 +140,20 @@ class Table:
         return Frames(self.shape[0], self.shape[1:], TABLE[self.dtype].numpy, unit.n_parts, unit.frame_rows,
                       unit.stride)
 
-    def _checked(self, indices: Any, values: Any) -> tuple[Array, Array]:
-        """Return both as arrays of this table's rows."""
-        places = np.asarray(indices)
-        if places.size and places.dtype.kind not in "iu":
-            raise UnsupportedError(f"indices of rows of {self.name!r} are of dtype {places.dtype}, not integers")
-        rows = host_input(values).array()
-        if places.ndim != 1 or rows.shape != (len(places), *self.shape[1:]) or wire_name(rows.dtype) != self.dtype:
-            raise MismatchError(f"rows of {self.name!r}, a table of shape {self.shape} and dtype {self.dtype}: indices "
-                                f"are of shape {places.shape}, values of shape {rows.shape} and dtype {rows.dtype}")
-        outside = places[(places < 0) | (places >= self.shape[0])]
-        if len(outside):
-            raise MismatchError(f"{self.name!r} has rows 0 to {self.shape[0] - 1}; index {outside[0]} was pushed")
-        return places.astype(np.int64, copy=False), rows
+
+def _checked(name: str, shape: tuple[int, ...], dtype: str, indices: Any, values: Any) -> tuple[Array, Array]:
+    """Return both as arrays of rows of the table *name* of this *shape* and *dtype*."""
+    places = np.asarray(indices)
+    if places.size and places.dtype.kind not in "iu":
+        raise UnsupportedError(f"indices of rows of {name!r} are of dtype {places.dtype}, not integers")
+    rows = host_input(values).array()
+    if places.ndim != 1 or rows.shape != (len(places), *shape[1:]) or wire_name(rows.dtype) != dtype:
+        raise MismatchError(f"rows of {name!r}, a table of shape {shape} and dtype {dtype}: indices are of shape "
+                            f"{places.shape}, values of shape {rows.shape} and dtype {rows.dtype}")
+    outside = places[(places < 0) | (places >= shape[0])]
+    if len(outside):
+        raise MismatchError(f"{name!r} has rows 0 to {shape[0] - 1}; index {outside[0]} was pushed")
+    return places.astype(np.int64, copy=False), rows
 
 
 def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
@@ -209,8 +212,10 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
     rows = host_input(values)
     if not rows.shape:
         raise MismatchError(f"values of rows have the shape (n, ...), got a scalar of dtype {rows.dtype}")
+    average, shape = flag(average), (index(n_rows), *rows.shape[1:])
     if name is None:
+        _checked("auto.rows", shape, rows.dtype, indices, values)  # a call that fails must not take a number
         name = session.tensors.unnamed("auto.rows")
-    table = table_of(session, name, (n_rows, *rows.shape[1:]), rows.dtype, average, max_rows)
+    table = table_of(session, name, shape, rows.dtype, average, max_rows)
     table.push(indices, rows.owner if isinstance(rows.owner, np.ndarray) else values)
     return table.wait()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
-from ..orchestration.errors import BpsError, BusyError, MismatchError
+from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchError
 from ..orchestration.messages import Declare, TensorSpec
 from .inquiry import Inquiry
 from .mailbox import Mailbox
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 T = TypeVar("T")
+
+_written, _read = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TensorSpec)
 
 
 class Tensors:
@@ -79,12 +81,16 @@ class Tensors:
 
         Raises
         ------
+        ConfigError
+            If a field is of a type that it cannot have. The node would not read it, and the job would end.
         MismatchError
             If this rank declared one of the names differently before; what the ranks could not agree on stays refused.
         """
         self._require_open()
         with self._lock:
             new = [spec for spec in specs if self._is_new(spec, lenient)]
+            for spec in new:
+                _check_types(spec)
             for spec in new:
                 self._specs[spec.name] = spec
         if new:
@@ -239,3 +245,10 @@ class Tensors:
             unit.forget()
         self._units.clear()
         self._deferred.clear()
+
+
+def _check_types(spec: TensorSpec) -> None:
+    try:
+        _read.decode(_written.encode(spec))
+    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError) as exc:
+        raise ConfigError(f"tensor {spec.name!r} cannot be declared: {exc}") from exc

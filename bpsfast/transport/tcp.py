@@ -42,7 +42,7 @@ def listen(host: str) -> socket.socket:
     try:
         listener.bind((host, 0))
         listener.listen(128)
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
         listener.close()
         raise ConfigError(f"cannot listen for data on {host!r}: {exc}; set BPSFAST_NODE_HOST to an address of this "
                           "machine") from exc

@@ -110,6 +110,19 @@ _STATUSES: dict[int, tuple[str, str, str, str]] = {
          "bpsfast uses no tag matching."),
 }
 
+#: What ibv_wc_status_str (rdma-core) and ib_wc_status_msg (the kernel) call them, in small letters; without those words
+#: that a log uses for other things, too (fatal error, general error).
+_SAID = {
+    "local length error": 1, "local qp operation error": 2, "local ee context operation error": 3,
+    "local protection error": 4, "work request flushed error": 5, "wr flushed": 5,
+    "memory management operation error": 6, "memory bind operation error": 6, "bad response error": 7,
+    "local access error": 8, "remote invalid request error": 9, "remote access error": 10,
+    "remote operation error": 11, "transport retry count exceeded": 12, "transport retry counter exceeded": 12,
+    "rnr retry count exceeded": 13, "rnr retry counter exceeded": 13, "local rdd violation error": 14,
+    "remote invalid rd request": 15, "invalid ee context number": 17, "invalid ee context state": 18,
+    "response timeout error": 20,
+}
+
 #: (status, vendor error) of mlx5 -> what it adds
 _MLX5: dict[tuple[int, int], str] = {
     (4, 0x51): "on mlx5 as a sender: mostly GPU memory, or memory that is no longer mapped",
@@ -136,6 +149,12 @@ def explain(status: int, vendor_error: int = 0) -> Completion:
     name, happened, usually, advice = _STATUSES[status]
     return Completion(status, f"IBV_WC_{name}", happened, usually, advice, vendor_error,
                       _MLX5.get((status, vendor_error), ""))
+
+
+def said_in(line: str) -> int | None:
+    """Return the status that *line* of a log names in words, as "transport retry counter exceeded"; None if none."""
+    found = [(line.lower().find(words), status) for words, status in _SAID.items() if words in line.lower()]
+    return min(found)[1] if found else None
 
 
 def by_name(name: str) -> Completion | None:

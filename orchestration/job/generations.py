@@ -288,11 +288,15 @@ class Generations:
         owners = assign_among([heir.part.wire_nbytes for heir in heirs], bounded(self._machines, owned, more), owned,
                               lambda position: heirs[position].candidates, self._is_wanted)
         own = owned_by(zip((heir.part.wire_nbytes for heir in heirs), owners), len(owned))
-        if any(own[node] > most for node, most in self._limits.items()):
-            nodes = sorted({node for heir in heirs for node in heir.candidates})
+        full = {node for node, most in self._limits.items() if own[node] > most}
+        if full:  # who lacks the last result of a partition cannot own it
+            left = [heir for heir, owner in zip(heirs, owners) if owner in full]
+            nodes = sorted({node for heir in left for node in heir.candidates})
             rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
-            raise CapacityError(f"{sum(own)} bytes of partitions need another owner, and no memory is left for all of "
-                                f"them at nodes {nodes}, which could own them: at most {rooms} more")
+            nbytes = sum(heir.part.wire_nbytes for heir in left)
+            raise CapacityError(
+                f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
+                f"{nodes}, which have their last results: at most {rooms} more")
         return self._in_other_hands(heirs, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:

@@ -62,7 +62,7 @@ class Job:
         self._admission = Admission(
             Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
-        self._started = now
+        self._waits_since = None if settings.awaits_ranks else now  # for all to be there
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
@@ -244,7 +244,7 @@ class Job:
         self._signs.tick(now)
         if self.over:
             return []
-        waited_s = now - self._started
+        waited_s = 0.0 if self._waits_since is None else now - self._waits_since
         if (not self._admitted and waited_s >= _HELPERS_WAIT * self.settings.start_timeout_s
                 and self._admission.has_all_ranks()):
             return self._welcome()
@@ -388,6 +388,8 @@ class Job:
         refusal = self._admission.check(join) or self._admission.surplus(join)
         if refusal is not None:
             return self._turn_away(sender, join, refusal)
+        if self._waits_since is None and join.ranks:
+            self._waits_since = now
         before = self._admission.add(sender, join)
         if before is not None:
             self._silence.forget(before)

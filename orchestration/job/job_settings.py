@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with."""
+    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with.
+
+    `awaits_ranks`: the deadline of the start counts from the first node whose ranks have come, as its launcher ends the
+    scheduler if none comes.
+    """
 
     num_nodes: int
     num_helpers: int = 0
@@ -23,6 +27,7 @@ class JobSettings:
     lease_s: float = 10.0
     helper_lease_s: float = 1.0
     start_timeout_s: float = 60.0
+    awaits_ranks: bool = False
     first_round: int = 1
     name: str = ""  # that no other job has
 

@@ -30,6 +30,7 @@ class Tenure:
         self._settings = settings
         self._rebuilding: Rebuilding | None = None
         self._n_recalls = 0
+        self._n_dialled: dict[bytes, int] = {}  # by process
 
     @property
     def over(self) -> bool:
@@ -52,13 +53,24 @@ class Tenure:
         return self.job.aborted
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
-        """Decide what *message* from *sender* leads to."""
+        """Decide what *message* from *sender* leads to.
+
+        A node may dial anew before it was answered, and connections are read in any order: what is read of an earlier
+        one after the first word of a later one counts no more. The node says it again over the later one.
+        """
+        process, number = m.dialled_as(sender)
+        if number < self._n_dialled.get(process, 0):
+            return []
+        self._n_dialled[process] = number
+        return self._receive(now, sender, message)
+
+    def _receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
         if self._rebuilding is not None and not self.over:
             return self._rebuilding.receive(now, sender, message) + self._rebuilt(now)
         if isinstance(message, m.Rejoin):
             return self._rejoin(now, sender, message)
         if isinstance(message, m.Join) and self._is_cut_off(sender, message):
-            return self._begin(now) + self.receive(now, sender, message)
+            return self._begin(now) + self._receive(now, sender, message)
         return self.job.receive(now, sender, message)
 
     def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> Outgoing:
@@ -128,7 +140,7 @@ class Tenure:
         if sender in self.job.heard:
             return []  # the answer to a recall that is over
         out = self._begin(now)
-        return out + self.receive(now, sender, rejoin)
+        return out + self._receive(now, sender, rejoin)
 
     def _is_cut_off(self, sender: bytes, join: m.Join) -> bool:
         """Whether a node of the job has dialled anew before it has read that it was welcome."""

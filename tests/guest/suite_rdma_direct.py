@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from bpsfast.exit_codes import ABORTED
 from tests.guest.direct_ranks import (
     leave_in_the_middle,
     push,
@@ -65,7 +66,7 @@ def test_a_node_that_dies_in_the_middle_of_writes_ends_the_job_in_words():
         job.kill_daemon("node 1")
         outcome = job.outcomes(timeout_s=100, only=(0,))[0]
         assert outcome.error == "PeerLostError" and "node 1" in outcome.text, outcome
-        assert job.daemons["node 0"].wait(60) == 1
+        assert job.daemons["node 0"].wait(60) == ABORTED
 
 
 @pytest.mark.timeout(600)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bpsfast.exit_codes import ABORTED
 from bpsfast.transport.rdma import budget
 from tests import lossy_training
 from tests.editions import editions
@@ -195,7 +196,7 @@ def test_two_rails_of_two_queue_pairs_give_the_same_until_a_node_dies_in_the_mid
         job.kill_daemon("node 1")
         outcome = job.outcomes(timeout_s=100, only=(0,))[0]
         assert outcome.error == "PeerLostError" and "node 1" in outcome.text, outcome
-        assert job.daemons["node 0"].wait(60) == 1
+        assert job.daemons["node 0"].wait(60) == ABORTED
 
 
 @contextlib.contextmanager

@@ -19,6 +19,19 @@ from ...keras.reduction import Reduction
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...trainer import current as process
 from ...trainer.reduce_op import Average, Sum, averages
+from ..basics import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ..reduce_op import factor
 from . import callbacks
 
 __all__ = [
@@ -30,12 +43,22 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
 ]
@@ -65,18 +88,35 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
               compression: CompressionLike = Compression.none) -> Any:
     """Return *value* averaged (summed) over all ranks: `bpsfast.keras.push_pull`, with factors and a compressor.
 
-    Raises ConfigError for other reductions than Average and Sum, and if *average* and *op* are both given.
+    What becomes of integers by an average or a factor is cut off towards zero.
+
+    Raises ConfigError for other reductions than Average and Sum, if *average* and *op* are both given, *average* is no
+    bool or a factor no number.
     """
     mean = _mean(average, op)
+    factors = factor("prescale_factor", prescale_factor), factor("postscale_factor", postscale_factor)
     compressor, choice = parted(compression)
     if choice is not None:
         raise UnsupportedError("codecs are for the gradients of DistributedOptimizer: give a compressor here")
-    if (prescale_factor, postscale_factor) == (1.0, 1.0) and compressor is Compression.none:
+    given = keras.ops.convert_to_tensor(value)
+    divides = mean and "int" in keras.backend.standardize_dtype(given.dtype)
+    if factors == (1.0, 1.0) and compressor is Compression.none and not divides:
         return push_pull(value, name, mean)
+    small, context = compressor.compress(_scaled(given, factors[0]))
+    found = compressor.decompress(push_pull(small, name, mean and not divides), context)
+    if divides:
+        found = keras.ops.sign(found) * (keras.ops.abs(found) // size())
+    found = _scaled(found, factors[1])
     is_tensor = isinstance(value, keras.Variable) or keras.ops.is_tensor(value)
-    small, context = compressor.compress(keras.ops.convert_to_tensor(value) * prescale_factor)
-    found = compressor.decompress(push_pull(small, name, mean), context) * postscale_factor
     return found if is_tensor else np.asarray(keras.ops.convert_to_numpy(found))
+
+
+def _scaled(tensor: Any, by: float) -> Any:
+    """Return *tensor* times *by*; integers are multiplied in float64, and cut off towards zero."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    if by == 1.0:
+        return tensor
+    return keras.ops.cast(keras.ops.cast(tensor, "float64") * by, dtype) if "int" in dtype else tensor * by
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
@@ -104,6 +144,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         As there, and for reductions and numbers that are not possible.
     """
     mean = _mean(None, op)
+    factor("gradient_predivide_factor", gradient_predivide_factor)
     if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and not mean):
         raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, with "
                           "op=Average")

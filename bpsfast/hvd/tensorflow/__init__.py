@@ -10,10 +10,32 @@ from __future__ import annotations
 from ...tensorflow.basics import local_rank, local_size, rank, size
 from ...tensorflow.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
 from ...tensorflow.compression import Compression
+from ..basics import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ..errors import HorovodInternalError
 from ..process_sets import ProcessSet, global_process_set, remove_process_set
 from ..reduce_op import Adasum, Average, Max, Min, Product, Sum
-from .basics import add_process_set, barrier, init, is_initialized, join, shutdown
+from .basics import (
+    add_process_set,
+    barrier,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    shutdown,
+)
 from .broadcasts import broadcast, broadcast_, broadcast_object, broadcast_object_fn, broadcast_variables
 from .gathering import allgather, allgather_object, alltoall, grouped_allgather
 from .reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
@@ -44,18 +66,31 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
     "reducescatter",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
 ]

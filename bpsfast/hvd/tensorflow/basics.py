@@ -9,6 +9,7 @@ from ...orchestration.errors import UnsupportedError
 from ...tensorflow import basics
 from ...trainer import current as process
 from .. import process_sets as sets
+from ..basics import cross_rank_of, cross_size_of, is_homogeneous_of
 from ..process_sets import ProcessSet, global_process_set
 from .negotiated import begun, is_global
 
@@ -44,6 +45,21 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Return whether this process is in a job."""
     return process.session() is not None
+
+
+def cross_rank() -> int:
+    """Return the place of this machine among those that have a process of this local rank."""
+    return cross_rank_of(process.current())
+
+
+def cross_size() -> int:
+    """Return the number of machines that have a process of this local rank."""
+    return cross_size_of(process.current())
+
+
+def is_homogeneous() -> bool:
+    """Return whether all machines have the same number of processes. Helpers, which have none, do not count."""
+    return is_homogeneous_of(process.current())
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

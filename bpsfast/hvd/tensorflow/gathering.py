@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...orchestration.errors import UnsupportedError
+from ...orchestration.errors import ConfigError, UnsupportedError
 from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average
 from .negotiated import begun, dense, differentiable, made, rows_of
@@ -57,7 +57,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     how many go to each, also how many came from each. None: equally many. Gradients go back to where rows came from.
     """
     given = dense(tensor, "alltoall")
-    rows = None if splits is None else tf.cast(dense(splits, "alltoall's splits"), tf.int32)
+    rows = None if splits is None else _integers(splits)
     api = begun("alltoall")
 
     def exchange(array: Any, counts: Any = None) -> list[Any]:
@@ -83,6 +83,13 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
 
     (output,) = differentiable(run, back, [given])
     return output, received[-1]
+
+
+def _integers(splits: Any) -> Any:
+    found = dense(splits, "alltoall's splits")
+    if not found.dtype.is_integer:
+        raise ConfigError(f"alltoall expects splits to contain 32-bit integer elements. (got {found.dtype.name})")
+    return tf.cast(found, tf.int32)
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,

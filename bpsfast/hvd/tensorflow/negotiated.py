@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ...orchestration.errors import UnsupportedError
+from ...orchestration.errors import ConfigError, UnsupportedError
 from ...tensorflow.memory import array_of
 from ...trainer import current as process
 from ..process_sets import ProcessSet, global_process_set
@@ -21,7 +21,10 @@ Array = np.ndarray[Any, Any]
 
 
 def is_global(process_set: ProcessSet) -> bool:
-    """Whether *process_set* is that of all ranks."""
+    """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is no process set."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
+                          "add_process_set has returned")
     return process_set is global_process_set
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,8 +11,9 @@ from ...orchestration.errors import UnsupportedError
 from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.exchange import reduced
 from ...tensorflow.ops import push_pull
+from ...trainer import current as process
 from ..process_sets import ProcessSet, global_process_set
-from ..reduce_op import Average, ReduceOp, Sum, chosen
+from ..reduce_op import Average, ReduceOp, Sum, chosen, factor
 from . import gathering
 from .negotiated import begun, dense, differentiable, is_global, made, rows_of
 
@@ -21,10 +22,11 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
               compression: CompressionLike = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, name: str | None = None,
               process_set: ProcessSet = global_process_set) -> Any:
-    """Return *tensor* reduced over all ranks of *process_set*, with factors of floating-point tensors before and after.
+    """Return *tensor* reduced over all ranks of *process_set*, with factors before and after.
 
-    Average and Sum of all ranks are `bpsfast.tensorflow.push_pull`. Differentiable, but for Min, Max and Product. For
-    these, and for process sets, tensors are dense, and PyTorch must be installed.
+    Average and Sum of all ranks are `bpsfast.tensorflow.push_pull`; what becomes of integers by an average or a factor
+    is cut off towards zero. Differentiable, but for Min, Max and Product. For these, and for process sets, tensors are
+    dense, and PyTorch must be installed.
 
     Raises
     ------
@@ -35,9 +37,12 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     """
     reduction = chosen(op, average)
     if is_global(process_set) and reduction in (Average, Sum):
-        before = scaled(tensor, prescale_factor)
-        total = push_pull(before, "", None, device_dense, device_sparse, compression, int(reduction == Sum), name=name)
-        return scaled(total, postscale_factor)
+        before = scaled(tensor, prescale_factor, "prescale_factor")
+        factor("postscale_factor", postscale_factor)
+        divides = reduction == Average and _is_integer(before)
+        total = push_pull(before, "", None, device_dense, device_sparse, compression,
+                          int(Sum if divides else reduction), name=name)
+        return scaled(_divided(total) if divides else total, postscale_factor, "postscale_factor")
     return _negotiated([tensor], name, compression, reduction, prescale_factor, postscale_factor, process_set)[0]
 
 
@@ -48,16 +53,22 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       name: str | None = None) -> list[Any]:
     """Return *tensors* reduced as by `allreduce`; all are under way at once. *ignore_name_scope* is Horovod's.
 
-    *name*: what names begin with. None: it is made of what the tensors are, and their shapes.
+    None among *tensors*, on all ranks alike, stays None. *name*: what names begin with. None: it is made of what the
+    tensors are, and their shapes.
     """
     reduction = chosen(op, average)
     if not is_global(process_set) or reduction not in (Average, Sum):
-        return _negotiated(tensors, name, compression, reduction, prescale_factor, postscale_factor, process_set)
-    ready = [scaled(tensor, prescale_factor) for tensor in tensors]
+        there = [tensor for tensor in tensors if tensor is not None]
+        found = iter(_negotiated(there, name, compression, reduction, prescale_factor, postscale_factor, process_set)
+                     if there else ())
+        return [None if tensor is None else next(found) for tensor in tensors]
+    ready = [scaled(tensor, prescale_factor, "prescale_factor") for tensor in tensors]
+    factor("postscale_factor", postscale_factor)
     title = name or f"grouped_allreduce.{_digest(ready, reduction)}"
-    sums = reduced(ready, [f"{title}.{place}" for place in range(len(ready))], reduction == Average,
+    divides = reduction == Average and any(map(_is_integer, ready))
+    sums = reduced(ready, [f"{title}.{place}" for place in range(len(ready))], reduction == Average and not divides,
                    compression=compression, sparse_as_dense=False, has_shapes_behind=name is None)
-    return [scaled(total, postscale_factor) for total in sums]
+    return [scaled(_divided(total) if divides else total, postscale_factor, "postscale_factor") for total in sums]
 
 
 def reducescatter(tensor: Any, device_dense: str = "", compression: CompressionLike = Compression.none,
@@ -92,8 +103,8 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "",
             postscale_factor=postscale_factor), given, [(each.dtype, rows_of(each)) for each in given])
 
     def back(*gradients: Any) -> list[Any]:
-        factor = prescale_factor * postscale_factor * (process_set.size() or 1 if reduction == Sum else 1)
-        return gathering.grouped_allgather([scaled(each, factor) for each in gradients], process_set=process_set)
+        share = prescale_factor * postscale_factor * (process_set.size() or 1 if reduction == Sum else 1)
+        return gathering.grouped_allgather([scaled(each, share) for each in gradients], process_set=process_set)
 
     results = differentiable(run, back, narrow)
     return [compressor.decompress(result, context) for result, (_, context) in zip(results, pairs)]
@@ -133,15 +144,42 @@ def _digest(tensors: Sequence[Any], op: ReduceOp) -> str:
     return hashlib.sha256(repr((kinds, op.name)).encode()).hexdigest()[:8]
 
 
-def scaled(tensor: Any, factor: float) -> Any:
-    """Return *tensor*, dense or rows, times *factor*; raises `UnsupportedError` where it is not floating-point."""
-    if factor == 1.0:
+def scaled(tensor: Any, by: float, what: str = "factor") -> Any:
+    """Return *tensor*, dense, rows or None, times *by*; integers are multiplied in float64, and cut off towards zero.
+
+    Raises `ConfigError`, which names it as *what*, if *by* is no number.
+    """
+    number = factor(what, by)
+    if tensor is None or number == 1.0:
         return tensor
-    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)
-    if not values.dtype.is_floating:
-        raise UnsupportedError(f"prescale_factor and postscale_factor are for floating-point tensors, got "
-                               f"{values.dtype.name}")
-    product = values * tf.cast(factor, values.dtype)
+
+    def product(values: Any) -> Any:
+        if values.dtype.is_floating or values.dtype.is_complex:
+            return values * tf.cast(number, values.dtype)
+        return tf.cast(tf.cast(values, tf.float64) * number, values.dtype)
+
+    return _with_values(tensor, product)
+
+
+def _is_integer(tensor: Any) -> bool:
+    return tensor is not None and tf.as_dtype(_values(tensor).dtype).is_integer
+
+
+def _divided(tensor: Any) -> Any:
+    """Return a sum over all ranks as their average; integers are cut off towards zero, as Horovod's."""
+    def mean(values: Any) -> Any:
+        n_ranks = tf.cast(process.current().size, values.dtype)
+        return tf.truncatediv(values, n_ranks) if values.dtype.is_integer else values / n_ranks
+
+    return None if tensor is None else _with_values(tensor, mean)
+
+
+def _values(tensor: Any) -> Any:
+    return tensor.values if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)
+
+
+def _with_values(tensor: Any, change: Callable[[Any], Any]) -> Any:
+    changed = change(_values(tensor))
     if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(product, tensor.indices, tensor.dense_shape)
-    return product
+        return tf.IndexedSlices(changed, tensor.indices, tensor.dense_shape)
+    return changed

@@ -12,7 +12,7 @@ from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.tape import DistributedGradientTape as _Tape
 from ...trainer import current as process
 from ..process_sets import ProcessSet, global_process_set
-from ..reduce_op import Average, Sum, chosen
+from ..reduce_op import Average, Sum, chosen, factor
 from .negotiated import is_global
 from .reductions import grouped_allreduce, scaled
 
@@ -47,6 +47,7 @@ class DistributedGradientTape(_Tape):
                  scope: str | None = None) -> None:
         super().__init__(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, scope=scope)
         self._reduction = chosen(op)
+        factor("gradient_predivide_factor", gradient_predivide_factor)
         if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and self._reduction != Average):
             raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, "
                               "with op=Average")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from ...collective.conductor import Conductor
 from ...collective.group import Group
@@ -23,6 +24,7 @@ from .operands import Operand
 from .work import Work, torch_error
 
 _log = logging.getLogger("bpsfast.torch")
+_BackendOptions = _distributed_c10d.Backend.Options
 
 #: After so long somebody wants to know what the end of a group waits for.
 _REMARK_S = 5.0
@@ -51,17 +53,12 @@ class BaseGroup(NamedGroup):
         """The job's session on this rank."""
         return self._group.session
 
-    # -- what it can ----------------------------------------------------------------------------------------------
+    # -- what it is asked -----------------------------------------------------------------------------------------
 
     @property
-    def supports_splitting(self) -> bool:
-        """Sub-groups are made anew: nothing is gained by splitting."""
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether calls may be collected and waited for together."""
-        return True
+    def options(self) -> Any:
+        """What torch calls a backend's options: its name, and how long a call may take."""
+        return _BackendOptions(shim.NAME, timedelta(seconds=self._group.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -72,6 +69,8 @@ class BaseGroup(NamedGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Let calls from now on take *timeout* at most."""
         self._group.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
 
     def errored(self) -> BaseException | None:
         """Return what the first call that failed has failed with, as its `Work` raises it; None: none has. Any thread.
@@ -130,10 +129,12 @@ class BaseGroup(NamedGroup):
     def _failed(self, error: BaseException) -> None:
         self._failure = self._failure or error
 
+    @shim.eager
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of calls from now on."""
         self._coalesced = []
 
+    @shim.eager
     def _end_coalescing(self, device: torch.device) -> Work:
         """Return the one work of all that was collected."""
         works, self._coalesced = self._coalesced or [], None

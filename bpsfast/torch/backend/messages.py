@@ -14,6 +14,7 @@ from ...collective.group import Group
 from ...orchestration.errors import BpsError, ClosedError, StallError
 from .afar import current
 from .operands import Operand
+from .shim import eager
 from .work import Work, torch_error
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class MessageWork(Work):
         source = self._members.index(transfer.source) if error is None and transfer.source is not None else -1
         self.finish(error, source)
 
+    @eager
     def get_future(self) -> Any:
         """As `Work.get_future`. Nobody waits here, so a deadline of its own ends it."""
         if not self.is_completed():
@@ -66,6 +68,7 @@ class MessageWork(Work):
             self._transfer.cancel()
         self.finish(self._late)
 
+    @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the message has come, or left; the waiting thread moves messages on itself."""
         given_s = timeout.total_seconds() if timeout is not None else 0.0

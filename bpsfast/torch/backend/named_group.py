@@ -1,6 +1,9 @@
-"""A torch process group as far as torch asks for its names."""
+"""A torch process group as far as torch asks for its names, and what it is behind them."""
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 from . import shim
@@ -32,6 +35,51 @@ class NamedGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """Return what torch's user calls the group."""
         return self._names["desc"]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it takes, in the order in which torch lists those of gloo."""
+        return [torch.device("cuda"), torch.device("cpu")]
+
+    def _get_backend(self, device: Any) -> NamedGroup:
+        """Return what carries out calls for tensors on *device*: the group itself.
+
+        Raises
+        ------
+        RuntimeError
+            If it takes no tensors from there.
+        """
+        kind = torch.device(device).type
+        if kind not in {each.type for each in self._device_types}:
+            raise RuntimeError(f"No backend type associated with device type {kind}: {shim.NAME} takes tensors of the "
+                               "CPU and of CUDA devices")
+        return self
+
+    # what torch asks the backend that it gets there
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Sub-groups are made anew: nothing is gained by splitting."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether calls may be collected and waited for together."""
+        return True
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """How long a call will take is not known before."""
+        return False
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """A group keeps its members."""
+        return False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Calls need no memory of a kind of its own."""
+        return False
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)

@@ -1,7 +1,8 @@
 """Tensors as a group takes them: contiguous CPU memory of a dtype that is combined, or just bytes."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from ..ops import require_dense, wire_dtype_name
 
 #: Truth values are bytes of 0 and 1; sums and products of them are what NCCL makes of them.
 _OF_BOOLS = {"sum": "bor", "product": "band", "min": "band", "max": "bor", "band": "band", "bor": "bor", "bxor": "bxor"}
-#: Modulo 2^w these are the same with a sign and without.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+#: Modulo 2^w these are the same with a sign and without; torch has them from 2.3 on.
+_SIGNED = {getattr(torch, f"u{name}"): getattr(torch, name) for name in ("int16", "int32", "int64")
+           if hasattr(torch, f"u{name}")}
 _SIGNLESS = ("sum", "product", "band", "bor", "bxor")
 
 
@@ -109,11 +111,24 @@ def _memory(dense: torch.Tensor) -> TensorInput:
 
 def check_same(tensors: Sequence[torch.Tensor], what: str) -> None:
     """Raise `ConfigError` unless all *tensors* have one dtype and one number of elements."""
+    if not tensors:
+        raise ConfigError(f"{what}: no tensor is given")
     first = tensors[0]
     for tensor in tensors:
         if (tensor.dtype, tensor.numel()) != (first.dtype, first.numel()):
             raise ConfigError(f"{what}: tensors must have one dtype and size, got {tuple(first.shape)} of "
                               f"{first.dtype} and {tuple(tensor.shape)} of {tensor.dtype}")
+
+
+_LOCALLY: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
+    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+
+
+def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Return *tensors* of one shape combined by *op* of a `Reduction`."""
+    total = functools.reduce(_LOCALLY[op], tensors)
+    return total / len(tensors) if op == "avg" else total
 
 
 class Input(NamedTuple):

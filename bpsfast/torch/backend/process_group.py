@@ -18,18 +18,21 @@ from ...orchestration.errors import BpsError, ConfigError
 from . import shim, sparse, worlds
 from .afar import afar
 from .base_group import BaseGroup
+from .forms import forms
 from .operands import (
     Operand,
     Reduction,
     check_number,
     check_pieces,
     check_same,
+    combined,
     flat,
     operand,
     operands,
     prepared,
     reducible,
     split,
+    write,
 )
 from .work import Work, torch_error
 
@@ -45,40 +48,53 @@ class ProcessGroup(BaseGroup):
 
     # -- sums and the like -----------------------------------------------------------------------------------------
 
+    @forms(dist.AllreduceOptions, {"tensors": 1},
+           ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
     @afar(reads=(0,), writes=(0,))
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Combine each of *tensors* with the other members', in place."""
-        opts = opts or dist.AllreduceOptions()
+        """Combine all of *tensors* and those of the other members, in place: each is the same then. Mostly it is one.
+        """
+        if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
+            return self._all_reduced(tensors, opts)
+        check_same(tensors, "all_reduce")
         reduction = shim.reduction(opts)
-        if all(tensor.is_sparse for tensor in tensors):
-            return self._start("all_reduce", tensors, opts, lambda: _run_all([
-                functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
-        return self._start("all_reduce", tensors, opts, *self._reductions(tensors, reduction))
+        first, *others = each = operands(tensors)
+        run, _ = self._reductions([first], reduction)
 
+        def run_all() -> None:
+            write(first.dense.view(-1), combined([one.dense.view(-1) for one in each], reduction.op))
+            run()
+            for other in others:
+                write(other.dense.view(-1), first.dense.view(-1))
+
+        return self._start("all_reduce", tensors, opts, run_all, each)
+
+    @forms(dist.AllreduceCoalescedOptions, {"tensors": 1})
     @afar(reads=(0,), writes=(0,))
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """As `allreduce`."""
-        return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
+        """Combine each of *tensors* with the other members', in place."""
+        return self._all_reduced(tensors, opts)
 
+    @forms(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
     @afar(reads=(0,), writes=(0,))
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine the one of *tensors* into that of the root; others' stay as they are."""
-        opts = opts or dist.ReduceOptions()
-        reduction, root = shim.reduction(opts), opts.rootRank
+        reduction, root = shim.reduction(opts), self._root(opts, "reduce")
         (one,) = operands(tensors)
         x = prepared(one.dense, reduction)
         out = reducible(one.dense, x.op)[0] if root == self.rank() else None
         return self._start("reduce", tensors, opts, lambda: self._group.reduce(x.made(), out, root, x.op), [one])
 
+    @forms(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"))
     @afar(reads=(1,), writes=(0,))
     def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                        opts: Any = None) -> Work:
         """Combine the i-th input of all members into the i-th member's output."""
-        opts = opts or dist.ReduceScatterOptions()
         (output,), (inputs,) = output_tensors, input_tensors
         check_number(inputs, self.size(), "reduce_scatter")
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
+    @forms(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0})
     @afar(reads=(1,), writes=(0,))
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, with all inputs in one tensor."""
@@ -86,11 +102,12 @@ class ProcessGroup(BaseGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @forms(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 1})
     @afar(reads=(1,), writes=(0,))
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> Work:
         """`reduce_scatter_single` of each pair."""
-        opts = opts or dist.ReduceScatterOptions()
+        _check_pairs(outputs, inputs, "reduce_scatter")
         calls, written = [], []
         for output, input in zip(outputs, inputs):
             check_pieces(input, output, self.size(), "reduce_scatter: the input")
@@ -104,31 +121,41 @@ class ProcessGroup(BaseGroup):
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
+    @forms(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
     @afar(reads=(0,), writes=(0,))
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Overwrite *tensors* by those of the root."""
-        opts = opts or dist.BroadcastOptions()
-        each, root = operands(tensors), opts.rootRank
+        """Overwrite *tensors*, mostly one, by that of the root which the options say."""
+        each, root = operands(tensors), self._root(opts, "broadcast")
+        check_same(tensors, "broadcast")
+        if not 0 <= opts.rootTensor < len(each):
+            raise ConfigError(f"broadcast: tensor {opts.rootTensor} of {len(each)} is asked for")
+        first = each[opts.rootTensor]
 
         def run() -> None:
-            for one in each:
-                self._group.broadcast(one.memory, root)
+            self._group.broadcast(first.memory, root)
+            for other in each:
+                if other is not first:
+                    write(other.dense.view(-1), first.dense.view(-1))
 
         return self._start("broadcast", tensors, opts, run, each)
 
+    @forms(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"))
     @afar(reads=(1,), writes=(0,))
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
-        """Put the i-th member's input into the i-th output, on all members."""
-        opts = opts or AllgatherOptions()
-        calls, written = [], []
-        for outputs, input in zip(output_tensors, input_tensors):
-            run, kept = self._gathered(outputs, input)
-            calls.append(run)
-            written += kept
-        results = [tensor for outputs in output_tensors for tensor in outputs]
-        return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
+        """Put the i-th member's input into the i-th output, on all members. Of several inputs, each of as many lists of
+        outputs gets all: those of the first member, then those of the second.
+        """
+        n_inputs = len(input_tensors)
+        _check_pairs(output_tensors, input_tensors, "all_gather")
+        pairs = []
+        for outputs in output_tensors:
+            if len(outputs) != n_inputs * self.size():
+                raise ConfigError(f"all_gather: {len(outputs)} outputs for {n_inputs} inputs of {self.size()} members")
+            pairs += [(outputs[number::n_inputs], input) for number, input in enumerate(input_tensors)]
+        return self._all_gathered(pairs, opts)
 
+    @forms(AllgatherOptions, {"outputs": 2, "inputs": 1})
     @afar(reads=(1,), writes=(0,))
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
                             opts: Any = None) -> Work:
@@ -136,8 +163,9 @@ class ProcessGroup(BaseGroup):
         if len(output_lists) != self.size() or any(len(outputs) != len(input_list) for outputs in output_lists):
             raise ConfigError(f"all_gather_coalesced: {len(input_list)} inputs of {self.size()} members need as many "
                               f"lists of as many outputs, got {[len(outputs) for outputs in output_lists]}")
-        return self.allgather(list(zip(*output_lists)), input_list, opts)
+        return self._all_gathered(list(zip(zip(*output_lists), input_list)), opts)
 
+    @forms(AllgatherOptions, {"outputs": 0, "inputs": 0})
     @afar(reads=(1,), writes=(0,))
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `allgather`, with all outputs in one tensor."""
@@ -145,11 +173,12 @@ class ProcessGroup(BaseGroup):
 
     _allgather_base = all_gather_single
 
+    @forms(AllgatherOptions, {"outputs": 1, "inputs": 1})
     @afar(reads=(1,), writes=(0,))
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
-        opts = opts or AllgatherOptions()
+        _check_pairs(outputs, inputs, "all_gather")
         calls, written = [], []
         for output, input in zip(outputs, inputs):
             check_pieces(output, input, self.size(), "all_gather: the output")
@@ -161,18 +190,19 @@ class ProcessGroup(BaseGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @forms(dist.BarrierOptions, {}, ({}, "[timeout]"))
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all members."""
-        return self._start("barrier", [], opts or dist.BarrierOptions(), self._group.barrier)
+        return self._start("barrier", [], opts, self._group.barrier)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
+    @forms(dist.GatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "root [timeout]"))
     @afar(reads=(1,), writes=(0,))
     def gather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                opts: Any = None) -> Work:
         """Put the i-th member's input into the root's i-th output."""
-        opts = opts or dist.GatherOptions()
-        (input,), root = input_tensors, opts.rootRank
+        (input,), root = input_tensors, self._root(opts, "gather")
         outputs = list(output_tensors[0]) if root == self.rank() else []
         if root == self.rank():
             check_number(outputs, self.size(), "gather")
@@ -181,12 +211,12 @@ class ProcessGroup(BaseGroup):
         return self._start("gather", outputs, opts, lambda: self._group.gather(
             one.memory, [out.memory for out in each], root), each)
 
+    @forms(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
     @afar(reads=(1,), writes=(0,))
     def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                 opts: Any = None) -> Work:
         """Put the root's i-th input into the i-th member's output."""
-        opts = opts or dist.ScatterOptions()
-        (output,), root = output_tensors, opts.rootRank
+        (output,), root = output_tensors, self._root(opts, "scatter")
         inputs = list(input_tensors[0]) if root == self.rank() else []
         if root == self.rank():
             check_number(inputs, self.size(), "scatter")
@@ -195,16 +225,19 @@ class ProcessGroup(BaseGroup):
         return self._start("scatter", [output], opts, lambda: self._group.scatter(
             [x.memory for x in each], one.memory, root), [one])
 
+    @forms(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"))
     @afar(reads=(1,), writes=(0,))
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
         check_number(input_tensors, self.size(), "all_to_all")
         check_number(output_tensors, self.size(), "all_to_all")
         outs, xs = operands(output_tensors), operands(input_tensors)
-        return self._start("all_to_all", output_tensors, opts or dist.AllToAllOptions(),
+        return self._start("all_to_all", output_tensors, opts,
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
                            outs)
 
+    @forms(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
+           needs=("output_splits", "input_splits"))
     @afar(reads=(1,), writes=(0,))
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
@@ -212,30 +245,36 @@ class ProcessGroup(BaseGroup):
         whole = operand(output)
         outs = operands(split(whole.dense, output_split_sizes, self.size(), "output"))
         xs = operands(split(operand(input).dense, input_split_sizes, self.size(), "input"))
-        return self._start("all_to_all", [output], opts or dist.AllToAllOptions(),
+        return self._start("all_to_all", [output], opts,
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
                            [whole])
 
     alltoall_base = all_to_all_single
 
+    @forms(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
     @afar(reads=(0,), writes=())
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
         """Send the one of *tensors* to member *dstRank*."""
         (one,) = operands(tensors)
+        self._check_peer(dstRank, "send")
         return self._message(lambda: self._messages.send(one, dstRank, tag))
 
+    @forms(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
     @afar(reads=(), writes=(0,))
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Receive the one of *tensors* from member *srcRank*."""
         (one,) = operands(tensors)
+        self._check_peer(srcRank, "recv")
         return self._message(lambda: self._messages.receive(one, srcRank, tag))
 
+    @forms(None, {"tensors": 1}, accepts=("tag",))
     @afar(reads=(), writes=(0,))
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive the one of *tensors* from whoever sends with *tag*."""
         (one,) = operands(tensors)
         return self._message(lambda: self._messages.receive(one, None, tag))
 
+    @shim.eager
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; who does not come in *timeout* is named on all that did. The group stays usable.
 
@@ -252,8 +291,36 @@ class ProcessGroup(BaseGroup):
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
-    def _reductions(self, tensors: Sequence[Tensor], reduction: Reduction) -> tuple[Callable[[], None], list[Operand]]:
-        each = operands(tensors)
+    def _check_peer(self, member: int, what: str) -> None:
+        if not 0 <= member < self.size() or member == self.rank():
+            raise ConfigError(f"{what}: member {member} is asked for by member {self.rank()} of the {self.size()} of "
+                              f"the group: messages are for another one of them")
+
+    def _root(self, opts: Any, what: str) -> int:
+        root = int(opts.rootRank)
+        if not 0 <= root < self.size():
+            raise ConfigError(f"{what}: the root is member {root}, but the group has members 0 to {self.size() - 1}")
+        return root
+
+    def _all_reduced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        if not tensors:
+            raise ConfigError("all_reduce: no tensor is given")
+        reduction = shim.reduction(opts)
+        if all(tensor.is_sparse for tensor in tensors):
+            return self._start("all_reduce", tensors, opts, lambda: _run_all([
+                functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
+        return self._start("all_reduce", tensors, opts, *self._reductions(operands(tensors), reduction))
+
+    def _all_gathered(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]], opts: Any) -> Work:
+        calls, written = [], []
+        for outputs, input in pairs:
+            run, kept = self._gathered(outputs, input)
+            calls.append(run)
+            written += kept
+        results = [tensor for outputs, _ in pairs for tensor in outputs]
+        return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
+
+    def _reductions(self, each: list[Operand], reduction: Reduction) -> tuple[Callable[[], None], list[Operand]]:
         calls = []
         for one in each:
             calls.append((prepared(one.dense, reduction), reducible(one.dense, reduction.op)[0]))
@@ -284,6 +351,11 @@ class ProcessGroup(BaseGroup):
         if outputs[self.rank()].numel() * outputs[self.rank()].element_size() != one.memory.nbytes:
             check_same([input, outputs[self.rank()]], "all_gather")
         return lambda: self._group.all_gather(one.memory, [out.memory for out in each]), each
+
+
+def _check_pairs(outputs: Sequence[Any], inputs: Sequence[Any], what: str) -> None:
+    if len(outputs) != len(inputs):
+        raise ConfigError(f"{what}: {len(outputs)} outputs for {len(inputs)} inputs")
 
 
 def _run_all(calls: Sequence[Callable[[], None]]) -> None:

@@ -21,6 +21,7 @@ from ...settings import parse_address
 from . import worlds
 from .named_group import NamedGroup
 from .process_group import ProcessGroup, group_in
+from .shim import eager
 from .work import torch_error
 
 _REGISTERED_S = 60.0
@@ -173,7 +174,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
     call.__name__, call.__qualname__ = name, f"ReplicaGroup.{name}"
     call.__doc__ = getattr(ProcessGroup, name).__doc__
-    return call
+    return eager(call)
 
 
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",

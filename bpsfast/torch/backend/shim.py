@@ -1,8 +1,13 @@
-"""What differs between versions of torch, in one place: what options look like."""
+"""What differs between versions of torch, in one place: what options look like, how compiled code calls us."""
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
+from types import CodeType
 from typing import Any
+
+from torch._C._dynamo import eval_frame
 
 from ...orchestration.errors import UnsupportedError
 from .operands import Reduction
@@ -36,3 +41,33 @@ def timeout_of(options: Any, default_s: float) -> float:
     if isinstance(timeout, timedelta) and timeout.total_seconds() > 0:
         return timeout.total_seconds()
     return default_s
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return *function* as one that `torch.compile` calls and does not trace: the graph breaks before it.
+
+    As `torch.compiler.disable`, which imports the compiler for it: seconds, in every process that compiles nothing.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        callback = eval_frame.set_eval_frame(None)
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            eval_frame.set_eval_frame(callback)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
+    call._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    _skip(call.__code__)  # type: ignore[attr-defined]
+    return call
+
+
+def _skip(code: CodeType) -> None:
+    """Let the compiler run frames of *code* as they are."""
+    if hasattr(eval_frame, "skip_code"):  # up to torch 2.6
+        eval_frame.skip_code(code)
+    else:
+        actions = eval_frame._FrameAction
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...orchestration.errors import BpsError, StallError
 from .afar import Call
+from .shim import eager
 
 
 def torch_error(error: BaseException) -> BaseException:
@@ -84,6 +85,7 @@ class Work(dist.Work):
         with self._lock:
             self._calls = [*self._calls, *(call for work in works for call in work._calls)]
 
+    @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is over; raises what it failed with. On a GPU the stream that is current then finds the
         results.
@@ -100,32 +102,39 @@ class Work(dist.Work):
             call.join()
         return True
 
+    @eager
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
 
+    @eager
     def is_completed(self) -> bool:
         """Whether the call is over, well or not."""
         return self._event.is_set()
 
+    @eager
     def is_success(self) -> bool:
         """Whether the call is over, and went well."""
         return self._event.is_set() and self._error is None
 
+    @eager
     def exception(self) -> BaseException | None:
         """What the call failed with, if it did."""
         return self._error
 
+    @eager
     def result(self) -> list[torch.Tensor]:
         """The tensors that were written."""
         return self._tensors
 
+    @eager
     def source_rank(self) -> int:
         """The member whose message was received."""
         return self._source
 
     _source_rank = source_rank
 
+    @eager
     def get_future(self) -> Any:
         """Return a future of the tensors. A failure is one of the future's own: an exception stored as its value would
         be read as tensors by torch's reducer."""
