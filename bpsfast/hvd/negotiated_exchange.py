@@ -45,7 +45,7 @@ class NegotiatedExchange:
         title = f"process set {process_set.process_set_id}: "
         edition = runtime.current().session.tensors.edition(title + name for name, _ in named)
         self.prefix = f"edition {edition}: " if edition else ""  # of operations: two optimizers may have the same names
-        watch(self, list(self.parameters.items()))
+        watch(self, named)
 
     @property
     def averaged(self) -> bool:
@@ -94,7 +94,7 @@ class NegotiatedExchange:
             self.presence.admit(name)
             self._begin((name,))
             under_way[(name,)] = self._under_way.pop((name,))
-        watch(self, [(name, p) for name in thawed if (p := self.parameters[name]).requires_grad])
+        watch(self, [(name, self.parameters[name]) for name in thawed])
         with torch.no_grad():
             for reduction in under_way.values():
                 reduction.finish()

@@ -82,7 +82,7 @@ class Exchange:
         self.homes: Homes = []  # in the segment, of gradients that live there
         self.synchronized = False
         self.is_overtaken = False
-        self._hooks = watch(self, list(self.parameters.items()))
+        self._hooks = watch(self, named)
 
     @property
     def gradients(self) -> Gradients:
@@ -298,7 +298,7 @@ class Exchange:
             self.presence.admit(name)
         self._admitted.update(dict.fromkeys(names, added))
         self._order += names
-        self._hooks += watch(self, [(name, p) for name in names if (p := self.parameters[name]).requires_grad])
+        self._hooks += watch(self, [(name, self.parameters[name]) for name in names])
 
     def _admitted_gradients(self, names: list[str]) -> Gradients:
         kinds = {name: self.kinds[name] for name in names}
@@ -493,11 +493,11 @@ class Watcher(Protocol):
 
 
 def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
-    """Tell *watcher* of the gradients of *named* parameters, as long as it lives; return the hooks.
+    """Tell *watcher* of the gradients of those *named* parameters that require any, while it lives; return the hooks.
 
-    Whoever watches one of them already is overtaken: of several optimizers for one parameter mostly the last is
-    stepped, and the others would have gradients under way for ever. The parameters outlive *watcher*: their hooks must
-    not keep it alive, nor act after it.
+    Whoever watches one of *named* already, also of those that require none now, is overtaken: of several optimizers for
+    one parameter mostly the last is stepped, and the others would have gradients under way for ever. The parameters
+    outlive *watcher*: their hooks must not keep it alive, nor act after it.
     """
     me = weakref.ref(watcher)
     hooks = []
@@ -506,6 +506,8 @@ def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[Remov
         other = None if before is None else before()
         if other is not None and other is not watcher:
             other.is_overtaken = True
+        if not parameter.requires_grad:
+            continue
         _last_watchers[parameter] = me
         hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
         weakref.finalize(watcher, hook.remove).atexit = False

@@ -47,6 +47,7 @@ class _ModuleExchange(Exchange):
         super().__init__(named, compression, n_passes=1)
         self.number = next(_numbers)
         self.sends = True
+        self.is_used = False  # by a forward pass, since the last step
         self.synchronized = True
         self._n_left = len(self.parameters)
 
@@ -59,7 +60,7 @@ class _ModuleExchange(Exchange):
             raise BusyError(f"the gradient of {name!r} has come twice in one backward pass, or the last pass was not "
                             "ended by synchronize(). Checkpoints that use one parameter twice need use_reentrant=False")
         super().accumulated(name)
-        if self.is_overtaken:
+        if self.is_overtaken and not self.is_used:
             return
         self._n_left -= 1
         if not self._n_left:  # whether or not this pass goes through an output that is known
@@ -68,7 +69,7 @@ class _ModuleExchange(Exchange):
     def forget_passes(self) -> None:
         """Expect all gradients again."""
         super().forget_passes()
-        self._n_left = len(self.parameters)
+        self._n_left, self.is_used = len(self.parameters), False
 
     def output_reached(self, _: torch.Tensor) -> None:
         """Be told that a backward pass has come to an output of the module."""
@@ -206,7 +207,7 @@ class DistributedDataParallel(torch.nn.Module):
                 broadcast_buffers(buffers, 0, f"buffers of DistributedDataParallel {exchange.number}")
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and exchange.has_parameters:
-            exchange.synchronized = False
+            exchange.synchronized, exchange.is_used = False, True
             for tensor in _tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(exchange.output_reached)
