@@ -59,6 +59,22 @@ def bound(engine: Engine, sender: Stream, receiver: Stream, nbytes: int) -> Iter
         receiver.close()
 
 
+@contextlib.contextmanager
+def receiving(engine: Engine, sock: socket.socket, nbytes: int = NBYTES, next_round: int = 1,
+              **options: bool) -> Iterator[tuple[Stream, Segment]]:
+    """Yield a stream over *sock* that takes *nbytes* in slot 1, from *next_round* on, and the memory of even and of odd
+    rounds. The engine knows the part: of what arrives it reports nothing.
+    """
+    receiver = stream(engine, sock, **options)
+    with Segment(2 * nbytes) as slots:
+        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
+                          owner=receiver.peer, partial=(0, 0, 0))
+        receiver.bind(1, slots.address, slots.address + nbytes, nbytes, next_round=next_round)
+        receiver.start()
+        yield receiver, slots
+        receiver.close()
+
+
 def header(slot: int = 1, round: int = 1, epoch: int = EPOCH, flags: int = 0, nbytes: int = NBYTES, magic: int = MAGIC,
            immediate: int | None = None) -> bytes:
     """Return the header of a write, as `pyx/wire.h` draws it."""

@@ -1,7 +1,6 @@
 """CRC32C as RFC 3720 has it, and streams whose writes carry it: nothing of what was changed on the way arrives."""
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
@@ -12,9 +11,8 @@ from hypothesis import given, strategies as st
 
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
-from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import crc32c
-from tests.streams import NBYTES, bound, events, header, mailbox, pair, receive, stream
+from tests.streams import NBYTES, bound, events, header, mailbox, pair, receive, receiving, stream
 
 CHECKSUM_NBYTES = 4
 CHECKED_HEADER = 32 + CHECKSUM_NBYTES
@@ -133,19 +131,6 @@ def test_they_keep_to_their_pace_in_pieces(engine, sockets):
         assert out.counters()["bytes"] == wire_nbytes(nbytes) and incoming.counters()["bytes"] == nbytes
 
 
-@contextlib.contextmanager
-def receiving(engine, sock, nbytes=NBYTES):
-    """Yield a stream over *sock* that takes *nbytes* with checksums in slot 1, and its memory."""
-    receiver = stream(engine, sock, checks=True)
-    with Segment(2 * nbytes) as slots:
-        engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
-                          owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
-        receiver.start()
-        yield receiver, slots
-        receiver.close()
-
-
 LENGTH = PIECE_NBYTES + 100
 
 
@@ -158,7 +143,7 @@ def test_a_changed_bit_is_the_end_of_the_connection_and_no_arrival(engine, socke
     payload, (left, right) = os.urandom(LENGTH), sockets
     bad = bytearray(with_checksums(payload, round=2))
     bad[where] ^= 0x10
-    with receiving(engine, right, LENGTH) as (receiver, slots):
+    with receiving(engine, right, LENGTH, checks=True) as (receiver, slots):
         left.sendall(with_checksums(payload) + bad)
         [(kind, source, _, _, code, _, _)] = events(engine, 1)
         assert (kind, source, code) == (native.EVENT_LOST, receiver.peer, errno.EBADMSG)
@@ -177,7 +162,7 @@ def test_a_changed_bit_is_the_end_of_the_connection_and_no_arrival(engine, socke
 ], ids=["without checksums", "cut before the end", "cut behind the header", "another round", "no payload"])
 def test_nothing_else_arrives_either(engine, sockets, said, code):
     left, right = sockets
-    with receiving(engine, right) as (receiver, _):
+    with receiving(engine, right, checks=True) as (receiver, _):
         left.sendall(said)
         left.close()
         [(kind, source, _, _, found, _, _)] = events(engine, 1)

@@ -15,7 +15,7 @@ from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import Stream
 from tests import threads
-from tests.streams import EPOCH, NBYTES, bound, events, header, mailbox, pair, receive, stream
+from tests.streams import EPOCH, NBYTES, bound, events, header, mailbox, pair, receive, receiving, stream
 
 
 @pytest.fixture
@@ -146,13 +146,10 @@ def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written
 def test_a_round_that_has_arrived_does_not_arrive_again(engine, sockets, again):
     """It would be summed as another one, and what a link awaits that takes this one's place would be wrong."""
     left, right = sockets
-    receiver = stream(engine, right)
-    with Segment(2 * NBYTES) as slots:
-        receiver.bind(1, slots.address, slots.address + NBYTES, NBYTES, next_round=1)
-        receiver.start()
+    with receiving(engine, right) as (receiver, slots):
         left.sendall(b"".join(header(round=round) + bytes([round]) * NBYTES for round in (1, 2)))
         left.sendall(header(round=again) + bytes([9]) * NBYTES)
-        assert events(engine, 1)[0][4] == errno.EPROTO
+        assert events(engine, 1) == [(native.EVENT_LOST, receiver.peer, 0, 0, errno.EPROTO, 0, 0)]
         receiver.close()
         assert receiver.next_round(1) == 3 and receiver.counters()["writes_received"] == 2
         assert bytes(memoryview(slots)[:NBYTES]) == bytes([2]) * NBYTES
@@ -161,13 +158,10 @@ def test_a_round_that_has_arrived_does_not_arrive_again(engine, sockets, again):
 
 def test_rounds_go_on_where_they_wrap(engine, sockets):
     left, right = sockets
-    receiver = stream(engine, right)
-    with Segment(2 * NBYTES) as slots:
-        receiver.bind(1, slots.address, slots.address + NBYTES, NBYTES, next_round=(1 << 32) - 1)
-        receiver.start()
+    with receiving(engine, right, next_round=(1 << 32) - 1) as (receiver, _):
         left.sendall(b"".join(header(round=round) + bytes(NBYTES) for round in ((1 << 32) - 1, 0, 1)))
         left.sendall(header(round=1))
-        assert events(engine, 1)[0][4] == errno.EPROTO
+        assert events(engine, 1) == [(native.EVENT_LOST, receiver.peer, 0, 0, errno.EPROTO, 0, 0)]
         receiver.close()
         assert receiver.next_round(1) == 2 and receiver.counters()["writes_received"] == 3
 
