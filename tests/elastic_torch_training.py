@@ -1,5 +1,5 @@
 """A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP MOMENT (it kills itself there, before or
-after backward; or instead of making the model).
+after backward, or stepped; or instead of making the model).
 
 KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
 """
@@ -52,9 +52,11 @@ def main() -> None:
                 if is_to_die and moment == "before":
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss.backward()
-                if is_to_die:
+                if is_to_die and moment == "after":
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
+                if is_to_die:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 rates.step()
                 state.steps += 1
                 used = bps.push_pull(torch.bincount(indices, minlength=480), average=False, name="used")

@@ -263,6 +263,7 @@ class CrossBarrierExchange(Exchange):
         super().abandon()
 
     def _forget_due(self) -> None:
+        self._is_checked = True
         for name in self._pending:
             parameter = self.parameters[name]
             del _due[id(parameter)]

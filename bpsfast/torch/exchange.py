@@ -405,6 +405,7 @@ class Exchange:
             hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._has_told = False
 
     def house_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
