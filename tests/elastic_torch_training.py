@@ -27,6 +27,7 @@ def main() -> None:
     number = member.number if member is not None else bps.rank()
     torch.manual_seed(number)  # all get those of one rank
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+    model.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel gives all ranks rank 0's
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if kind == "ddp":
         if moment == "making" and str(number) == victim:

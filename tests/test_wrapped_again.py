@@ -135,7 +135,7 @@ def overtaken():
     backward()
     second.step()
     second.zero_grad()
-    with pytest.raises(bpsfast.BusyError, match="took its parameters over"):
+    with pytest.raises(bpsfast.BusyError, match="another optimizer has some of"):
         first.step()
     model.zero_grad()
     backward()
@@ -145,6 +145,117 @@ def overtaken():
 
 def test_gradients_under_way_of_an_optimizer_that_is_overtaken(pair):
     assert pair.run(overtaken) == [(8.0, 0.125)] * 2
+
+
+def overtaken_across_the_barrier():
+    """As `overtaken`, where the first one's updates are due: they are refused, and never made."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 0.0)
+    first = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters("crossing"),
+                                     cross_barrier=True)
+    layer(torch.ones(1, 1)).backward()
+    first.step()
+    first.zero_grad()
+    layer(torch.ones(1, 1)).backward()
+    second = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0),
+                                      layer.named_parameters("crossing too"))
+    layer.weight.grad = None
+    layer(torch.full((1, 1), 10.0)).backward()
+    first.step()
+    with pytest.raises(bpsfast.BusyError, match="another optimizer has some of"):
+        layer.weight.item()
+    del second
+    return layer.weight.item()
+
+
+def test_an_update_that_was_refused_is_never_made(pair):
+    assert pair.run(overtaken_across_the_barrier) == [-1.0, -1.0]
+
+
+def summed_twice(op_name):
+    layer = torch.nn.Linear(1, 1, bias=False)
+    first, second = (hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0),
+                                              layer.named_parameters(f"{op_name} {which}"), op=getattr(hvd, op_name))
+                     for which in ("first", "second"))
+    for _ in range(2):
+        second.zero_grad()
+        layer(torch.full((1, 1), 3.0)).backward()
+        second.step()
+        once = layer.weight.grad.item()
+        try:
+            first.step()
+        except bpsfast.BusyError as exc:
+            assert "it has summed them" in str(exc)
+            once = -once
+    return once
+
+
+@pytest.mark.parametrize(("op_name", "wanted"), [("Sum", -6.0), ("Product", -9.0), ("Average", 3.0)])
+def test_what_one_optimizer_has_summed_another_does_not_sum_again(pair, op_name, wanted):
+    assert pair.run(summed_twice, op_name) == [wanted, wanted]
+
+
+def undead():
+    """Rank 1 still has a module that is gone on the other rank, and whose last forward pass had no backward pass."""
+    model = Net()
+    first = DistributedDataParallel(model)
+    first(torch.ones(1, 64)).backward()
+    first(torch.ones(1, 64))
+    kept = [first] if bps.rank() else []
+    del first
+    second = DistributedDataParallel(model)
+    for _ in range(2):
+        model.zero_grad()
+        second(torch.full((1, 64), float(bps.rank()))).backward()
+    kept.clear()
+    return model.head.weight.grad[0, 0].item()
+
+
+def test_a_module_that_one_rank_still_has_sends_nothing(pair):
+    assert pair.run(undead) == [8.0, 8.0]
+
+
+def one_of_two_refused():
+    models = Net(), Net()
+    first, second = map(DistributedDataParallel, models)
+
+    def backward():
+        for model in models:
+            model.zero_grad()
+        x = torch.full((1, 64), float(bps.rank()))
+        (first(x) + second(x)).backward()
+        return [model.head.weight.grad[0, 0].item() for model in models]
+
+    found = [backward()]
+    models[0].head = torch.nn.Linear(64, 1)
+    with pytest.raises(bpsfast.UnsupportedError, match="that were added"):
+        backward()
+    torch.nn.init.constant_(models[0].head.weight, 0.25)
+    first = DistributedDataParallel(models[0])
+    return [*found, backward(), backward()]
+
+
+def test_of_two_modules_in_one_backward_pass_one_is_refused(pair):
+    assert pair.run(one_of_two_refused) == [[[8.0, 8.0]] * 3] * 2
+
+
+def another_runtime():
+    found = []
+    for number in range(2):
+        layer = torch.nn.Linear(4, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0),
+                                             layer.named_parameters(f"runtime {number}"))
+        layer(torch.full((1, 4), float(hvd.rank()))).sum().backward()
+        optimizer.step()
+        found.append(layer.weight.grad[0, 0].item())
+        del optimizer
+        hvd.shutdown()
+        hvd.init()
+    return found
+
+
+def test_horovod_is_begun_again_in_one_job(pair):
+    assert pair.run(another_runtime) == [[0.5, 0.5]] * 2
 
 
 def kept_home():

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import BusyError
+from ..orchestration.errors import BusyError, UnsupportedError
 from ..torch.compression import CompressionLike
-from ..torch.exchange import Exchange, give_back, give_up
+from ..torch.exchange import Exchange, give_back, give_up, is_reduced_by_another
 from ..torch.presence import thawed
 from ..trainer.gradients import Gradients
 from . import runtime
@@ -53,10 +53,11 @@ class StandIn:
         self._places = dict(exchange.presence.places)
         self._frozen = set(exchange.presence.frozen)
         self._present = exchange.presence.title
-        self._joined = f"bpsfast.hvd.joined {self.number}"  # the number's name among those of the gradients
+        #: The number's name among those of the gradients; like `Presence.title` that of no other optimizer's.
+        self._joined = f"bpsfast.hvd.joined of {min(self._places, default='nothing')}"
         self._kinds = {self._present: exchange.presence.kind, self._joined: ((1,), "float32"),
                        **{name: kinds[name] for name in self._names}}
-        self._frozen_kinds = {name: kinds[name] for name in self._frozen}
+        self._frozen_kinds = {name: kinds[name] for name in self._frozen if name in kinds}
         #: Of what was frozen at first, by name.
         self.admitted: dict[str, Gradients] = {}
         self._choice = {name: codecs.get(name) for name in self._kinds}
@@ -96,6 +97,9 @@ class StandIn:
 
     def admit(self, names: list[str]) -> Gradients:
         """Tell the job of gradients that were frozen at first; they are part of all steps from this one on."""
+        unknown = [name for name in names if name not in self._frozen_kinds]
+        if unknown:
+            raise UnsupportedError(f"{', '.join(unknown[:4])}: gradients of this dtype are not summed")
         added = Gradients({name: self._frozen_kinds[name] for name in names}, prefix=self._prefix,
                           average=self._average)
         self._frozen.difference_update(names)
@@ -207,7 +211,6 @@ class DenseExchange(Exchange):
     def send_rest(self) -> None:
         """Send what no backward pass has sent: zeros where there is no gradient, nothing where it would be sparse."""
         self.begin()
-        self.tell()
         for name in [*self.missing(), *self._stand_in.sparse]:
             if name not in self._sparse and self.parameters[name].grad is not None:
                 self._send(name)
@@ -216,6 +219,9 @@ class DenseExchange(Exchange):
             nothing = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:]), shape,
                                               dtype=self.parameters[name].dtype, check_invariants=False)
             self._begin_sparse(name, nothing)
+        if self._op is not Average:
+            self.presence.is_stale |= is_reduced_by_another(self)
+        self.tell()
         self._zero_missing()
 
     def begin(self) -> None:
@@ -233,12 +239,12 @@ class DenseExchange(Exchange):
         assert gradient is not None, "only called for parameters with a gradient"
         if not gradient.is_sparse:
             super()._send(name)
-        elif not self._sparse_as_dense:
-            if self._gradients is not None:  # else it is sent by `synchronize`
-                self._begin_sparse(name, gradient)
         elif self._gradients is None:
-            self._copies[name] = gradient.detach().to_dense()
-        else:
+            if self._sparse_as_dense:  # else it is sent by `synchronize`
+                self._copies[name] = gradient.detach().to_dense()
+        elif name in self._stand_in.sparse:
+            self._begin_sparse(name, gradient)
+        else:  # as all ranks said; or it had no gradient in the first step, and none said that it is sparse
             self._fill(name, gradient.detach().to_dense())
 
     def _begin_sparse(self, name: str, gradient: torch.Tensor) -> None:
@@ -283,7 +289,7 @@ class DenseExchange(Exchange):
             return
         if self._predivide != 1:
             gradient.mul_(self._predivide)
-        if sparse is not None:
+        if sparse is not None and self._sparse_as_dense:
             parameter.grad = gradient.to_sparse(sparse.sparse_dim())
 
     def forget_passes(self) -> None:
@@ -295,7 +301,13 @@ class DenseExchange(Exchange):
 def _retire(numbers: list[int]) -> None:
     """Forget the stand-ins of the optimizers *numbers*, which no rank has any more."""
     found = runtime.current()
-    for each in [each for each in found.stand_ins if each.number in numbers]:
-        found.stand_ins.remove(each)
+    with _retiring:  # of a rank that has joined, each stand-in has a thread
+        gone = [each for each in found.stand_ins if each.number in numbers]
+        for each in gone:
+            found.stand_ins.remove(each)
+    for each in gone:
         each.retire()
     give_back()
+
+
+_retiring = threading.Lock()

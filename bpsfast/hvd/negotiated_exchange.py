@@ -5,19 +5,20 @@ a process set, and for Min, Max and Product.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..torch.exchange import watch
+from ..torch.exchange import is_reduced_by_another, note_reduced, numbers, watch
 from ..torch.presence import Presence
 from . import runtime
 from .allreduce_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
 from .exchange import TooManyPassesError
 from .handle import synchronize
 from .process_sets import ProcessSet
-from .reduce_op import Average, Max, ReduceOp
+from .reduce_op import Average, Max, Product, ReduceOp, Sum
 
 
 class NegotiatedExchange:
@@ -34,6 +35,7 @@ class NegotiatedExchange:
         self.parameters = self.presence.trained
         self.n_passes = n_passes
         self.synchronized = self.is_overtaken = False
+        self.number, self.sharers = next(numbers), list[weakref.ref[Any]]()
         self._compression = compression
         self._fields = {"op": op, "process_set": process_set}
         if op is Average:
@@ -71,6 +73,10 @@ class NegotiatedExchange:
         if not any(self._left[each] for each in group):
             self._begin(group)
 
+    def overtaken(self) -> None:
+        """As of `Exchange`."""
+        self.is_overtaken = True
+
     def _begin(self, group: tuple[str, ...]) -> None:
         self._under_way[group] = _Reduction(group, self)
 
@@ -79,6 +85,8 @@ class NegotiatedExchange:
 
         A parameter that has a gradient on no rank gets none. Raises `UnsupportedError` as `Exchange.receive`.
         """
+        if self._fields["op"] in (Sum, Product):
+            self.presence.is_stale |= is_reduced_by_another(self)
         words = torch.from_numpy(self.presence.words())
         told = allreduce_async_(words, name=self.prefix + self.presence.title, op=Max,
                                 process_set=self._fields["process_set"])  # type: ignore[arg-type]
@@ -99,6 +107,7 @@ class NegotiatedExchange:
             for reduction in under_way.values():
                 reduction.finish()
         self.forget_passes()
+        note_reduced(self)
         self.presence.require_known()
         self.synchronized = True
 

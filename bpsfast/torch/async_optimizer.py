@@ -15,7 +15,7 @@ from ..orchestration.store import Worker
 from ..trainer import current as process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .wrapped import all_trained, derive, members_of, refuse_strangers
+from .wrapped import all_trained, derive, knowing, members_of, refuse_strangers
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
@@ -31,13 +31,16 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         Raises
         ------
         UnsupportedError
-            If a parameter has a gradient that did not require one, or was not there, when this was made.
+            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made.
         StallError, PeerLostError
             As `AsyncWeights.pull`.
         """
-        refuse_strangers(self, self._named.values())
+        def check() -> None:
+            refuse_strangers(self, self._named.values())
+
+        check()
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
-        result = self._base.step(self) if closure is None else self._base.step(self, closure)
+        result = self._base.step(self) if closure is None else self._base.step(self, knowing(closure, check))
         with torch.no_grad():
             for name, p in self._named.items():
                 self._weights.push(name, torch.sub(p, before[name], out=before[name]))

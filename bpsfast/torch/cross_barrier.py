@@ -208,7 +208,7 @@ class CrossBarrierExchange(Exchange):
     def hear(self) -> None:
         """As `Exchange.hear`; if an update that is due is refused, all of that step are, and none is due any more.
 
-        Raises `UnsupportedError` as `Exchange.receive` does.
+        Raises `UnsupportedError` and `BusyError` as `Exchange.receive` does.
         """
         super().hear()
         if self._is_checked:
@@ -216,7 +216,7 @@ class CrossBarrierExchange(Exchange):
         self._is_checked = True
         try:
             self._require_known()
-        except UnsupportedError:
+        except (UnsupportedError, BusyError):
             for name in self._pending:
                 self.gradients.finish(name)
             self._forget_due()
@@ -307,7 +307,13 @@ class CrossBarrierExchange(Exchange):
         self._base.step(alone)
 
     def zero(self, set_to_none: bool) -> None:
-        """Clear all gradients, those under way too: their averages will be used and forgotten."""
+        """Clear all gradients of the optimizer, those under way too: their averages will be used and forgotten."""
+        for other in self.presence.members():
+            if id(other) not in self._name_of and other.grad is not None:
+                if set_to_none:
+                    other.grad = None
+                else:
+                    other.grad.detach_().zero_()
         for name, parameter in self.parameters.items():
             if set_to_none:
                 parameter.grad = None

@@ -13,7 +13,9 @@ A parameter that has a gradient on no rank gets none (`presence`): the optimizer
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import sys
 import weakref
 from collections import deque
@@ -48,6 +50,7 @@ class Exchange:
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
         compression, self._choice = parted(compression)
         give_back()
+        self.number = next(numbers)
         self.presence = Presence(named)
         self.parameters = self.presence.trained
         self.n_passes = n_passes
@@ -57,11 +60,11 @@ class Exchange:
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
         self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
         for name, p in named:
-            cast = cast_dtype(compression, p.dtype)
-            if cast is None:
-                sample, self._contexts[name] = self._compress(name, _zeros(p))
-            self._wire[name] = sample.dtype if cast is None else cast
-            self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
+            if not p.requires_grad:
+                with contextlib.suppress(UnsupportedError):  # refused if it is thawed
+                    self._look_at(name, p)
+            else:
+                self._look_at(name, p)
         trained = {name: self.kinds[name] for name in self.parameters}
         self.codecs = chosen_among(self._choice, trained, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
@@ -82,7 +85,17 @@ class Exchange:
         self.homes: Homes = []  # in the segment, of gradients that live there
         self.synchronized = False
         self.is_overtaken = False
+        self.sharers: list[weakref.ref[Any]] = []
         self._hooks = watch(self, named)
+
+    def _look_at(self, name: str, parameter: torch.Tensor) -> None:
+        """Note what travels of the gradients of *name*."""
+        cast = cast_dtype(self._compression, parameter.dtype)
+        if cast is None:
+            sample, self._contexts[name] = self._compress(name, _zeros(parameter))
+        wire = sample.dtype if cast is None else cast
+        self.kinds[name] = tuple(sample.shape if cast is None else parameter.shape), wire_dtype_name(wire)
+        self._wire[name] = wire
 
     @property
     def gradients(self) -> Gradients:
@@ -248,10 +261,10 @@ class Exchange:
     def send_rest(self) -> None:
         """Send what no backward pass has sent, zeros where there is no gradient."""
         self.begin()
-        self.tell()
         for name in self.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
+        self.tell()  # after what may raise: who tries again tells of what there is by then
         self._zero_missing()
 
     def tell(self) -> None:
@@ -301,6 +314,9 @@ class Exchange:
         self._hooks += watch(self, [(name, self.parameters[name]) for name in names])
 
     def _admitted_gradients(self, names: list[str]) -> Gradients:
+        for name in names:
+            if name not in self.kinds:
+                self._look_at(name, self.presence.frozen[name])
         kinds = {name: self.kinds[name] for name in names}
         added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.presence.frozen[name] for name in names))
         weakref.finalize(self, give_up, added, self.homes).atexit = False
@@ -329,6 +345,7 @@ class Exchange:
                 self._receive(name, self.parameters[name])
         self.end_step()
         self.forget_passes()
+        note_reduced(self)
         self._require_known()
         self.synchronized = True
         give_back()
@@ -410,9 +427,10 @@ class Exchange:
     def house_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
 
-        Not before the first step: until then there is no place for them.
+        Not before the first step: until then there is no place for them. Nor while another optimizer of the same
+        parameters lives, which would write into what is under way.
         """
-        if self._gradients is None:
+        if self._gradients is None or is_shared(self):
             return
         for name in self._order:
             parameter = self.parameters[name]
@@ -426,6 +444,18 @@ class Exchange:
                 home = region.array.view()
                 self.homes.append(weakref.ref(home))
                 parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
+
+
+    def overtaken(self) -> None:
+        """Hear that a later exchange has some of the same parameters: nothing is sent before a step any more."""
+        self.is_overtaken = True
+        if self._gradients is None:
+            return
+        for name in self._order:
+            gradient = self.parameters[name].grad
+            if type(gradient) is torch.Tensor and gradient.layout == torch.strided and not gradient.is_cuda:
+                if gradient.data_ptr() == self.of(name).region(name).address:  # others would write into it
+                    self.parameters[name].grad = gradient.clone()
 
 
 class Retirable(Protocol):
@@ -448,7 +478,10 @@ def give_up(owner: Retirable, homes: Homes) -> None:
 def give_back() -> None:
     """Give back the memory of what was given up, as far as nobody uses it. Not from a finalizer: it tells the node."""
     for _ in range(len(_given_up)):
-        owner, homes = _given_up.popleft()
+        try:
+            owner, homes = _given_up.popleft()
+        except IndexError:  # another thread gives them back
+            return
         try:
             if any(home() is not None for home in homes) or not owner.retire():
                 _given_up.append((owner, homes))
@@ -486,8 +519,15 @@ def _is_compiled() -> bool:
 class Watcher(Protocol):
     """What is told of gradients."""
 
-    #: Some of its parameters have another watcher since: it sends nothing before its step.
-    is_overtaken: bool
+    #: In the order in which they are made.
+    number: int
+    #: The trained parameters, by name.
+    parameters: dict[str, torch.Tensor]
+    #: Who watches some of the same parameters, as long as they live.
+    sharers: list[weakref.ref[Any]]
+
+    def overtaken(self) -> None:
+        """Hear that some of the parameters have a later watcher: nothing is to be sent before a step any more."""
 
     def accumulated(self, name: str) -> None:
         """Hear that backward has accumulated the gradient of *name*."""
@@ -501,19 +541,53 @@ def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[Remov
     outlive *watcher*: their hooks must not keep it alive, nor act after it.
     """
     me = weakref.ref(watcher)
-    hooks = []
+    hooks, others = [], {}
     for name, parameter in named:
         before = _last_watchers.get(parameter)
         other = None if before is None else before()
         if other is not None and other is not watcher:
-            other.is_overtaken = True
+            others[other.number] = other
         if not parameter.requires_grad:
             continue
-        _last_watchers[parameter] = me
+        if other is None or other.number < watcher.number:
+            _last_watchers[parameter] = me
         hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
         weakref.finalize(watcher, hook.remove).atexit = False
         hooks.append(hook)
+    for other in others.values():
+        min(other, watcher, key=lambda each: each.number).overtaken()
+        other.sharers.append(me)
+        watcher.sharers.append(weakref.ref(other))
     return hooks
+
+
+#: Of watchers.
+numbers = itertools.count()
+
+
+def is_shared(watcher: Watcher) -> bool:
+    """Whether any other watcher of the parameters of *watcher* lives."""
+    watcher.sharers = [other for other in watcher.sharers if other() is not None]
+    return bool(watcher.sharers)
+
+
+#: By parameter: the number of the watcher that has reduced its gradient since the last backward pass, if it is shared.
+_reduced_by: Any = WeakIdKeyDictionary()
+
+
+def note_reduced(watcher: Watcher) -> None:
+    """Note that *watcher* has reduced the gradients that there are."""
+    if is_shared(watcher):
+        for parameter in watcher.parameters.values():
+            _reduced_by[parameter] = watcher.number
+
+
+def is_reduced_by_another(watcher: Watcher) -> bool:
+    """Whether any gradient of *watcher* was reduced by another one since the last backward pass: adding it up over the
+    ranks again would not give the sum.
+    """
+    return any(_reduced_by.get(p, watcher.number) != watcher.number and p.grad is not None
+               for p in watcher.parameters.values())
 
 
 #: By parameter: who watches it since the last `watch`.
@@ -521,7 +595,9 @@ _last_watchers: Any = WeakIdKeyDictionary()
 
 
 def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:
-    def accumulated(_: torch.Tensor) -> None:
+    def accumulated(parameter: torch.Tensor) -> None:
+        if _reduced_by:
+            _reduced_by.pop(parameter, None)
         found = exchange()
         if found is not None:
             found.accumulated(name)

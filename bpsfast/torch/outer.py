@@ -17,7 +17,7 @@ from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import current as process
 from .fragments import Fragment, Named, cut
-from .wrapped import all_trained, derive, members_of, refuse_strangers
+from .wrapped import all_trained, derive, knowing, members_of, refuse_strangers
 
 
 class Outer:
@@ -92,19 +92,22 @@ class _OuterOptimizer(torch.optim.Optimizer):
         Raises
         ------
         UnsupportedError
-            If a parameter has a gradient that did not require one, or was not there, when this was made; or requires
-            none any more.
+            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made;
+            or requires none any more.
         StallError, PeerLostError
             As `bpsfast.push_pull`, if an outer step is due.
         """
         parameters = self._outer.parameters
-        refuse_strangers(self, parameters.values())
+        def check() -> None:
+            refuse_strangers(self, parameters.values())
+
+        check()
         frozen = [name for name, p in parameters.items() if not p.requires_grad]
         if frozen:
             raise UnsupportedError(f"{', '.join(frozen[:4])} required gradients when the optimizer was wrapped, and do "
                                    "not now, but the outer momentum would move them on: make the optimizer anew, and "
                                    "wrap that")
-        result = self._base.step(self) if closure is None else self._base.step(self, closure)
+        result = self._base.step(self) if closure is None else self._base.step(self, knowing(closure, check))
         self._outer.after_step()
         return result
 

@@ -9,11 +9,10 @@ output asks for that. So it does not matter which parameters were used, and pass
 compute again) end nothing. BytePS counts gradients instead, in one count for the process.
 
 Several modules may be used in one backward pass. Then all of them send what is left before any of them waits, so ranks
-may come to them in different orders.
+may come to them in different orders; but for a step in which a parameter of one of them is thawed.
 """
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from ..elastic.member import enlisted
-from ..orchestration.errors import BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
 from ..trainer import current as process
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
@@ -34,8 +33,6 @@ from .ops import REACHED
 
 _queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
-#: Of exchanges, in the order in which all ranks make them.
-_numbers = itertools.count()
 #: What the backward passes that go on (autograd's numbers of them) have to end.
 _to_end: dict[int, set[_ModuleExchange]] = {}
 
@@ -45,7 +42,6 @@ class _ModuleExchange(Exchange):
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike) -> None:
         super().__init__(named, compression, n_passes=1)
-        self.number = next(_numbers)
         self.sends = True
         self.is_used = False  # by a forward pass, since the last step
         self.synchronized = True
@@ -70,6 +66,11 @@ class _ModuleExchange(Exchange):
         """Expect all gradients again."""
         super().forget_passes()
         self._n_left, self.is_used = len(self.parameters), False
+
+    def overtaken(self) -> None:
+        """As `Exchange.overtaken`. Of forward passes before that none has to be ended: ranks may have done without."""
+        super().overtaken()
+        self.is_used = False
 
     def output_reached(self, _: torch.Tensor) -> None:
         """Be told that a backward pass has come to an output of the module."""
@@ -104,8 +105,14 @@ def _average(exchanges: Sequence[_ModuleExchange]) -> None:
         exchange.declare()
     for exchange in exchanges:
         exchange.send_rest()
+    refused: list[BpsError] = []
     for exchange in exchanges:
-        exchange.receive()
+        try:
+            exchange.receive()
+        except (BusyError, UnsupportedError) as exc:  # of one model; the others' gradients have to be taken, too
+            refused.append(exc)
+    if refused:
+        raise refused[0]
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -191,6 +198,7 @@ class DistributedDataParallel(torch.nn.Module):
             exchange.abandon()  # whoever holds the traceback holds it, too
             raise
         self._exchange, self._lost = exchange, ""
+        self._buffers_name = process.current().tensors.unnamed("buffers of DistributedDataParallel")  # of this job
         self._follow()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -204,7 +212,7 @@ class DistributedDataParallel(torch.nn.Module):
         if self.broadcast_buffers:
             buffers = list(self.module.named_buffers())
             if buffers:
-                broadcast_buffers(buffers, 0, f"buffers of DistributedDataParallel {exchange.number}")
+                broadcast_buffers(buffers, 0, self._buffers_name)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and exchange.has_parameters:
             exchange.synchronized, exchange.is_used = False, True

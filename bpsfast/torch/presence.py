@@ -31,7 +31,7 @@ class Presence:
         self.frozen = {name: p for name, p in named if not p.requires_grad}
         #: Of the tensor, among the names of gradients: optimizers whose parameters differ have others.
         self.title = f"bpsfast.present of {min((name for name, _ in named), default='nothing')}"
-        #: A gradient has changed since it was sent.
+        #: A gradient has changed since it was sent, or was reduced before it was.
         self.is_stale = False
         #: Returns the parameters that there are now.
         self.members: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -45,8 +45,8 @@ class Presence:
         return (len(self.places) + 2,), "float32"
 
     def words(self) -> np.ndarray[Any, Any]:
-        """Return what this rank has to tell: which parameters have a gradient, whether one has changed since it was
-        sent, and whether unknown parameters have any.
+        """Return what this rank has to tell: which parameters have a gradient, whether one is stale, whether unknown
+        parameters have any.
         """
         words: np.ndarray[Any, Any] = np.zeros(*self.kind)
         for name, p in (*self.trained.items(), *self.frozen.items()):
@@ -82,9 +82,10 @@ class Presence:
             If any rank has a gradient of an unknown parameter.
         """
         if self._heard[-2]:
-            raise BusyError("gradients of this optimizer were under way when another one took its parameters over, and "
-                            "have been computed again since: what was averaged is not what the parameters have now. "
-                            "Call synchronize() of the first one before others wrap its parameters")
+            raise BusyError("another optimizer has some of this one's parameters. Their gradients were under way when "
+                            "it was made, and have been computed again since, or it has summed them: what was reduced "
+                            "now is not what the gradients of all ranks give. Between two backward passes, call "
+                            "synchronize() or step() of one of the optimizers alone")
         if self._heard[-1]:
             raise _strangers_error(self._strangers())
 

@@ -49,10 +49,10 @@ class SparseExchange(Exchange):
 
     def _sparse_anywhere(self) -> list[str]:
         """Return the names of gradients that are sparse on some rank, in an order that is that of all."""
-        names = sorted(self.parameters)
+        names = list(self.presence.places)  # of all parameters: ranks may have others frozen
         if not names:
             return []
-        gradients = [self.parameters[name].grad for name in names]
+        gradients = [self.parameters[name].grad if name in self.parameters else None for name in names]
         session = process.current()
         title = f"sparse of {self.prefix}{names[0]} to {names[-1]}, {len(names)} tensors"
         session.tensors.declare([TensorSpec(name=title, dtype="int32", shape=(len(names),), average=False)])
@@ -84,7 +84,6 @@ class SparseExchange(Exchange):
     def send_rest(self) -> None:
         """Send what no backward pass has sent: zeros where there is no gradient, no rows where it would be sparse."""
         self.begin()
-        self.tell()
         for name, table in self._tables.items():
             if not table.busy:
                 self._push(name, self.parameters[name].grad)
@@ -142,7 +141,9 @@ class SparseExchange(Exchange):
         gradient = parameter.grad
         if gradient is None and not self.presence.has(name):
             return
-        if not (name in self._sparse if gradient is None else gradient.is_sparse):
+        is_dense = gradient is not None and not gradient.is_sparse
+        if is_dense or name not in self._sparse:  # dense on all ranks, where they have not agreed that it is sparse
+            parameter.grad = gradient if is_dense else None
             super()._receive(name, parameter)
             return
         total = parameter.grad = torch.empty_like(parameter, requires_grad=False)

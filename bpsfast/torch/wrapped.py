@@ -172,6 +172,16 @@ def check_idle(exchange: Any) -> None:
                             "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
 
 
+def knowing(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+    """Return *closure* as one after which *check* is called: before the gradients that it has made are used."""
+    def checked() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    return checked
+
+
 def refuse_strangers(optimizer: torch.optim.Optimizer, known: Iterable[torch.Tensor]) -> None:
     """Raise `UnsupportedError` if *optimizer* has gradients of other parameters than those *known* to all ranks."""
     ids = {id(p) for p in known}
